@@ -93,7 +93,7 @@ class PoisonedPrefixCache(PrefixCache):
 
     def _evict(self, node, neighbour):
         with torch.inference_mode():
-            for tensor in (*node.recurrent.values(), node.logits):
+            for tensor in (*node.entry.recurrent.values(), node.entry.logits):
                 tensor.fill_(math.nan)
         super()._evict(node, neighbour)
 
@@ -104,10 +104,11 @@ def cached_bytes(cache: PrefixCache) -> tuple[int, int]:
     while nodes:
         node = nodes.pop()
         nodes += node.children.values()
-        tensors = [*node.keys_and_values.values(), *(node.recurrent or {}).values()]
-        num_bytes += sum(tensor.nbytes for tensor in tensors) + (0 if node.logits is None else node.logits.nbytes)
-        entries += node.recurrent is not None
+        recurrent = {} if node.entry is None else node.entry.recurrent
+        tensors = [*node.keys_and_values.values(), *recurrent.values()]
+        num_bytes += sum(tensor.nbytes for tensor in tensors) + (0 if node.entry is None else node.entry.logits.nbytes)
+        entries += node.entry is not None
         storage = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         assert storage == sum(tensor.nbytes for tensor in tensors), "no node holds on to the memory of others"
-        assert node is cache._root or node.recurrent is not None or node.children, "no node is there for nothing"
+        assert node is cache._root or node.entry is not None or node.children, "no node is there for nothing"
     return num_bytes, entries

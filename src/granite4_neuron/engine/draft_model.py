@@ -60,22 +60,21 @@ class DraftModel:
         """See `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
         self._forget_unfinished()
         self._forget_others(requests)
-        drafts = [_Draft(request, self._follow(request), self._most(request)) for request in requests]
-        growing = [draft for draft in drafts if draft.followed is not None and draft.most > 0]
+        drafts = [self._begin(request) for request in requests]
+        growing = [draft for draft in drafts if draft is not None]
         if growing:
             self._unfinished = [draft.request.id for draft in growing]
-            self._read(growing)
+            logits = self._read(growing)
             self._unfinished = ()
-            logits = [draft.followed.logits for draft in growing]
             while growing := [draft for draft, last in zip(growing, logits, strict=True) if draft.grow(last)]:
                 logits = self._last_logits([draft.row for draft in growing])
-        return [draft.tokens for draft in drafts]
+        return [[] if draft is None else draft.tokens for draft in drafts]
 
     def end(self, id: int) -> None:
         """See `Drafter.end`."""
         self._forget_unfinished()
         followed = self._followed.pop(id, None)
-        if followed is not None and self._cache is not None and followed.stored:
+        if followed is not None:
             self._keep(followed)
 
     @property
@@ -95,6 +94,11 @@ class DraftModel:
         if not self._free and not ids <= self._followed.keys():
             self._followed = {id: followed for id, followed in self._followed.items() if id in ids}
 
+    def _begin(self, request: DraftRequest) -> _Draft | None:
+        """Return the drafts of a sequence, none yet; None if it is to have none."""
+        followed, most = self._follow(request), self._most(request)
+        return _Draft(request, followed, most) if followed is not None and most > 0 else None
+
     def _follow(self, request: DraftRequest) -> _Followed | None:
         if request.id not in self._followed and (free := self._free):
             self._followed[request.id] = _Followed(free[0])
@@ -108,31 +112,35 @@ class DraftModel:
         room = self._max_length - len(request.tokens)
         return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0
 
-    def _read(self, drafts: Sequence[_Draft]) -> None:
-        """Advance the state to the last token of each sequence."""
+    def _read(self, drafts: Sequence[_Draft]) -> list[torch.Tensor]:
+        """Advance the state to the last token of each sequence; return the logits [vocab_size] after each."""
         for draft in drafts:
             self._catch_up(draft.followed)
         rows = [draft.followed.next_row(len(draft.followed.tokens)) for draft in drafts]
         verification = self._runtime.verify(self._state, rows)
         self._runtime.commit(self._state, verification, [len(row.tokens) for row in rows])
-        for draft, row, logits in zip(drafts, rows, verification.logits, strict=True):
-            draft.followed.add(row, logits[len(row.tokens) - 1])
+        last_logits = _after_last_tokens(verification.logits, rows)
+        for draft, row, logits in zip(drafts, rows, last_logits, strict=True):
+            draft.followed.add(row, logits)
+        return last_logits
 
     def _catch_up(self, followed: _Followed) -> None:
         """Run a prompt, or tokens that came without a call of `propose`, except for the last token."""
         last, is_prompt = len(followed.tokens) - 1, followed.stored == 0
-        if is_prompt and self._cache is not None:
+        if is_prompt:
             self._restore(followed)
         most = 0 if is_prompt else self._runtime.tokens_per_verification - 1
         while last - followed.stored > most:
             row = followed.next_row(min(followed.stored + self._runtime.tokens_per_step, last))
             [logits] = self._runtime.step(self._state, [row])
             followed.add(row, logits)
-        if is_prompt and self._cache is not None and followed.stored:
+        if is_prompt:
             self._keep(followed)
 
     def _restore(self, followed: _Followed) -> None:
-        """Start from the cached prefix of a prompt."""
+        """Start from the cached prefix of a prompt, if there is one."""
+        if self._cache is None:
+            return
         prefix = self._cache.match_prefix(followed.tokens[:-1])
         if prefix is not None:
             self._cache.restore(prefix, self._state, followed.slot)
@@ -140,11 +148,17 @@ class DraftModel:
             followed.stored, followed.logits = prefix.length, prefix.logits
 
     def _keep(self, followed: _Followed) -> None:
-        self._cache.insert(followed.tokens[: followed.stored], self._state, followed.slot, followed.logits)
+        """Keep the state in the cache, if there is one and the state has seen tokens."""
+        if self._cache is not None and followed.logits is not None:
+            self._cache.insert(followed.tokens[: followed.stored], self._state, followed.slot, followed.logits)
 
     def _last_logits(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        logits = self._runtime.verify(self._state, rows).logits
-        return [row_logits[len(row.tokens) - 1] for row_logits, row in zip(logits, rows, strict=True)]
+        return _after_last_tokens(self._runtime.verify(self._state, rows).logits, rows)
+
+
+def _after_last_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[torch.Tensor]:
+    """Return the logits [vocab_size] after each row's last token, of those of a verification."""
+    return [row_logits[len(row.tokens) - 1] for row_logits, row in zip(logits, rows, strict=True)]
 
 
 @dataclass
@@ -176,7 +190,7 @@ class _Draft:
     """The drafts of one sequence so far."""
 
     request: DraftRequest
-    followed: _Followed | None
+    followed: _Followed
     most: int
     tokens: list[int] = field(default_factory=list)
     chooser: TokenChooser | None = None

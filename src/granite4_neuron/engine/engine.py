@@ -44,7 +44,7 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def locked(self: Engine, *arguments: Any, **options: Any) -> Any:
-        if self._lock._is_owned():
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition calls it too
             raise UserError("an engine cannot be called by code that it calls itself, such as a logits processor.")
         with self._lock:
             self._live.end_unfinished()
@@ -178,7 +178,7 @@ class Engine:
         limit = min(len(request.tokens) + request.max_tokens, self.max_length)
         self._slots.check(limit)
         request = request.with_defaults(self.runtime.generation_config)
-        text = TextStream(self._tokenizer, request.stop, request.tokens, request.skip_special_tokens)
+        text = TextStream(self._tokenizer, request.stop or (), request.tokens, request.skip_special_tokens)
         adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
         sequence = RunningSequence(next(_IDS), request, limit, text, adapter)
         self._live.waiting.append(sequence)
@@ -207,8 +207,7 @@ class Engine:
         if not is_whole(id) or id not in self._live.running:
             raise UserError(f"id is {reprlib.repr(id)}, and must be that of a sequence that runs.")
         sequence = self._live.running[id]
-        if sequence.logits is not None:
-            self._prefixes.keep(sequence)
+        self._prefixes.keep(sequence)
         self._live.end(sequence)
         return sequence.text.finish()
 
@@ -244,7 +243,7 @@ class Engine:
         """Choose the next token of each sequence whose tokens have all been run."""
         for sequence, row, row_logits in zip(step.sequences, step.rows, logits, strict=True):
             with self._live.guard(sequence):
-                if step.all_logits and sequence.reports_prompt:
+                if step.all_logits:
                     sequence.record_prompt_logprobs(row, row_logits)
                 last = row_logits[len(row.tokens) - 1] if step.all_logits else row_logits
                 is_run = row.start + len(row.tokens) == len(sequence.tokens)

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 
 from granite4_neuron.engine.prefix_folder import PrefixFolder
-from granite4_neuron.engine.prefix_tree import Entries, Node
+from granite4_neuron.engine.prefix_tree import Entries, Entry, Node
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
 from granite4_neuron.state.hybrid_state import HybridState
@@ -135,9 +135,9 @@ class PrefixCache:
                 before, node = node.length, self._longest(tokens)
                 self._stats.folder_hit_tokens += node.length - before
         self._entries.record_match(node if node.length else None)
-        if not node.length:
+        if node.entry is None:
             return None
-        prefix = Prefix(node.length, self._snapshots(node), node.logits, node)
+        prefix = Prefix(node.length, self._snapshots(node, node.entry), node.entry.logits, node)
         node.users.add(prefix)
         self._found.add(prefix)
         self._write(node, tokens)
@@ -183,10 +183,11 @@ class PrefixCache:
         """
         self._runtime.prepare_snapshot(self._has_room_for_state)
 
-    def _write(self, entry: Node, tokens: Sequence[int]) -> None:
-        """Keep an entry of a sequence in the folder too."""
-        if self._folder is not None and entry.length:
-            self._folder.keep(tuple(tokens[: entry.length]), self._snapshots(entry), entry.logits)
+    def _write(self, node: Node, tokens: Sequence[int]) -> None:
+        """Keep the entry of a node, if it has one, in the folder too; the sequence begins with its tokens."""
+        if self._folder is not None and node.entry is not None:
+            snapshots = self._snapshots(node, node.entry)
+            self._folder.keep(tuple(tokens[: node.length]), snapshots, node.entry.logits)
 
     def _insert(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         """Keep a snapshot as `insert` does; `take` makes it, with the keys and values from a position on."""
@@ -197,7 +198,7 @@ class PrefixCache:
 
     def _change(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         node, child, shared = self._descend(tokens)
-        if node.length == len(tokens) and node.recurrent is not None:
+        if node.length == len(tokens) and node.entry is not None:
             self._entries.touch(node)
             return
         covered = node.length + shared
@@ -205,7 +206,7 @@ class PrefixCache:
         if not self._has_room(needed, child or node):
             return
         if child is not None:
-            node = child.split_at(shared)
+            node = node.split(child, shared)
         if covered < len(tokens):
             # Before making room, which depends on it: the new entry takes the place of one that it goes on from.
             self._entries.record_continuation(node)
@@ -240,10 +241,10 @@ class PrefixCache:
         """
         self._check_tree()
         node, _, _ = self._descend(tokens)
-        if node.length != len(tokens) or node.recurrent is None:
+        if node.length != len(tokens) or node.entry is None:
             return None
-        snapshots = self._snapshots(node)
-        tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.logits}
+        snapshots = self._snapshots(node, node.entry)
+        tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.entry.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def _check_tree(self) -> None:
@@ -276,9 +277,10 @@ class PrefixCache:
             node = child
         return node, None, 0
 
-    def _snapshots(self, node: Node) -> list[Snapshot]:
+    def _snapshots(self, node: Node, entry: Entry) -> list[Snapshot]:
+        """Return the snapshots of the nodes down to this one, whose entry it is."""
         *before, last = [self._snapshot(each, each.keys_and_values) for each in node.path]
-        return [*before, replace(last, tensors={**node.recurrent, **node.keys_and_values})]
+        return [*before, replace(last, tensors={**entry.recurrent, **node.keys_and_values})]
 
     def _snapshot(self, node: Node, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         return Snapshot(node.start, node.length, tensors, self._runtime.dtype, self._runtime.fingerprint)
@@ -289,10 +291,10 @@ class PrefixCache:
             node = Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
             parent.children[tokens[0]] = node
             self._stats.num_bytes += node.tokens_bytes
-        node.recurrent = recurrent_state(snapshot.tensors)
-        node.logits = logits.clone()
-        node.entry_bytes = node.logits.nbytes + sum(tensor.nbytes for tensor in node.recurrent.values())
-        self._stats.num_bytes += node.entry_bytes
+        recurrent = recurrent_state(snapshot.tensors)
+        num_bytes = logits.nbytes + sum(tensor.nbytes for tensor in recurrent.values())
+        node.entry = Entry(recurrent, logits.clone(), num_bytes)
+        self._stats.num_bytes += num_bytes
         self._stats.snapshots += 1
         self._entries.touch(node)
 
@@ -324,12 +326,12 @@ class PrefixCache:
         self._stats.snapshots -= 1
         self._stats.evictions += 1
         self._entries.remove(node)
-        node.recurrent, node.logits, node.entry_bytes = None, None, 0
+        node.entry = None
         self._prune(node, neighbour)
 
     def _prune(self, node: Node, neighbour: Node | None = None) -> None:
         """Remove a node that nothing needs, and then its parents up to the neighbour if they are not needed either."""
-        while node is not neighbour and node.parent is not None and node.recurrent is None and not node.children:
+        while node is not neighbour and node.parent is not None and node.entry is None and not node.children:
             self._stats.num_bytes -= node.tokens_bytes
             del node.parent.children[node.tokens[0]]
             node = node.parent

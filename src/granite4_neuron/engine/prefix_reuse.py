@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
+from granite4_neuron.engine.prefix_cache import common_length
+from granite4_neuron.engine.prefix_interface import AnyPrefixCache
 from granite4_neuron.engine.request import GenerationStats
 from granite4_neuron.engine.sampling import are_finite
 from granite4_neuron.engine.saving_time import SavingTime
 from granite4_neuron.engine.sequence import RunningSequence
-from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import Runtime
 
@@ -25,9 +25,7 @@ class PrefixReuse:
         stats: counts the tokens found.
     """
 
-    def __init__(
-        self, cache: PrefixCache | SlotPrefixCache | None, runtime: Runtime, slots: Slots, stats: GenerationStats
-    ):
+    def __init__(self, cache: AnyPrefixCache | None, runtime: Runtime, slots: Slots, stats: GenerationStats):
         self.cache = cache
         self._runtime = runtime
         self._slots = slots
@@ -54,16 +52,13 @@ class PrefixReuse:
             return
         sequence.has_begun = True
         with self._saving_time:
-            self._restore(sequence)
-
-    def _restore(self, sequence: RunningSequence) -> None:
-        self.cache.attach(self._slots.state)
-        sequence.prefix = self.cache.match_prefix(sequence.keys)
-        sequence.cuts |= self.cache.new_branches(sequence.keys)
-        if sequence.prefix is not None:
-            self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
-            sequence.stored = sequence.cached_tokens = sequence.prefix.length
-            self._stats.cached_tokens += sequence.stored
+            self.cache.attach(self._slots.state)
+            sequence.prefix = self.cache.match_prefix(sequence.keys)
+            sequence.cuts |= self.cache.new_branches(sequence.keys)
+            if sequence.prefix is not None:
+                self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
+                sequence.stored = sequence.cached_tokens = sequence.prefix.length
+                self._stats.cached_tokens += sequence.stored
 
     def is_due(self, sequence: RunningSequence) -> bool:
         """Return whether a snapshot of a sequence is to be kept at its current length."""
@@ -77,8 +72,8 @@ class PrefixReuse:
                 self.keep(sequence)
 
     def keep(self, sequence: RunningSequence) -> None:
-        """Keep a snapshot of a sequence whose logits are finite."""
-        if self.cache is None or not are_finite(sequence.logits):
+        """Keep a snapshot of a sequence that has run tokens, if its logits are finite."""
+        if self.cache is None or sequence.logits is None or not are_finite(sequence.logits):
             return
         with self._saving_time:
             keys = sequence.keys[: sequence.stored]
@@ -88,7 +83,7 @@ class PrefixReuse:
 
     def release(self, sequence: RunningSequence) -> None:
         """Let go of the prefix that a sequence started from."""
-        if sequence.prefix is not None:
+        if self.cache is not None and sequence.prefix is not None:
             with self._saving_time:
                 self.cache.release(sequence.prefix)
 

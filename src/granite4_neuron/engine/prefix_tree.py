@@ -28,13 +28,26 @@ class NodeKind(IntEnum):
 _KINDS = tuple(NodeKind)
 
 
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What a sequence needs, beside keys and values, to continue after a node's last token.
+
+    recurrent: the state there.
+    logits: [vocab_size].
+    num_bytes: the bytes of these two.
+    """
+
+    recurrent: Mapping[str, torch.Tensor]
+    logits: torch.Tensor
+    num_bytes: int
+
+
 @dataclass(eq=False)
 class Node:
     """The tokens between its parent's length and its own, with their keys and values.
 
-    recurrent, logits: the state and the logits [vocab_size] after its last token; both None if there is no entry, or it
-        was evicted.
-    entry_bytes: the bytes of these two.
+    parent: None of the root, which has no tokens.
+    entry: None if there is none, or it was evicted.
     continuations: how many sequences have gone on from it so far, each with another token or yet without one.
     users: prefixes that `PrefixCache.match_prefix` returned of it and somebody still holds; while there are any, it is
         not evicted.
@@ -45,9 +58,7 @@ class Node:
     length: int
     tokens: tuple[int, ...] = ()
     keys_and_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    recurrent: Mapping[str, torch.Tensor] | None = None
-    logits: torch.Tensor | None = None
-    entry_bytes: int = 0
+    entry: Entry | None = None
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     continuations: int = 0
     users: WeakSet = field(default_factory=WeakSet)
@@ -58,13 +69,17 @@ class Node:
         return self.length - len(self.tokens)
 
     @property
+    def above(self) -> Iterator[Node]:
+        """The nodes between this one and the root, the nearest first."""
+        node = self.parent
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
     def path(self) -> list[Node]:
         """From the first node below the root to this one."""
-        path, node = [], self
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
+        return [] if self.parent is None else [self, *self.above][::-1]
 
     @property
     def kind(self) -> NodeKind:
@@ -75,9 +90,14 @@ class Node:
     def entry_above(self) -> Node:
         """The node itself or the nearest above it that is an entry; the root if there is none."""
         node = self
-        while node.recurrent is None and node.parent is not None:
+        while node.entry is None and node.parent is not None:
             node = node.parent
         return node
+
+    @property
+    def entry_bytes(self) -> int:
+        """The bytes of its entry; 0 without one."""
+        return 0 if self.entry is None else self.entry.num_bytes
 
     @property
     def tokens_bytes(self) -> int:
@@ -89,32 +109,32 @@ class Node:
         """How many tokens fewer are run if a prompt finds this entry rather than the nearest above it that will last:
         one where sequences diverged.
         """
-        node = self.parent
-        while node.parent is not None and (node.recurrent is None or node.kind != NodeKind.BRANCH):
-            node = node.parent
-        return self.length - node.length
+        lasting = (node.length for node in self.above if node.entry is not None and node.kind == NodeKind.BRANCH)
+        return self.length - next(lasting, 0)
 
     @property
     def freed_bytes(self) -> int:
         """The bytes that are free once this entry is evicted."""
-        freed, node = self.entry_bytes, self
-        while not node.children or (node is not self and node.recurrent is None and len(node.children) == 1):
-            freed += node.tokens_bytes
-            node = node.parent
-            if node.parent is None:
+        freed = self.entry_bytes
+        if self.children:
+            return freed
+        freed += self.tokens_bytes
+        for node in self.above:
+            if node.entry is not None or len(node.children) > 1:
                 break
+            freed += node.tokens_bytes
         return freed
 
-    def split_at(self, length: int) -> Node:
-        """Insert a node between this one and its parent, after the first `length` of this one's tokens; return it."""
-        first, rest = self.tokens[:length], self.tokens[length:]
-        upper = Node(self.parent, self.start + length, first, cut_keys_and_values(self.keys_and_values, 0, length))
-        upper.children[rest[0]] = self
-        upper.continuations = 2  # this node's tokens, and those of the sequence that it is inserted for
-        self.parent.children[first[0]] = upper
-        self.parent, self.tokens = upper, rest
-        self.keys_and_values = cut_keys_and_values(self.keys_and_values, length, length + len(rest))
-        return upper
+    def split(self, child: Node, length: int) -> Node:
+        """Insert a node between this one and a child, after the first `length` of the child's tokens; return it."""
+        first, rest = child.tokens[:length], child.tokens[length:]
+        middle = Node(self, self.length + length, first, cut_keys_and_values(child.keys_and_values, 0, length))
+        middle.children[rest[0]] = child
+        middle.continuations = 2  # the child's tokens, and those of the sequence that it is inserted for
+        self.children[first[0]] = middle
+        child.parent, child.tokens = middle, rest
+        child.keys_and_values = cut_keys_and_values(child.keys_and_values, length, length + len(rest))
+        return middle
 
 
 class Entries:

@@ -7,6 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from transformers import (
@@ -152,7 +153,8 @@ class Sampler:
         if not self._processors:
             return logits
         _check_finite(logits)  # here, or a processor would be blamed
-        return self._processors(torch.tensor([tokens]), logits[None].clone() if self._copies else logits[None])[0]
+        input_ids = cast(torch.LongTensor, torch.tensor([tokens]))  # transformers' name for int64
+        return self._processors(input_ids, logits[None].clone() if self._copies else logits[None])[0]
 
 
 class _RequestsProcessor(LogitsProcessor):
@@ -266,14 +268,15 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         stops = list(params.stop_token_ids)
         processors.append(MinNewTokensUnlessComplete(prompt_length, int(params.min_tokens), stops))
     if params.logit_bias:
-        biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
+        biases: list[list[list[int] | float]]
+        biases = [[[token], float(bias or 0)] for token, bias in params.logit_bias.items()]
         processors.append(SequenceBiasLogitsProcessor(biases))
     if params.frequency_penalty or params.presence_penalty:
         penalties = params.frequency_penalty or 0, params.presence_penalty or 0
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))
     if params.repetition_penalty not in (None, 1):
         processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
-    processors += map(_RequestsProcessor, params.logits_processors)
+    processors += map(_RequestsProcessor, params.logits_processors or ())
     if params.temperature == 0:
         return processors
     if params.temperature not in (None, 1):

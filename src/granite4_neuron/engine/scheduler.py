@@ -122,7 +122,7 @@ class Scheduler:
         """Start a prompt from its cached prefix. If that is the whole prompt, choose the first token at once."""
         with self._live.guard(sequence):
             self._prefixes.begin(sequence)
-            if not sequence.is_prompt:
+            if sequence.prefix is not None and not sequence.is_prompt:
                 logits = sequence.prefix.logits
                 self._live.count(sequence, 0, logits, sequence.choose([logits]))
 

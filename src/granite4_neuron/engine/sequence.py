@@ -11,10 +11,9 @@ import torch
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
-from granite4_neuron.engine.prefix_cache import Prefix
+from granite4_neuron.engine.prefix_interface import FoundPrefix
 from granite4_neuron.engine.request import Output, PromptReport, Request
 from granite4_neuron.engine.sampling import RequestFault, Sampler
-from granite4_neuron.engine.slot_prefix_cache import KeptSlot
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
@@ -51,7 +50,7 @@ class RunningSequence:
     stored: int = 0
     cuts: set[int] = field(init=False)
     has_begun: bool = False
-    prefix: Prefix | KeptSlot | None = None
+    prefix: FoundPrefix | None = None
     cached_tokens: int = 0
     logits: torch.Tensor | None = None
     is_due: bool = False
@@ -63,7 +62,7 @@ class RunningSequence:
         self.sampler = Sampler(self.request, len(self.request.tokens))
         self.tokens = list(self.request.tokens)
         # A step is with an adapter or without.
-        self.cuts = {*self.request.snapshots_at, self.adapter.start} - {0}
+        self.cuts = {*(self.request.snapshots_at or ()), self.adapter.start} - {0}
         # The logits of a prompt's tokens are not kept anywhere.
         self.has_begun = self.request.prompt_logprobs is not None
 
@@ -124,7 +123,11 @@ class RunningSequence:
         return self._is_kept_at(self.stored, interval)
 
     def record_prompt_logprobs(self, row: Row, logits: torch.Tensor) -> None:
-        """Record the prompt's log-probabilities from logits [tokens, vocab_size] after each token of a row."""
+        """Record the prompt's log-probabilities, if the request asks for them, from logits [tokens, vocab_size] after
+        each token of a row.
+        """
+        if self.request.prompt_logprobs is None:
+            return
         following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
 
@@ -136,7 +139,7 @@ class RunningSequence:
         Args:
             logits: [vocab_size], after the last token and after each draft.
         """
-        outputs = []
+        outputs: list[Output] = []
         for token_logits, draft in itertools.zip_longest(logits, drafts):
             try:
                 allowed = self.sampler.mask(token_logits)
@@ -158,7 +161,7 @@ class RunningSequence:
             [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
         self.tokens.append(token)
         text, reason = "", None
-        if token in self.request.stop_token_ids:
+        if token in (self.request.stop_token_ids or ()):
             reason = "stop"
         else:
             new_tokens = len(self.tokens) - len(self.request.tokens)

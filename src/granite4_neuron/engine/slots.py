@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.system.available_memory import available_bytes
 
@@ -63,6 +64,8 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
+        self._lengths: dict[int, int] = {}  # of the longest sequence that each slot has had
+        self.state: HybridState | None = None
         self.failed_steps = 0
         self._allocate()
 
@@ -93,7 +96,7 @@ class Slots:
         free = self.free(in_use)
         if not free:
             return None
-        slot = max(free, key=self._lengths.get)
+        slot = max(free, key=self._lengths.__getitem__)
         if not self._has_room(slot, length):
             if in_use:
                 return None
@@ -115,7 +118,6 @@ class Slots:
         self.failed_steps += 1  # until there is a state
         self.state = self._runtime.allocate(self._num_slots, self._max_length)
         self.failed_steps -= 1
-        # The length of the longest sequence that each slot has had.
         self._lengths = dict.fromkeys(self.free(()), 0)
 
     def _has_room(self, slot: int, length: int) -> bool:

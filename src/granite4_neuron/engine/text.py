@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +33,7 @@ class TextStream:
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ):
-        self._tokenizer = tokenizer and tokenizer.backend_tokenizer
+        self._tokenizer: Tokenizer | None = None if tokenizer is None else tokenizer.backend_tokenizer
         self._skips_special = skip_special_tokens
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = stop
@@ -48,8 +49,6 @@ class TextStream:
 
         Without `may_stop`, a stop string that the token completes is text.
         """
-        if self._tokenizer is None:
-            return ""
         before = len(self._held)
         self._held += self._decode(token)
         # Only what ends in the new text: an earlier one was not to stop.
@@ -63,12 +62,14 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the text that was held back; call it when no token follows."""
-        if len(self._undecoded) > self._of_prompt:
+        if self._tokenizer is not None and len(self._undecoded) > self._of_prompt:
             self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
         self._undecoded = []
         return self._give_out(len(self._held))
 
     def _decode(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
         self._undecoded.append(token)
         text = self._decoder.step(self._tokenizer, token)
         if text is None:

@@ -502,7 +502,7 @@ class TestInterrupts:
         assert interrupted > 60 and 0 < ended < 2 * interrupted
 
     def test_at_each_line_of_the_prefix_cache(self, runtime, alone):
-        code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")] + [Node.split_at]
+        code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")] + [Node.split]
         interrupted = 0
         for line in range(0, 400, 3):
             engine = engine_of(runtime)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from granite4_neuron.engine import prefix_tree as module
-from granite4_neuron.engine.prefix_tree import Entries, Node, NodeKind
+from granite4_neuron.engine.prefix_tree import Entries, Entry, Node, NodeKind
 
 # How the kinds are taken to be found before any look-up: ends of sequences, places gone on from, places of divergence.
 FOUND, SEEN = (1.0, 0.1, 2.0), (1, 1, 1)
@@ -18,8 +18,12 @@ def child_of(parent, tokens, is_entry=True, entry_bytes=0):
     node = Node(parent, parent.length + tokens, (0,) * tokens, {"key": torch.zeros(tokens, 3, dtype=torch.uint8)})
     parent.children[len(parent.children)] = node
     if is_entry:
-        node.recurrent, node.entry_bytes = {}, entry_bytes
+        node.entry = entry_of(entry_bytes)
     return node
+
+
+def entry_of(num_bytes):
+    return Entry({}, torch.empty(0), num_bytes)
 
 
 @st.composite
@@ -30,8 +34,8 @@ def trees(draw):
         parent = draw(st.sampled_from([root, *nodes]))
         nodes.append(child_of(parent, draw(st.integers(1, 50)), draw(st.booleans()), draw(st.integers(1, 300))))
     for node in nodes:
-        if not node.children and node.recurrent is None:
-            node.recurrent, node.entry_bytes = {}, 7
+        if not node.children and node.entry is None:
+            node.entry = entry_of(7)
         node.continuations = draw(st.integers(0, 4))
     return root, nodes
 
@@ -41,7 +45,7 @@ def kind(node):
 
 
 def saved_tokens(node):
-    above = [each.length for each in node.path[:-1] if each.recurrent is not None and kind(each) == 2]
+    above = [each.length for each in node.path[:-1] if each.entry is not None and kind(each) == 2]
     return node.length - max(above, default=0)
 
 
@@ -51,7 +55,7 @@ def freed_bytes(node):
     while at.parent is not None and at in gone and all(child in gone for child in at.children.values()):
         freed += 3 * len(at.tokens)
         at = at.parent
-        if at.recurrent is None and all(child in gone for child in at.children.values()):
+        if at.entry is None and all(child in gone for child in at.children.values()):
             gone.add(at)
     return freed
 
@@ -82,14 +86,14 @@ def test_saved_tokens_and_freed_bytes(tree):
     for node in tree[1]:
         assert node.kind == kind(node)
         assert node.saved_tokens == saved_tokens(node)
-        if node.recurrent is not None:
+        if node.entry is not None:
             assert node.freed_bytes == freed_bytes(node)
 
 
 @settings(max_examples=150)
 @given(tree=trees(), data=st.data())
 def test_the_one_worth_least_is_evicted(tree, data):
-    nodes = [node for node in tree[1] if node.recurrent is not None]
+    nodes = [node for node in tree[1] if node.entry is not None]
     entries, reckoning = Entries(), Reckoning()
     for _ in range(data.draw(st.integers(1, 30))):
         kept = list(reckoning.last_use)

@@ -1,0 +1,56 @@
+"""The interface of a prefix cache, as an engine uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+from granite4_neuron.state.hybrid_state import HybridState
+
+
+class FoundPrefix(Protocol):
+    """A prefix that a cache has found."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[vocab_size], float32, after its last token."""
+
+
+Found = TypeVar("Found", bound=FoundPrefix)
+
+
+class AnyPrefixCache(Protocol[Found]):
+    """A `PrefixCache` or a `SlotPrefixCache`. `Found` is what `match_prefix` returns and other methods take."""
+
+    @property
+    def interval(self) -> int | None:
+        """The engine has snapshots kept at multiples of it; None for no such snapshots."""
+
+    def match_prefix(self, tokens: Sequence[int]) -> Found | None:
+        """Find the longest cached prefix of a sequence, which may be all of it."""
+
+    def new_branches(self, tokens: Sequence[int]) -> set[int]:
+        """Return where to cut a sequence, and keep snapshots of it, beside the usual places."""
+
+    def attach(self, state: HybridState | None) -> None:
+        """Use this state; forget what belongs to another one."""
+
+    def detach(self) -> None:
+        """Forget what belongs to the state: it may be lost."""
+
+    def restore(self, prefix: Found, state: HybridState | None, slot: int) -> None:
+        """Copy a prefix into a slot."""
+
+    def release(self, prefix: Found) -> None:
+        """Record that a sequence that started from this prefix has ended."""
+
+    def insert(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
+        """Keep a slot's state; `tokens` are all that it has seen, `logits` [vocab_size] those after the last."""
+
+    def make_ready(self) -> None:
+        """Prepare for the next `insert`."""
