@@ -379,7 +379,7 @@ class OneByOne:
 def through_layers(
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
     layers: Sequence[DecoderLayer],
-    states: Sequence[MambaState | KeyValueState],
+    states: Sequence[MambaState | KeyValueState | Sequence[torch.Tensor]],
     hidden_states: torch.Tensor,
     keep_inputs: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:

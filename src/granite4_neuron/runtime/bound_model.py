@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from granite4_neuron.ops.cpu.build import library_key
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 
 class BoundModel:
@@ -70,7 +74,7 @@ class BoundModel:
         facts = self.kernels, self.model.kernel_layout, state_dtype, library_key(), _version()
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> BoundModel:
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
         """Return a runtime like this one of another bound model, on the same device."""
         other = copy.copy(self)
         other.__dict__.pop("fingerprint", None)
@@ -86,8 +90,16 @@ class BoundModel:
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`, from a state which takes no memory."""
         degree, positions = self.model.parallel.degree, length - start
-        layout = dict(kernel_layout=self.model.kernel_layout, state_dtype=self.state_dtype)
-        state = HybridState.allocate(self.config, 1, positions, self.dtype, "meta", degree, **layout)
+        state = HybridState.allocate(
+            self.config,
+            1,
+            positions,
+            self.dtype,
+            "meta",
+            degree,
+            kernel_layout=self.model.kernel_layout,
+            state_dtype=self.state_dtype,
+        )
         tensors = state.slot_tensors(torch.tensor([1], device="meta"), 0, positions)
         return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 

@@ -136,8 +136,8 @@ class CPURuntime(BoundModel):
         """Implement `Runtime.commit`."""
         rows = accepted_rows(verification.rows, accepted)
         tokens = max(2, *(len(row.tokens) for row in verification.rows))
-        _, *where = step_inputs(rows, tokens)
-        self.model.advance(verification.kept_inputs, *where, state)
+        _, positions, lengths, slots = step_inputs(rows, tokens)
+        self.model.advance(verification.kept_inputs, positions, lengths, slots, state)
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:

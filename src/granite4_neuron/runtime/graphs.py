@@ -23,6 +23,7 @@ from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
     Ability,
     Row,
+    StepInputs,
     Verification,
     accepted_rows,
     check_verification,
@@ -89,8 +90,16 @@ class GraphRuntime(BoundModel, ABC):
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:
         dtype, degree = self.model.dtype, self.model.parallel.degree
-        layout = dict(kernel_layout=self.model.kernel_layout, has_null_slot=False)
-        return HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree, **layout)
+        return HybridState.allocate(
+            self.config,
+            num_sequences,
+            length,
+            dtype,
+            self.device,
+            degree,
+            kernel_layout=self.model.kernel_layout,
+            has_null_slot=False,
+        )
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
@@ -99,10 +108,10 @@ class GraphRuntime(BoundModel, ABC):
         The first token of a sequence is always a prefill: the decode graph cannot start from zeros.
         """
         decoding = [row for row in rows if _is_decode(row)]
-        decoded = self._decode(state, decoding) if decoding else None
         if len(decoding) == len(rows):
+            decoded = self._decode(state, rows)
             return decoded[:, None] if all_logits else decoded  # not copied: logits are large
-        of_decoding = iter(decoded[:, None] if decoding else ())
+        of_decoding = iter(self._decode(state, decoding)[:, None] if decoding else ())
         logits = [next(of_decoding) if _is_decode(row) else self._prefill(state, row, all_logits) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
 
@@ -143,7 +152,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run(
-        self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
+        self, state: HybridState, inputs: StepInputs, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         """Run a graph of `model.forward`; return its logits, on the device or the host.
 
@@ -155,11 +164,11 @@ class GraphRuntime(BoundModel, ABC):
         """
 
     @abstractmethod
-    def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+    def _run_verify(self, state: HybridState, inputs: StepInputs, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         """Run a graph of `model.verify` of all sequences; return its logits, on the device or the host, and inputs."""
 
     @abstractmethod
-    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: StepInputs) -> None:
         """Run a graph of `model.advance` of all sequences; `inputs` as of `_run`."""
 
     @abstractmethod
@@ -201,7 +210,7 @@ def bucket(length: int, buckets: Sequence[int]) -> int:
     return buckets[bisect.bisect_left(buckets, length)]
 
 
-def graph_inputs(rows: Sequence[Row], tokens: int) -> list[torch.Tensor]:
+def graph_inputs(rows: Sequence[Row], tokens: int) -> StepInputs:
     """Return `step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
     return step_inputs(rows, tokens, torch.int32)
 

@@ -22,6 +22,7 @@ from granite4_neuron.state.snapshot import Layout, Snapshot
 
 Ability = Literal["all_logits", "verify", "copy", "snapshot"]
 State = TypeVar("State", bound=HybridState | None)
+StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs`
 
 
 @dataclass(frozen=True)
@@ -200,15 +201,14 @@ def adapters_of(rows: Sequence[Row]) -> torch.Tensor | None:
     return torch.tensor(numbers) if any(numbers) else None
 
 
-def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
+def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int64) -> StepInputs:
     """Pad rows on the right to the model's inputs: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
-    values = (
-        [[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows],
-        [list(range(row.start, row.start + tokens)) for row in rows],
-        [len(row.tokens) for row in rows],
-        [row.slot for row in rows],
+    return (
+        torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows], dtype=dtype),
+        torch.tensor([list(range(row.start, row.start + tokens)) for row in rows], dtype=dtype),
+        torch.tensor([len(row.tokens) for row in rows], dtype=dtype),
+        torch.tensor([row.slot for row in rows], dtype=dtype),
     )
-    return [torch.tensor(each, dtype=dtype) for each in values]
 
 
 def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:

@@ -67,11 +67,11 @@ def encode(message: Any, numbered: Mapping[int, Any]) -> bytes:
     return file.getvalue()
 
 
-def decode(message: bytes, numbered: Mapping[int, Any], runtime: Runtime | None) -> Any:
+def decode(message: bytes, numbered: Mapping[int, Any], runtime: Runtime) -> Any:
     """Return what `encode` was given, with states and verifications of this rank.
 
     Args:
-        runtime: of this rank, for snapshots; None if there are none in the message.
+        runtime: of this rank, for snapshots.
     """
     return _Unpickler(io.BytesIO(message), numbered, runtime).load()
 
@@ -97,7 +97,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, numbered: Mapping[int, Any], runtime: Runtime | None):
+    def __init__(self, file: io.BytesIO, numbered: Mapping[int, Any], runtime: Runtime):
         super().__init__(file)
         self._numbered = numbered
         self._runtime = runtime

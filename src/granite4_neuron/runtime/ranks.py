@@ -74,9 +74,15 @@ class ShardSpec:
         if self.device == "cuda":
             device = torch.device(self.device_of(rank))
             torch.cuda.set_device(device)
-        at = dict(master_listen_fd=listener.detach(), is_master=True) if listener else {}
         try:
-            store = torch.distributed.TCPStore(_LOOPBACK, self.port, self.degree, wait_for_workers=False, **at)
+            store = torch.distributed.TCPStore(
+                _LOOPBACK,
+                self.port,
+                self.degree,
+                is_master=listener is not None,
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
             torch.distributed.init_process_group(
                 communication, store=store, rank=rank, world_size=self.degree, device_id=device
             )
@@ -101,26 +107,27 @@ class RankProcesses:
 
     def __init__(self, spec: ShardSpec):
         context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
         threads = max(1, torch.get_num_threads() // spec.degree)
         self._ends = threading.Event()
         try:
             with _interrupts_for_later():
                 for rank in range(1, spec.degree):
                     ours, theirs = context.Pipe()
-                    arguments = theirs, spec, rank, threads
-                    process = context.Process(target=_follow, args=arguments, name=f"{_NAME}{rank}", daemon=True)
+                    process = context.Process(
+                        target=_follow, args=(theirs, spec, rank, threads), name=f"{_NAME}{rank}", daemon=True
+                    )
                     _start(process)
                     theirs.close()
                     self._pipes.append(ours)
                     self._processes.append(process)
-                arguments = self._processes, self._ends
-                self._watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
+                self._watcher = threading.Thread(target=_watch, args=(self._processes, self._ends), daemon=True)
                 self._watcher.start()
         except BaseException:
             self._ends.set()
-            for process in self._processes:
-                process.kill()
+            for each in self._processes:
+                each.kill()
             raise
 
     def send(self, messages: Sequence[bytes]) -> None:
@@ -214,10 +221,11 @@ def _start(process: BaseProcess) -> None:
 
 def _watch(processes: Sequence[BaseProcess], ends: threading.Event) -> None:
     """End this process if another rank's has ended before it was to: this one may be waiting for it."""
-    running = {process.sentinel: process for process in processes}
+    running = list(processes)
     while running:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            process = running.pop(sentinel)
+        ended = multiprocessing.connection.wait([process.sentinel for process in running])
+        for process in [each for each in running if each.sentinel in ended]:
+            running.remove(process)
             process.join()
             if not ends.is_set():
                 _end_without(process)
@@ -246,7 +254,7 @@ def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
         answer = Refusal(str(error))
     _answer(pipe, answer)
     numbered: dict[int, Any] = {}
-    while (message := _next_message(pipe)) is not None:
+    while (message := _next_message(pipe)) is not None and runtime is not None:
         _make_call(pipe, runtime, message, numbered)
     if runtime is not None:
         runtime.release_graphs()
@@ -282,5 +290,7 @@ def _next_message(pipe: Connection) -> bytes | None:
 
 def _end_with_parent() -> None:
     """End this process with its parent's, also while it waits for rank 0 within a step."""
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a rank other than 0 is a child
+    multiprocessing.connection.wait([parent.sentinel])
     os._exit(0)

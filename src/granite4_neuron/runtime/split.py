@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -78,7 +78,7 @@ class SplitRuntime(TorchRuntime):
             spec.join(0, listener)
             model = spec.load(0, progress=progress, remark=remark)
             super().__init__(model, generation_config, device=spec.device_of(0), **options)
-            _check_refusals([decode(answer, {}, None) for answer in self._ranks.answers()])
+            _check_refusals([decode(answer, {}, self) for answer in self._ranks.answers()])
         except BaseException as error:
             self._ranks.end_if_one_has_ended(error)
             self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
@@ -88,7 +88,7 @@ class SplitRuntime(TorchRuntime):
         # The states and verifications that somebody holds, by the numbers by which other ranks know theirs.
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> TorchRuntime:
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> NoReturn:
         """Refuse: other ranks have no part of another model."""
         raise UserError("a model that is split over processes cannot be replaced by a part of it.")
 

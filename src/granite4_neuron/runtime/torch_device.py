@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.modeling_granite_moe_hybrid import (
     GraniteMoeHybridForCausalLM,
+    OneByOne,
     last_tokens,
     through_layers,
 )
@@ -41,8 +42,11 @@ from granite4_neuron.runtime.graphs import (
     cache_buckets,
     graph_inputs,
 )
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import Row, StepInputs
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
 
@@ -132,7 +136,7 @@ class TorchRuntime(GraphRuntime):
                 self._run_advance(state, kept_inputs, inputs)
         self._is_warm = True
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> TorchRuntime:
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
         """Implement `BoundModel.with_model`; the new runtime has compiled no graphs."""
         other = super().with_model(model)
         other._graphs, other._memories, other._is_warm = {}, [], False
@@ -170,20 +174,20 @@ class TorchRuntime(GraphRuntime):
         return fitting[0].acquire()
 
     def _run(
-        self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
+        self, state: HybridState, inputs: StepInputs, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         key = GraphKey(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
         slot = None if in_order or key.looks_up else int(inputs[3])
         logits, _ = self._execute(run_step, state, key, inputs, slot)
         return self._to_host(logits)
 
-    def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+    def _run_verify(self, state: HybridState, inputs: StepInputs, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         key = GraphKey(kv_length, in_order=True, all_logits=True, verifies=True)
         logits, kept_inputs = self._execute(run_step, state, key, inputs)
         # A verification outlives the next step, and the outputs of a captured graph do not.
         return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
-    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: StepInputs) -> None:
         self._execute(run_advance, state, GraphKey(0, in_order=True), (*inputs[1:], *kept_inputs))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
@@ -235,6 +239,7 @@ class TorchRuntime(GraphRuntime):
         def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             nonlocal is_new
             runtime = itself()
+            assert runtime is not None  # it calls its graphs itself
             if runtime._is_warm or not is_new:
                 raise RuntimeError(f"{function.__name__} would be compiled again, for arguments that were not foreseen")
             is_new = False
@@ -284,7 +289,7 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def compile_apart(function: FunctionType, compiler: Compiler) -> Callable[..., Any]:
+def compile_apart(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
     """Compile a function of a module. torch.compile keeps graphs, and tries them, by code object: this has its own."""
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
@@ -327,8 +332,9 @@ def run_step(
         return call(attention_layer, layer, attention_key, hidden_states, *where, *state, *rotary), None
 
     states = list(zip(tensors[::2], tensors[1::2], strict=True))
-    layers = model.model.stack.layers
-    hidden_states, kept_inputs = through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)
+    hidden_states, kept_inputs = through_layers(
+        compute, _layers(model), states, hidden_states, keep_inputs=key.verifies
+    )
     return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *where), kept_inputs
 
 
@@ -341,12 +347,18 @@ def run_advance(
         inputs: positions [rows, tokens], lengths and slots [rows]; then each Mamba layer's kept inputs.
     """
     where, kept_inputs = inputs[:3], inputs[3:]
-    layers = zip(model.model.stack.layers, tensors[::2], tensors[1::2], strict=True)
+    layers = zip(_layers(model), tensors[::2], tensors[1::2], strict=True)
     mamba = [each for each in layers if each[0].is_mamba]
     return [
         call(advance_layer, layer, key, inputs, *where, *state)
         for (layer, *state), inputs in zip(mamba, kept_inputs, strict=True)
     ]
+
+
+def _layers(model: GraniteMoeHybridForCausalLM) -> Sequence[DecoderLayer]:
+    stack = model.model.stack
+    assert isinstance(stack, OneByOne)  # only the operators of a CPU compute all layers in one call
+    return stack.layers
 
 
 def embed(

@@ -20,6 +20,7 @@ from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors
+from granite4_neuron.runtime.interface import StepInputs
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 try:
@@ -69,13 +70,13 @@ class XLARuntime(GraphRuntime):
         _run_graph([], state.tensors())
 
     def _run(
-        self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
+        self, state: HybridState, inputs: StepInputs, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         logits = self.model(*self._where(inputs, in_order), state, kv_length=kv_length, all_logits=all_logits)
         _run_graph([logits], state.tensors())
         return logits
 
-    def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+    def _run_verify(self, state: HybridState, inputs: StepInputs, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         logits, kept_inputs = self.model.verify(*self._where(inputs, True), state, kv_length=kv_length)
         # They are views, and keep their base alive. It is not an output of this graph: a later sync would compute it,
         # from state whose memory has been donated by then.
@@ -83,8 +84,9 @@ class XLARuntime(GraphRuntime):
         _run_graph([logits, *kept_inputs], state.tensors(KeyValueState))
         return logits, kept_inputs
 
-    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
-        self.model.advance(kept_inputs, *self._where(inputs, True)[1:], state)
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: StepInputs) -> None:
+        _, positions, lengths, slots = self._where(inputs, True)
+        self.model.advance(kept_inputs, positions, lengths, slots, state)
         _run_graph([], state.tensors(MambaState))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
@@ -96,10 +98,12 @@ class XLARuntime(GraphRuntime):
         state.set_slot_tensors(tensors, self._slot(slot), 0, state.max_length)
         _run_graph([], state.tensors())
 
-    def _where(self, inputs: Tensors, in_order: bool) -> list[torch.Tensor | None]:
+    def _where(
+        self, inputs: StepInputs, in_order: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the model's inputs on the device; without slots it takes all sequences in order."""
-        *inputs, slots = (tensor.to(self.device) for tensor in inputs)
-        return [*inputs, None if in_order else slots]
+        input_ids, positions, lengths, slots = (tensor.to(self.device) for tensor in inputs)
+        return input_ids, positions, lengths, None if in_order else slots
 
     def _slot(self, slot: int) -> torch.Tensor:
         """Make a slot an input of a graph: with its number as a constant there would be a graph for each slot."""

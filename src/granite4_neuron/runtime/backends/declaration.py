@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.errors import UserError, check_choice
 
 if TYPE_CHECKING:
+    from typing import Concatenate
+
     from transformers import GenerationConfig
 
     from granite4_neuron.checkpoint.checkpoint import Checkpoint
@@ -56,25 +58,20 @@ class Option:
         return str(value).removeprefix("torch.") if self.is_dtype else value
 
 
-class Load(Protocol):
-    """Loads a checkpoint into a backend's runtime. Each option of the backend is another keyword argument."""
-
-    def __call__(self, checkpoint: Checkpoint, generation_config: GenerationConfig, **options: Any) -> Runtime: ...
-
-
 @dataclass(frozen=True)
 class Backend:
     """A backend as the command line and `generation.load` know it.
 
     options: that it has. It refuses all others, unless they have their default.
-    load: called with the options, `progress` and `remark`, as `checkpoint.loading.load_model` takes them. It imports
-        the runtime and its framework, which the declaration must not.
+    load: loads a checkpoint into the backend's runtime. It is called with the backend's options, each by its name, and
+        `progress` and `remark`, as `checkpoint.loading.load_model` takes them. It imports the runtime and its
+        framework, which the declaration must not.
     needs: the sentences that refuse it without an option, by the option's name.
     refuses: the sentences that it has in place of `Option.refusal`, by the option's name.
     """
 
     name: str
     options: Sequence[Option]
-    load: Load
+    load: Callable[Concatenate[Checkpoint, GenerationConfig, ...], Runtime]
     needs: Mapping[str, str] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
