@@ -61,7 +61,7 @@ def install(nxdi_source: Path, nxd_source: Path) -> None:
     sys.path[:0] = [str(nxdi_source / "src"), str(nxd_source / "src")]
     for name in ("nki", "nki.language", "nki.isa"):
         _answer_every_name(importlib.import_module(name))  # the emulator, where there is one, has a few only
-    torch.classes.neuron = _stand_in("neuron")
+    vars(torch.classes)["neuron"] = _stand_in("neuron")
     import torch_neuronx.utils
 
     torch_neuronx.utils.get_platform_target = lambda: PLATFORM
@@ -97,7 +97,7 @@ def _answer_every_name(module: types.ModuleType) -> None:
             raise AttributeError(name)
         return _stand_in(name)
 
-    module.__getattr__ = answer
+    vars(module)["__getattr__"] = answer
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -290,7 +290,7 @@ class _Tracing:
         ):
             step = step_of(*self._where(), self._new_state(), verifies=self.kind == VERIFY)
             if self.kind == COMMIT:
-                if kind == MAMBA:
+                if isinstance(layer_state, MambaState):
                     layer.mamba.advance(self._kept_input(), step, layer_state)
                     yield kind, list(vars(layer_state).values())
                 continue

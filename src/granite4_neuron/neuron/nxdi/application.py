@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
-from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from neuronx_distributed_inference.models.config import MoENeuronConfig
 from neuronx_distributed_inference.models.model_wrapper import (
     CONTEXT_ENCODING_MODEL_TAG,
     ModelWrapper,
@@ -37,7 +38,7 @@ class NeuronModelWrapper(ModelWrapper):
         return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
 
 
-class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, NeuronBaseForCausalLM):
+class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
     """A Granite 4 hybrid for NxD Inference.
 
     Besides the graphs for context encoding and token generation it has continuation graphs, for the further tokens of a
@@ -53,10 +54,11 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
     """
 
     _model_cls = SpeculativeModel
+    neuron_config: MoENeuronConfig
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.prefill_continuation_model = None
+        self.prefill_continuation_model: NeuronModelWrapper | None = None
         tokens = min(self._context_tokens, CONTINUATION_TOKENS)
         shortest = tokens if self.neuron_config.is_continuous_batching else self._context_tokens
         if shortest < self.neuron_config.max_length:
@@ -113,15 +115,16 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         neuron_config.is_prefill_stage = True
         neuron_config.allow_input_truncation = False  # it would cut a prompt's tokens and its mask in different places
         neuron_config.buckets = [size for size in generate_buckets_for_tkg(config) if size > shortest]
-        self.prefill_continuation_model = self.model_wrapper(
+        graph = self.model_wrapper(
             config=config,
             model_cls=self._model_cls,
             tag=CONTINUATION_MODEL_TAG,
             compiler_args=self.get_compiler_args(),
         )
         # Compiled like context encoding: many tokens, little reuse between steps.
-        self.prefill_continuation_model.compiler_args = self.context_encoding_model.compiler_args
-        self.models.append(self.prefill_continuation_model)
+        graph.compiler_args = self.context_encoding_model.compiler_args
+        self.prefill_continuation_model = graph
+        self.models.append(graph)
 
     def _get_model_outputs(
         self,
@@ -160,7 +163,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         if torch.equal(order, torch.arange(len(order))):
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         outputs, is_run_on_neuron = super()._get_model_outputs(*(tensor[order] for tensor in per_row), *rest, **kwargs)
-        results, state = self._results_and_state(outputs, is_run_on_neuron)
+        results, state = self._results_and_state(outputs)
         # A captured tensor may not have one row per sequence.
         results = [result[order.argsort()] if len(result) == len(order) else result for result in results]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
@@ -175,20 +178,23 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
             sampling_params,
         )
         outputs, is_run_on_neuron = super()._get_model_outputs(*first, *rest, **kwargs)
-        results, state = self._results_and_state(outputs, is_run_on_neuron)
+        results, state = self._results_and_state(outputs)
         self._copy_past_key_values([*results, *state])
+        per_row = (input_ids, attention_mask, seq_ids, sampling_params)
         return self._continue(per_row, rest, encoded, results), is_run_on_neuron
 
     def _continue(
-        self, per_row: tuple[torch.Tensor, ...], rest: tuple, first: int, results: list[torch.Tensor] | None = None
+        self, per_row: tuple[torch.Tensor, ...], rest: tuple, first: int, results: Sequence[torch.Tensor] = ()
     ) -> Outputs:
         """Continue prompts from their position `first` on.
 
         Args:
-            results: of the steps before, for rows that end there; None where no row does.
+            per_row: input_ids, attention_mask, seq_ids and sampling_params.
+            results: of the steps before, for rows that end there; none where no row does.
         """
-        input_ids, attention_mask, _, seq_ids, sampling_params = per_row
+        input_ids, attention_mask, seq_ids, sampling_params = per_row
         graph, lengths = self.prefill_continuation_model, attention_mask.sum(1)
+        assert graph is not None  # the model takes prompts that are longer than context encoding does
         tokens = graph.neuron_config.n_active_tokens
         for start in range(first, input_ids.shape[1], tokens):
             piece = input_ids[:, start : start + tokens]
@@ -200,10 +206,10 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
                 sampling_params,
                 *rest[:2],
             )
-            new_results, state = self._results_and_state(outputs, graph.is_neuron())
+            new_results, state = self._results_and_state(outputs)
             self._copy_past_key_values([*new_results, *state])
             # A row that ended in an earlier piece keeps its token and logits. Captured tensors are the last piece's.
-            for index, old in enumerate((results or [])[: self._num_results - self._get_captured_tensors_offset()]):
+            for index, old in enumerate(results[: self._num_results - self._get_captured_tensors_offset()]):
                 is_new = (lengths > start).view(-1, *[1] * (old.dim() - 1))
                 new_results[index] = new_results[index].where(is_new, old)
             results = new_results
@@ -220,24 +226,17 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
             Logits after the last of them, [1, vocab_size].
         """
         input_ids = F.pad(tokens, (start, 0))[None]
-        per_row = (
-            input_ids,
-            torch.ones_like(input_ids),
-            None,
-            torch.tensor([slot]),
-            self.default_sampling_params[:1],
-        )
+        mask, seq_ids = torch.ones_like(input_ids), torch.tensor([slot])
+        per_row = (input_ids, mask, seq_ids, self.default_sampling_params[:1])
         outputs = self._continue(per_row, (None, None), start)
         return (outputs if torch.is_tensor(outputs) else outputs[0])[:, -1]
 
-    def _results_and_state(
-        self, outputs: Outputs, is_run_on_neuron: bool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _results_and_state(self, outputs: Outputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Split a graph's outputs. On a device a single result is not in a list, and no state is returned."""
-        outputs = [outputs] if is_run_on_neuron and self._num_results == 1 else list(outputs)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         return outputs[: self._num_results], outputs[self._num_results :]
 
-    def _outputs(self, results: list[torch.Tensor], state: list[torch.Tensor], is_run_on_neuron: bool) -> Outputs:
+    def _outputs(self, results: Sequence[torch.Tensor], state: list[torch.Tensor], is_run_on_neuron: bool) -> Outputs:
         return results[0] if is_run_on_neuron and self._num_results == 1 else [*results, *state]
 
     def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:

@@ -80,15 +80,16 @@ class NeuronAttention(NeuronAttentionBase):
             return output.transpose(2, 3)
         query = self._grouped(Q)
         softmax = _Softmax(query)
-        if tokens == 1:
+        if tokens == 1 or active_mask is None:
             return softmax.add(*past_key_value, attention_mask).add(K, V).result().view(Q.shape)
         if query.shape[2] <= query.shape[3]:  # fewer scores than entries of keys
             softmax.add(*past_key_value, attention_mask[:, :, :1])
         else:
+            keys, values = past_key_value
             is_before = attention_mask[:, :, 0, :, None]
             for start in range(0, is_before.shape[2], _KEYS_PER_BLOCK):
                 block = slice(start, start + _KEYS_PER_BLOCK)
-                softmax.add_where(*(cache[:, :, block] for cache in past_key_value), is_before[:, :, block])
+                softmax.add_where(keys[:, :, block], values[:, :, block], is_before[:, :, block])
         mask = active_mask.repeat(1, 1, query.shape[2] // tokens, 1)
         return softmax.add(K, V, mask).result().view(Q.shape)
 
@@ -107,6 +108,9 @@ class _Softmax:
     Args:
         query: [batch, kv_heads, rows, head_dim], scaled.
     """
+
+    _sums: torch.Tensor
+    _total: torch.Tensor
 
     def __init__(self, query: torch.Tensor):
         self._query = query

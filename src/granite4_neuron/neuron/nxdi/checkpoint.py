@@ -35,11 +35,11 @@ def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferen
     for name, numbered in stored.items():
         parts = [state_dict.pop(stored_name) for _, stored_name in sorted(numbered.items())]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        layer, _, part = name.partition(".block_sparse_moe.")
+        layer, _, of_experts = name.partition(".block_sparse_moe.")
         if _SLICED.match(name):
             converted[name] = rank_slices(f"model.{name}", tensor, granite, degree)
-        elif part in _EXPERTS:
-            converted[f"{layer}.block_sparse_moe.{_EXPERTS[part]}"] = tensor.transpose(1, 2).contiguous()
+        elif of_experts in _EXPERTS:
+            converted[f"{layer}.block_sparse_moe.{_EXPERTS[of_experts]}"] = tensor.transpose(1, 2).contiguous()
         else:
             converted[name] = tensor
         if name.endswith("self_attn.o_proj.weight"):

@@ -76,7 +76,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     @property
     def granite(self) -> GraniteMoeHybridConfig:
         """The model's own config."""
-        return GraniteMoeHybridConfig.from_dict(vars(self))
+        return GraniteMoeHybridConfig.from_dict(self.__dict__)
 
     @property
     def operators(self) -> Operators:

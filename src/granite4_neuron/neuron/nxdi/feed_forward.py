@@ -25,7 +25,15 @@ class NeuronSharedMLP(SharedMLP):
         """Return this rank's part of the output, float32."""
         gate, up = self.input_linear(hidden_states).float().chunk(2, dim=-1)
         activated = F.silu(gate) * up
-        return F.linear(activated.to(hidden_states.dtype), self.output_linear.weight).float()
+        return self.operators.linear(activated.to(hidden_states.dtype), self.output_linear.weight).float()
+
+
+class _Router(nn.Module):
+    """A router's weights, under the checkpoint's name."""
+
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__()
+        self.layer = nn.Linear(hidden_size, num_experts, bias=False)
 
 
 class NeuronExperts(nn.Module):
@@ -40,7 +48,7 @@ class NeuronExperts(nn.Module):
         self.top_k = granite.num_experts_per_tok
         self.num_experts = granite.num_local_experts
         self.path = config.expert_path
-        self.router = nn.ModuleDict({"layer": nn.Linear(granite.hidden_size, self.num_experts, bias=False)})
+        self.router = _Router(granite.hidden_size, self.num_experts)
         self.expert_mlps = initialize_moe_module(config).expert_mlps
 
     def forward(self, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
@@ -54,7 +62,7 @@ class NeuronExperts(nn.Module):
             As hidden_states, in float32; finite in padding.
         """
         x = hidden_states.flatten(0, 1)
-        weights, chosen = topk_softmax(router_logits(x, self.router["layer"].weight), self.top_k)
+        weights, chosen = topk_softmax(router_logits(x, self.router.layer.weight), self.top_k)
         if self.path == "nxd":
             output = self.expert_mlps(x, self._affinities(weights, chosen), chosen, seq_len=hidden_states.shape[1])
         elif self.path == "nki":
@@ -67,7 +75,8 @@ class NeuronExperts(nn.Module):
         """Compute the experts by kernel. A choice whose number is not an expert's is skipped."""
         if len(x) <= SLOT_TOKENS:
             slots = expert_slots(chosen, weights, self.num_experts)
-            return sum(launch(experts_decode, x, *self._weights(), *slots))
+            first, *others = launch(experts_decode, x, *self._weights(), *slots)
+            return sum(others, first)
         blocks = expert_blocks(chosen, self.num_experts)
         (choice_outputs,) = launch(experts_prefill, x, *self._weights(), *blocks)
         return combine_choices(choice_outputs, chosen, weights, self.num_experts)

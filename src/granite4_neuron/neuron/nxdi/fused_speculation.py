@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
-from neuronx_distributed_inference.models.model_base import NeuronFusedSpecModel
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronFusedSpecModel
 from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 
 from granite4_neuron.errors import UserError
@@ -49,12 +51,16 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
         The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
         """
-        tokens, states, draft_inputs = [input_ids], None, []
+        tokens = [input_ids]
+        states: list[torch.Tensor] = []
+        draft_inputs: list[Sequence[torch.Tensor]] = []
         positions = int32_arange(attention_mask.shape[1], position_ids)
         for _ in range(self.neuron_config.speculation_length):
             place = position_ids + len(draft_inputs)
             before = (positions < place).to(attention_mask.dtype)
-            token, *states = self.draft_model(tokens[-1], before, place, seq_ids, sampling_params, kv_cache=states)
+            token, *states = self.draft_model(
+                tokens[-1], before, place, seq_ids, sampling_params, kv_cache=states or None
+            )
             tokens.append(token.view(-1, 1).to(input_ids.dtype))
             draft_inputs.append(self.draft_model.kept_inputs)
         self._draft_inputs = [torch.cat(layer_inputs, dim=1) for layer_inputs in zip(*draft_inputs, strict=True)]
@@ -99,7 +105,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     @staticmethod
     def _commit(
         model: SpeculativeModel,
-        inputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         position_ids: torch.Tensor,
         accepted: torch.Tensor,
         outputs: list[torch.Tensor],
@@ -112,7 +118,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
             outputs[first + 2 * idx + 1] = next(new)
 
 
-class FusedSpeculation:
+class FusedSpeculation(NeuronBaseForCausalLM):
     """The part of an application of NxD Inference that is different with fused speculation."""
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
@@ -175,7 +181,7 @@ class FusedSpeculation:
         results = []
         for row in zip(*(tensor.split(1) for tensor in per_row), strict=True):
             outputs, is_run_on_neuron = self._get_model_outputs(*row, *rest, **kwargs)
-            row_results, state = self._results_and_state(outputs, is_run_on_neuron)
+            row_results, state = self._results_and_state(outputs)
             self._copy_past_key_values([*row_results, *state])
             results.append(row_results)
         results = [torch.cat(parts) for parts in zip(*results, strict=True)]
@@ -191,7 +197,7 @@ class FusedSpeculation:
         input_ids, attention_mask, position_ids, _, sampling_params = (tensor[row_indices] for tensor in per_row)
         full = (input_ids, attention_mask, position_ids, slots.where(is_there, -1), sampling_params)
         outputs, is_run_on_neuron = super()._get_model_outputs(*full, *rest, **kwargs)
-        results, state = self._results_and_state(outputs, is_run_on_neuron)
+        results, state = self._results_and_state(outputs)
         return self._outputs([result[seq_ids.long()] for result in results], state, is_run_on_neuron), is_run_on_neuron
 
     def _get_constructed_outputs(self, outputs: Outputs, is_run_on_neuron: bool) -> object:
@@ -200,7 +206,7 @@ class FusedSpeculation:
         return super()._get_constructed_outputs(outputs, is_run_on_neuron)
 
 
-def cache_managers(model: torch.nn.Module) -> list[HybridCacheManager]:
+def cache_managers(model: SpeculativeModel | FusedSpeculationModel) -> list[HybridCacheManager]:
     """Return the cache managers of a graph's model, or of fused speculation's two, in the order of its outputs."""
-    is_fused = isinstance(model, FusedSpeculationModel)
-    return [each.kv_mgr for each in ((model.draft_model, model.target_model) if is_fused else (model,))]
+    models = (model.draft_model, model.target_model) if isinstance(model, FusedSpeculationModel) else (model,)
+    return [each.kv_mgr for each in models]

@@ -8,6 +8,7 @@ from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from neuronx_distributed_inference.models.application_base import COMPILED_MODEL_FILE_NAME
@@ -94,12 +95,9 @@ def compile_model(
 @contextmanager
 def _compiling_at_a_time(jobs: int) -> Iterator[None]:
     """Bound how many graphs NxD's ModelBuilder compiles at a time: its executor for them takes no option."""
-    executor = futures.ThreadPoolExecutor
-    futures.ThreadPoolExecutor = partial(executor, max_workers=jobs)
-    try:
+    bounded = partial(futures.ThreadPoolExecutor, max_workers=jobs)
+    with mock.patch.object(futures, "ThreadPoolExecutor", bounded):
         yield
-    finally:
-        futures.ThreadPoolExecutor = executor
 
 
 def _application(

@@ -47,7 +47,7 @@ def split_over_ranks(module: nn.Module, name: str, config: GraniteMoeHybridConfi
             if axis is not None:
                 set_tensor_model_parallel_attributes(tensors[leaf], True, axis, stride=1, num_partitions=degree)
         if any(axis is not None for axis in axes.values()):
-            child.__class__ = _known_to_nxd(type(child))
+            child.__class__ = _known_to_nxd(type(child))  # type: ignore[arg-type]  # to mypy a class has no __hash__
 
 
 @functools.cache

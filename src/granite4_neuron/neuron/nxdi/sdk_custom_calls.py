@@ -60,9 +60,12 @@ def _attention_cte(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def _topk(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def topk(tensor: torch.Tensor, k: int, dim: int | None = None, sorted_flag: bool = False):
+    def topk(
+        tensor: torch.Tensor, k: int, dim: int | None = None, sorted_flag: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*tensor.shape[:-1], k)
-        return tuple(custom_call(name, [tensor], [shape, shape], [tensor.dtype, torch.int32]))
+        values, indices = custom_call(name, [tensor], [shape, shape], [tensor.dtype, torch.int32])
+        return values, indices
 
     return topk
 
@@ -75,7 +78,8 @@ def _argmax(tensor: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tens
 
 def _cascaded_max(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (tensor.shape[0], 1)
-    return tuple(custom_call("cascaded_max", [tensor], [shape, shape], [tensor.dtype, torch.int32]))
+    values, indices = custom_call("cascaded_max", [tensor], [shape, shape], [tensor.dtype, torch.int32])
+    return values, indices
 
 
 def _cumsum(tensor: torch.Tensor, axis: int) -> torch.Tensor:
@@ -103,8 +107,9 @@ def _experts(name: str) -> Callable[..., torch.Tensor]:
 def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Call a kernel of this package: its results are those of its definition in torch."""
     function = getattr(kernel, "function", kernel)
+    given = [value for value in arguments if value is not None]
     if function.__name__ == "experts_prefill":  # its definition reads values
-        x, *_, choices = arguments
+        x, *_, choices = given
         shapes, dtypes = [(choices.numel(), x.shape[1])], [x.dtype]
     else:
         definition = getattr(sys.modules[function.__module__], f"{function.__name__}_torch")
@@ -112,7 +117,6 @@ def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor,
             *(None if value is None else torch.empty_like(value, device="meta") for value in arguments)
         )
         shapes, dtypes = [result.shape for result in results], [result.dtype for result in results]
-    given = [value for value in arguments if value is not None]
     return tuple(custom_call(function.__name__, given, shapes, dtypes))
 
 

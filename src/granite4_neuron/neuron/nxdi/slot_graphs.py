@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from neuronx_distributed_inference.models.model_wrapper import (
     SPECULATION_MODEL_TAG,
     DecoderModelInstance,
@@ -36,8 +38,8 @@ class VerificationModel(SpeculativeModel):
     def written_states(self) -> list[nn.Parameter]:
         return list(self.kv_mgr.past_key_values)
 
-    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        logits, *states = super().forward(*inputs)
+    def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        logits, *states = super().forward(*args, **kwargs)
         return [logits, *self.kept_inputs, *states]
 
 
@@ -53,7 +55,7 @@ class CommitModel(SpeculativeModel):
         states = self.kv_mgr.past_key_values
         return [states[2 * idx + part] for idx, _ in self.mamba_layers() for part in range(2)]
 
-    def forward(
+    def forward(  # type: ignore[override]  # a graph with inputs of its own, over the same parameters
         self, accepted: torch.Tensor, position_ids: torch.Tensor, *kept_inputs: torch.Tensor
     ) -> list[torch.Tensor]:
         """Take the arguments of `SpeculativeModel.advance` in another order."""
@@ -71,7 +73,9 @@ class CopyModel(SpeculativeModel):
     def written_states(self) -> list[nn.Parameter]:
         return list(self.kv_mgr.past_key_values)
 
-    def forward(self, slots: torch.Tensor) -> list[torch.Tensor]:
+    def forward(  # type: ignore[override]  # as that of `CommitModel`
+        self, slots: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Copy a slot; slots: [2], source and destination."""
         source, destination = slots[:1], slots[1:]
         copied = [
@@ -81,6 +85,8 @@ class CopyModel(SpeculativeModel):
 
 
 SlotModel = VerificationModel | CommitModel | CopyModel
+# An input or a result of a graph: of all ranks, or one of each.
+RankedTensor = torch.Tensor | Sequence[torch.Tensor]
 
 
 class SlotGraph(ModelWrapper):
@@ -110,7 +116,7 @@ class SlotGraph(ModelWrapper):
         """Return the smallest bucket for the tokens before the step; the step's own tokens need no room in it."""
         return next(bucket for bucket in buckets if bucket >= input_len)
 
-    def run(self, *inputs: torch.Tensor | Sequence[torch.Tensor]) -> list:
+    def run(self, *inputs: RankedTensor) -> list[RankedTensor]:
         """Return the graph's results: in CPU mode tensors, on a device one tensor per rank in a list.
 
         Args:
@@ -128,7 +134,7 @@ class SlotGraph(ModelWrapper):
         return [list(per_rank) for per_rank in zip(*self.model.nxd_model.forward_ranked(rank_inputs), strict=True)]
 
 
-def to_host(result: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+def to_host(result: RankedTensor) -> torch.Tensor:
     """Return a result of `SlotGraph.run` that is the same on all ranks."""
     return result if torch.is_tensor(result) else result[0].cpu()
 
@@ -136,7 +142,7 @@ def to_host(result: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 class _SlotModelInstance(DecoderModelInstance):
     """The model instance that NxD traces for such a graph."""
 
-    def get(self, bucket_rank: int, **kwargs: object) -> tuple[SlotModel, dict[nn.Parameter, int]]:
+    def get(self, bucket_rank: int, **kwargs: object) -> tuple[SlotModel, dict[torch.Tensor, int]]:
         module, _ = super().get(bucket_rank, **kwargs)
         self.input_output_aliases = input_output_aliases(module.written_states(), module.num_results)
         return module, self.input_output_aliases
@@ -149,11 +155,16 @@ SLOT_MODELS = {
 }
 
 
-class SlotOperations:
-    """Operations of an application of NxD Inference on its slots. Slots count from 0."""
+class SlotOperations(NeuronBaseForCausalLM):
+    """Operations of an application of NxD Inference on its slots. Slots count from 0.
+
+    copy_model, verification_model, commit_model: the graphs, where there are such.
+    """
 
     def __init__(self, *args, **kwargs):
-        self.copy_model = self.verification_model = self.commit_model = None
+        self.copy_model: SlotGraph | None = None
+        self.verification_model: SlotGraph | None = None
+        self.commit_model: SlotGraph | None = None
         super().__init__(*args, **kwargs)
 
     def get_generation_model(self) -> ModelWrapper:
@@ -173,7 +184,7 @@ class SlotOperations:
 
     def verify(
         self, input_ids: torch.Tensor, starts: torch.Tensor, is_there: torch.Tensor
-    ) -> tuple[torch.Tensor, list]:
+    ) -> tuple[torch.Tensor, list[Any]]:
         """Return logits after tokens that may be taken back, of sequences that have begun.
 
         Args:
@@ -185,6 +196,7 @@ class SlotOperations:
             Logits [slots, tokens, vocab_size], and kept inputs for `commit`.
         """
         graph, slots = self.verification_model, torch.arange(len(starts))
+        assert graph is not None  # the model has a speculation_length
         attention_mask = torch.arange(max(1, int(starts.max()))) < starts[:, None]
         position_ids = starts[:, None] + torch.arange(input_ids.shape[1])
         empty = torch.zeros_like(slots)
@@ -193,7 +205,7 @@ class SlotOperations:
         logits, *kept_inputs = graph.run(*graph.convert_int64_to_int32(*inputs))
         return to_host(logits), kept_inputs
 
-    def commit(self, kept_inputs: list, starts: torch.Tensor, accepted: torch.Tensor) -> None:
+    def commit(self, kept_inputs: Sequence[RankedTensor], starts: torch.Tensor, accepted: torch.Tensor) -> None:
         """Add the first tokens of a verification to the sequences.
 
         Args:
@@ -206,6 +218,7 @@ class SlotOperations:
 
     def copy(self, source: int, destination: int) -> None:
         """Copy all of a slot to another one, on the device."""
+        assert self.copy_model is not None  # the model has several slots
         self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
 
     def _slot_graph(self, tag: str) -> SlotGraph:

@@ -62,6 +62,8 @@ class HybridCacheManager(KVCacheManager):
     the CPU.
     """
 
+    past_key_values: nn.ParameterList
+
     def __init__(self, config: GraniteMoeHybridInferenceConfig, num_kv_head: int, global_rank: nn.Module):
         layer_types = config.granite.layer_types
         attention_layers = copy.copy(config)
@@ -120,13 +122,13 @@ class HybridCacheManager(KVCacheManager):
         if self.layer_types[idx] == MAMBA:
             return kv_per_layer
         # Entries that are read with the weight 0 must be finite, and a cache is not cleared between two sequences.
-        kv_per_layer = tuple(torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
+        key, value = (torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
         if step.is_context_encoding:
             return super().update_kv_by_layer_id(
-                idx, *args, kv_per_layer=kv_per_layer, kvcache_buffer=kvcache_buffer, **kwargs
+                idx, *args, kv_per_layer=(key, value), kvcache_buffer=kvcache_buffer, **kwargs
             )
-        caches = self._fetch_cache(idx, kvcache_buffer)
-        return tuple(_with_tokens(*pair, step) for pair in zip(caches, kv_per_layer, strict=True))
+        keys, values = self._fetch_cache(idx, kvcache_buffer)
+        return _with_tokens(keys, key, step), _with_tokens(values, value, step)
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
         """Keep the SSM states in their dtype when a model is cast to that of its weights."""
