@@ -30,11 +30,6 @@ COMMANDS = {
     "/help": ("", "show this"),
     "/exit": ("", "leave, as Ctrl-D does"),
 }
-# Options of answers that /set changes.
-_OPTIONS = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed"),
-    *("max_tokens", "adapter"),
-)
 _MOST_DIGITS = 19  # of a seed
 
 
@@ -149,13 +144,13 @@ class Session:
             write(self._conversation.system or "There is no system message.")
 
     def _set(self, text: str) -> None:
-        name, _, value = text.replace("=", " ").partition(" ")
+        options, (name, _, value) = _options(), text.replace("=", " ").partition(" ")
         if not text:
-            given = {name: self._conversation.option(name) for name in _OPTIONS}
+            given = {name: self._conversation.option(name) for name in options}
             write("\n".join(f"{name} {'-' if value is None else value}" for name, value in given.items()))
             return
-        if name not in _OPTIONS or not value.strip():
-            raise UserError(f"/set takes a name and a value; the names are {', '.join(_OPTIONS)}.")
+        if name not in options or not value.strip():
+            raise UserError(f"/set takes a name and a value; the names are {', '.join(options)}.")
         value = value.strip()
         self._conversation.set_option(name, _number(value) if name != "adapter" or value == "-" else value)
         default = "no adapter answers." if name == "adapter" else f"{name} is the checkpoint's."
@@ -223,6 +218,14 @@ class Session:
         for command, (takes, what) in COMMANDS.items():
             table.add_row(f"{command} {takes}".replace("[", r"\["), what)
         print_table(table)
+
+
+def _options() -> list[str]:
+    """Return the names of the options of answers that /set changes."""
+    # Not at the top: it imports torch.
+    from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
+
+    return [*(name for name, rule in SAMPLING_OPTIONS.items() if rule.is_setting), "max_tokens", "adapter"]
 
 
 def _number(text: str) -> float | None:

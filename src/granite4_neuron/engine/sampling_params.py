@@ -56,6 +56,7 @@ class Option:
     convert: makes the value that is kept; without an argument, the value that stands for None.
     from_checkpoint: whether None means the value in the checkpoint's generation_config.json.
     turns_on_sampling: whether any value means that tokens are sampled, even if the checkpoint's default is greedy.
+    is_setting: whether it is one number that shapes a text; a chat has all of these as `/set NAME VALUE`.
     """
 
     is_valid: Callable[[Any], bool]
@@ -63,6 +64,7 @@ class Option:
     convert: Callable[..., Any] | None = None
     from_checkpoint: bool = False
     turns_on_sampling: bool = False
+    is_setting: bool = False
 
     def check(self, name: str, value: object) -> None:
         """Check a value; messages call the option `name`.
@@ -81,8 +83,9 @@ def option(is_valid: Callable[[Any], bool], requirement: str, *, default: Any = 
     return field(default=default, metadata={"option": Option(is_valid, requirement, **rule)})
 
 
+_setting = partial(option, is_setting=True)
 # An option of a logits warper: transformers' name for a processor that only sampling needs.
-_warper = partial(option, from_checkpoint=True, turns_on_sampling=True)
+_warper = partial(_setting, from_checkpoint=True, turns_on_sampling=True)
 
 
 def _are_ids(value: object) -> bool:
@@ -151,15 +154,15 @@ class SamplingParams:
     top_k: int | None = _warper(lambda value: is_whole(value) and value >= 0, "a whole number of at least 0")
     top_p: float | None = _warper(lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1")
     min_p: float | None = _warper(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
-    repetition_penalty: float | None = option(
+    repetition_penalty: float | None = _setting(
         lambda value: is_number(value) and value > 0, "a number above 0", from_checkpoint=True
     )
-    frequency_penalty: float | None = option(_is_penalty, "a number from -2 to 2")
-    presence_penalty: float | None = option(_is_penalty, "a number from -2 to 2")
+    frequency_penalty: float | None = _setting(_is_penalty, "a number from -2 to 2")
+    presence_penalty: float | None = _setting(_is_penalty, "a number from -2 to 2")
     logit_bias: Mapping[int, float | None] | None = option(
         _are_biases, "a dictionary of numbers from -100 to 100 by token id", convert=dict
     )
-    seed: int | None = option(
+    seed: int | None = _setting(
         lambda value: is_whole(value) and 0 <= value < _NUM_SEEDS, "a whole number from 0 to 2**63 - 1"
     )
     stop: str | Sequence[str] | None = option(

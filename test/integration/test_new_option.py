@@ -1,0 +1,166 @@
+"""A few lines make a new sampling option, or a new option of the cpu backend: a copy of the package gets both.
+
+The rest of the package does not know of them. The files are those that docs/architecture.md names.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import granite4_neuron
+
+ROOT = Path(__file__).parents[2]
+# The line in each file that the new lines follow, and the new lines.
+SAMPLING_OPTION = {
+    "engine/sampling_params.py": (
+        r"    min_p: float \| None = .*\n",
+        "    typical_p: float | None = _warper(\n"
+        '        lambda value: is_number(value) and 0 < value < 1, "a number above 0 and below 1"\n'
+        "    )\n",
+    ),
+    "engine/sampling.py": (
+        r".*MinPLogitsWarper\(.*\n",
+        "    if params.typical_p is not None:\n"
+        "        from transformers import TypicalLogitsWarper\n\n"
+        "        processors.append(TypicalLogitsWarper(params.typical_p))\n",
+    ),
+    "commands/options.py": (
+        r"    sampling = parser.add_argument_group\((?:\n|.)*?\n    \)\n",
+        '    sampling.add_argument("--typical-p", type=number_in(0, 1), help="choose tokens of typical surprise")\n',
+    ),
+    "serving/protocol.py": (r"    min_p: float \| None = None\n", "    typical_p: float | None = None\n"),
+}
+CPU_OPTION = {
+    "runtime/backends/cpu.py": (
+        r"    \*ARITHMETIC,\n",
+        '    Option("spare_cores", "for the cpu backend: cores that compute nothing", default=0, least=0),\n',
+    ),
+    "runtime/cpu.py": (
+        r"        adapters: Mapping\[str, Adapter\] = \{\},\n(?=    \):)",
+        "        spare_cores: int = 0,\n",
+    ),
+}
+IN_THE_RUNTIME = (r"        survive_forks\(\)\n", "        self.spare_cores = spare_cores\n")
+
+
+# What a user does with them, in one process; each answer is printed as JSON by its name.
+PROGRAM = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+from granite4_neuron import cli, load
+from granite4_neuron.generation.loading import _GENERATION_FIELDS
+from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.protocol import ChatBody, parse
+
+def said_by(*arguments, typed=""):
+    sys.stdin = io.StringIO(typed)
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
+        try:
+            cli.main([*map(str, arguments)])
+        except SystemExit:  # after --help
+            pass
+    return said.getvalue()
+
+def body(value):
+    written = b'{"messages": [{"role": "user", "content": "a"}], "typical_p": %s}' % value
+    try:
+        return parse(ChatBody, written, 100).typical_p
+    except RequestError as error:
+        return str(error)
+
+hot = "generate", "--cpu-kernels", "torch", "--max-tokens", 8, "--temperature", 2, "--seed", 1, "The"
+answers = {
+    "help": said_by("generate", "--help"),
+    "text": said_by(*hot),
+    "typical text": said_by(*hot, "--typical-p", 0.1),
+    "refused": said_by(*hot, "--typical-p", 1),
+    "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set typical_p 0.5\\n/set\\n"),
+    "bodies": [body(b"0.25"), body(b"3")],
+    "is of checkpoints": "typical_p" in _GENERATION_FIELDS,
+    "spare cores": load(cpu_kernels="torch", spare_cores=2)[0].spare_cores,
+    "another backend": said_by("generate", "--backend", "xla", "--spare-cores", 2, "The"),
+}
+print(json.dumps(answers))
+"""
+
+
+def add(file, after, lines):
+    text, count = re.subn(f"({after})", lambda match: match[1] + lines, file.read_text(encoding="utf-8"), count=1)
+    assert count == 1, f"{file} has no line like {after}"
+    file.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Add both options to a copy of the package; return a function that runs Python with it."""
+    copy = tmp_path_factory.mktemp("copy") / "granite4_neuron"
+    shutil.copytree(Path(granite4_neuron.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for place, addition in (*SAMPLING_OPTION.items(), *CPU_OPTION.items(), ("runtime/cpu.py", IN_THE_RUNTIME)):
+        add(copy / place, *addition)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(copy.parent), "COLUMNS": "200"}
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def answers(run):
+    done = run("-c", PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+class TestSamplingOption:
+    def test_of_the_command_line(self, answers):
+        assert "--typical-p" in answers["help"] and answers["typical text"] != answers["text"]
+        assert "typical_p is 1.0, and must be a number above 0 and below 1" in answers["refused"]
+
+    def test_of_a_chat(self, answers):
+        assert "typical_p is 0.5." in answers["chat"]
+        assert {"typical_p 0.5", "min_p -"} <= set(answers["chat"].splitlines())
+
+    def test_of_the_server(self, answers):
+        value, refusal = answers["bodies"]
+        assert value == 0.25 and "typical_p is 3.0, and must be a number above 0 and below 1" in refusal
+
+    def test_of_checkpoints(self, answers):
+        assert answers["is of checkpoints"]
+
+
+class TestCpuOption:
+    def test_of_load(self, answers):
+        assert answers["spare cores"] == 2
+
+    def test_of_the_command_line(self, answers):
+        assert "--spare-cores" in answers["help"]
+        assert "spare_cores is an option of the backend cpu; the backend here is xla." in answers["another backend"]
+
+
+def test_what_notices_them(run):
+    """The pages lack the sampling option, which a test says; the other tests of options pass."""
+    tests = [ROOT / "test" / "unit" / name for name in ("test_sampling_options.py", "test_backends.py")]
+    done = run(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not another_backend and not AnotherOption",
+        *map(str, tests),
+    )
+    failed = re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)
+    assert failed == [
+        "test_the_page_of_the_server_names_each_field",
+        "test_the_page_of_the_engine_names_what_turns_sampling_on",
+    ], done.stdout

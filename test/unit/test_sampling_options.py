@@ -1,0 +1,46 @@
+"""Every place that takes sampling options, or lists them for a reader, has all that belong there."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from granite4_neuron import cli
+from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
+from granite4_neuron.serving.protocol import GenerationBody
+
+DOCS = Path(__file__).parents[2] / "docs"
+SETTINGS = {name for name, rule in SAMPLING_OPTIONS.items() if rule.is_setting}
+# They are no single numbers, or say what is reported or when a text may end.
+OTHERS = {"logit_bias", "stop", "stop_token_ids", "min_tokens", "logits_processors", "constraint"}
+OTHERS |= {"logprobs", "prompt_logprobs"}
+# The penalties of OpenAI's API: `/set` of a chat has them, and no command.
+NOT_OF_COMMANDS = {"frequency_penalty", "presence_penalty"}
+
+
+def named_in(page):
+    return set(re.findall(r"`(\w+)`", (DOCS / page).read_text(encoding="utf-8")))
+
+
+def test_an_option_is_a_setting_or_is_known_not_to_be_one():
+    assert SAMPLING_OPTIONS.keys() == SETTINGS | OTHERS and not SETTINGS & OTHERS
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_commands_have_the_settings(command):
+    (commands,) = (each for each in cli.parser()._actions if isinstance(each, argparse._SubParsersAction))
+    options = {action.dest for action in commands.choices[command]._actions}
+    assert SETTINGS - options == NOT_OF_COMMANDS
+
+
+def test_bodies_of_requests_have_the_settings():
+    assert GenerationBody.model_fields.keys() >= SETTINGS
+
+
+def test_the_page_of_the_server_names_each_field():
+    assert GenerationBody.model_fields.keys() - {"model"} <= named_in("serving.md")
+
+
+def test_the_page_of_the_engine_names_what_turns_sampling_on():
+    assert {name for name, rule in SAMPLING_OPTIONS.items() if rule.turns_on_sampling} <= named_in("engine.md")
