@@ -23,7 +23,8 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.model.parameters import parameters

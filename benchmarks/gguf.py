@@ -28,7 +28,7 @@ from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import dtype_of, print_remark
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import DTYPES
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import load
 from granite4_neuron.runtime.interface import Row, Runtime

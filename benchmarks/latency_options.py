@@ -17,7 +17,8 @@ from granite4_neuron.backends import check_backend
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import add_backend, backend_options, check_folder_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
-from granite4_neuron.config import DTYPES, family_names
+from granite4_neuron.config import family_names
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.runtime.torch_device import find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")

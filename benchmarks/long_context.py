@@ -28,7 +28,8 @@ from granite4_neuron import UserError
 from granite4_neuron.backends import BACKENDS
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import ATTENTION, DTYPES, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.runtime.backends.cpu import STATE_DTYPES
 from granite4_neuron.runtime.backends.torch_device import DEVICES

@@ -15,7 +15,8 @@ import torch
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.generation import bundled_checkpoint
 
 

@@ -15,6 +15,7 @@ import torch
 from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.checkpoint.stored_tensors import open_tensors
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, LowRank
@@ -29,7 +30,7 @@ _PROJECTIONS = (
     "q_proj, k_proj, v_proj and o_proj of attention, in_proj and out_proj of Mamba layers, and input_linear and "
     "output_linear of the shared MLP"
 )
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def _is_count(value: Any) -> bool:

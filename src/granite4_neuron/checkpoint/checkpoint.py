@@ -60,7 +60,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """The dtype, one of `config.DTYPES`, that the weights have if no other is asked for.
+        """The dtype, one of `config.dtypes.DTYPES`, that the weights have if no other is asked for.
 
         Raises:
             UserError: the weights are incomplete or damaged.

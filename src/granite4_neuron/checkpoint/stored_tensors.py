@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, part_of
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, NORM, parameters
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
-_QUANTIZED_DTYPES = {**_DTYPES, **_FLOAT8, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
+_QUANTIZED_DTYPES = {**STORED_DTYPES, **_FLOAT8, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 _LISTED_NAMES = 8
 _SHAPE = ".weight_shape"  # that of a packed weight, as compressed-tensors stores it
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -81,13 +81,13 @@ class StoredTensors:
         return self._shapes.get(name) == tuple(shape) and _is_of(self._dtypes[name], dtype)
 
     def dtype(self) -> str:
-        """Return the dtype of the embedding, and with it of the model: one of `config.DTYPES`. If the embedding is
-        stored quantized, the dtype is that of the last norm.
+        """Return the dtype of the embedding, and with it of the model: one of `config.dtypes.DTYPES`. If the embedding
+        is stored quantized, the dtype is that of the last norm.
         """
         name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else NORM
-        if self._dtypes.get(name) not in _DTYPES:
-            raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(_DTYPES)}.")
-        return _DTYPES[self._dtypes[name]]
+        if self._dtypes.get(name) not in STORED_DTYPES:
+            raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(STORED_DTYPES)}.")
+        return STORED_DTYPES[self._dtypes[name]]
 
     def check(self, config: GraniteMoeHybridConfig, layouts: Mapping[str, Layout] | None = None) -> None:
         """Compare names and shapes with those of the whole model.
@@ -161,7 +161,9 @@ class StoredTensors:
 
 def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
     """Return whether safetensors' name of a dtype means this one; None stands for any floating dtype."""
-    return stored in _DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
+    return (
+        stored in STORED_DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
+    )
 
 
 def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from granite4_neuron.checkpoint.output_folder import check_output, remove_leftov
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_checkpoint, print_remark
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.config import DTYPES
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError, printable
 
 

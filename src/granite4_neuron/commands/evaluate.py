@@ -21,7 +21,8 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
-from granite4_neuron.config import DTYPES, MAMBA
+from granite4_neuron.config import MAMBA
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from granite4_neuron.commands.options import add_model, checkpoint_or_member, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 

@@ -15,7 +15,8 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config import DTYPES, family_names
+from granite4_neuron.config import family_names
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import INSTANCES, KERNELS

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from granite4_neuron.config.aliases import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.config.checks import LARGEST, check
 from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number
-DTYPES = tuple(DTYPE_BYTES)
 
 # The names of field types in a sentence.
 _TYPE_NAMES = {

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.system.regular_files import check_regular
@@ -28,7 +29,7 @@ Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]
 FORMAT = "granite4-neuron snapshot"
 VERSION = 3
 LOGITS = "logits"  # after the last token; a prefix cache adds them
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
+_DTYPES = {stored: getattr(torch, name) for stored, name in STORED_DTYPES.items()}
 
 
 def _is_count(value: Any) -> bool:

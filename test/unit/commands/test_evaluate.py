@@ -11,7 +11,7 @@ import pytest
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.cli import main
-from granite4_neuron.config import DTYPES
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.ops import FORMATS
 
 TEXT = "Words that a model has never seen: brouillé, Καλημέρα. " * 6  # 1 token per byte

@@ -1,7 +1,7 @@
 """Options of all backends that are not compiled in advance."""
 
 from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
-from granite4_neuron.config import DTYPES
+from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.runtime.backends.declaration import Option
 
 DTYPE = Option(
