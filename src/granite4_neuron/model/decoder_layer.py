@@ -11,7 +11,7 @@ from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.moe import SharedMLP, SparseMoe
-from granite4_neuron.model.norm import RMSNorm
+from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights
@@ -38,13 +38,13 @@ class DecoderLayer(Module):
     ):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm_of(config)
         self.is_mamba = isinstance(mixer, Mamba2)
         if isinstance(mixer, Mamba2):
             self.mamba = mixer
         else:
             self.self_attn = mixer
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm_of(config)
         self.block_sparse_moe = experts
         self.shared_mlp = shared_mlp
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import Operators, Weight
@@ -18,11 +20,13 @@ from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.state.hybrid_state import HybridState
 
 
-def why_not_fused(parallel: Parallel) -> str | None:
-    """Return why the fused layers do not support a model, as a clause; None if they do."""
+def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
+    """Return why the fused layers do not support a model, as a clause; None if they do. norm: the model's last, which
+    is of the kind of all.
+    """
     if parallel.degree > 1:
         return f"they are for a whole model, and this is a part of {parallel.degree}"
-    return None
+    return why_not_fusible(norm)
 
 
 def why_not_one_call(config: GraniteMoeHybridConfig, embedding: Weight, head: Weight) -> str | None:

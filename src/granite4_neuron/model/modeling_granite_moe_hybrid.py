@@ -21,7 +21,7 @@ from granite4_neuron.model.decoder_layer import DecoderLayer, decoder_layer
 from granite4_neuron.model.forms import forms_of
 from granite4_neuron.model.fused import FusedLayers, why_not_fused, why_not_one_call
 from granite4_neuron.model.linear import Linear, Matrix
-from granite4_neuron.model.norm import RMSNorm
+from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.model.step import DenseStep, NullSlotStep, Step
 from granite4_neuron.ops import Operators, Weight, is_quantized, rotary_tables
@@ -301,7 +301,7 @@ class _Decoder(Module):
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
         layers = nn.ModuleList(decoder_layer(config, layer, parallel) for layer in range(len(config.layer_types)))
         self.layers = cast("Sequence[DecoderLayer]", layers)  # torch's list has any modules
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm_of(config)
         self._bound_stack: OneByOne | FusedLayers | None = None
 
     @property
@@ -312,7 +312,7 @@ class _Decoder(Module):
         """Choose how the layers are computed; return a sentence for each faster form that is not used."""
         reasons: list[str] = []
         if self.operators.fused_layers is not None:
-            refusal = why_not_fused(parallel)
+            refusal = why_not_fused(parallel, self.norm)
             if refusal is None:
                 self._bound_stack = FusedLayers(self.operators, self.layers, self.config, adapters)
                 return reasons

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.ops import rms_norm
 
@@ -19,6 +20,18 @@ class RMSNorm(Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.operators.rms_norm(hidden_states, self.weight, self.eps)
+
+
+def norm_of(config: GraniteMoeHybridConfig) -> Module:
+    """Make a norm of the residual stream: before each half of a layer, or before the head."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def why_not_fusible(norm: nn.Module) -> str | None:
+    """Return why forms of layers that compute the norm too do not support this one, as a clause; None if they do."""
+    if type(norm) is not RMSNorm:
+        return f"they compute RMS norms, and the model has a {type(norm).__name__}"
+    return None
 
 
 class RMSNormGated(Module):

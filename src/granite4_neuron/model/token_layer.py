@@ -8,6 +8,7 @@ import torch
 
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.step import Step
 from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
@@ -25,7 +26,7 @@ class TokenLayer(DecoderLayer):
             return "they take no biases of projections"
         if layer.is_mamba and (groups := layer.mamba.n_groups) > 1:
             return f"they normalise all channels together, and here are {groups} groups"
-        return None
+        return why_not_fusible(layer.input_layernorm)
 
     @property
     def _kernels(self) -> ModuleType | SimpleNamespace:

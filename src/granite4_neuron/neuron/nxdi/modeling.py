@@ -43,7 +43,7 @@ from granite4_neuron.config import MAMBA
 from granite4_neuron.model.binding import Module, set_operators
 from granite4_neuron.model.fused_mixer import mixer_class
 from granite4_neuron.model.mamba2 import Mamba2
-from granite4_neuron.model.norm import RMSNorm
+from granite4_neuron.model.norm import norm_of
 from granite4_neuron.neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
@@ -78,7 +78,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         )
         layers = nn.ModuleList(NeuronDecoderLayer(config, kind) for kind in granite.layer_types)
         self.layers = cast("Sequence[NeuronDecoderLayer]", layers)  # torch's list has any modules
-        self.norm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
+        self.norm = norm_of(granite).to(dtype)
         self.lm_head = _ScaledHead(config, gather_output=not self.on_device_sampling)
 
     def init_inference_optimization(self, config: GraniteMoeHybridInferenceConfig) -> None:
