@@ -10,6 +10,7 @@ from granite4_neuron.ops.weight import Weight, as_tensor
 
 # torch 2.9 has the CPU implementation under its private name only.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def fused_experts(
     Returns:
         [tokens, hidden_size] in the dtype of hidden_states; the sum over experts is taken in float32.
     """
-    if isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and all(map(_rows_are_aligned, (w1, w2))):
+    if isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and all(map(_have_grouped_product, (w1, w2))):
         return experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids)
     return _experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids)
 
@@ -93,9 +94,11 @@ def _expert(weights: Weight, number: int) -> Weight:
     return weights[number] if isinstance(weights, torch.Tensor) else weights.expert(number)
 
 
-def _rows_are_aligned(weights: torch.Tensor) -> bool:
-    """Return whether rows start at multiples of 16 bytes, as the grouped product requires; all published models' do."""
-    return weights.shape[2] * weights.dtype.itemsize % 16 == 0
+def _have_grouped_product(weights: torch.Tensor) -> bool:
+    """Return whether torch's grouped product takes the dtype, and rows start at multiples of 16 bytes, as it requires;
+    all published models' do.
+    """
+    return weights.dtype in _GROUPED_DTYPES and weights.shape[2] * weights.dtype.itemsize % 16 == 0
 
 
 def experts_by_group(

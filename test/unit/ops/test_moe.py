@@ -30,6 +30,13 @@ class TestExperts:
         exact = oracles.mixture_of_experts(x, router, w1, w2, 2)
         assert relative_error(ops.fused_experts(x, w1, w2, weights, ids), exact) <= 1e-5
 
+    def test_a_dtype_that_the_grouped_product_refuses(self):
+        x, router = torch.randn(9, 16).double(), torch.randn(5, 16).double()
+        w1, w2 = torch.randn(5, 24, 16).double(), torch.randn(5, 16, 12).double()
+        weights, ids = ops.topk_softmax((x @ router.T).float(), 2)
+        output, exact = ops.fused_experts(x, w1, w2, weights, ids), oracles.mixture_of_experts(x, router, w1, w2, 2)
+        assert output.dtype == torch.float64 and relative_error(output, exact) <= 1e-5
+
     def test_experts_that_nobody_chose_are_not_read(self):
         x, w1, w2 = torch.randn(3, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
         w1[3:], w2[3:] = math.nan, math.nan
