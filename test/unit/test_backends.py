@@ -132,3 +132,7 @@ def test_a_value_that_there_is_not():
         load(backend="torch", device=3)
     with pytest.raises(UserError, match="graphs is 'all'; it must be one of " + ", ".join(torch_device.GRAPHS)):
         load(backend="torch", graphs="all")
+    with pytest.raises(UserError, match=r"dtype is 'torch.float32'; it must be one of float32, bfloat16, float16"):
+        load(dtype="torch.float32")
+    with pytest.raises(UserError, match=r"state_dtype is 'torch.float16'; it must be one of float32"):
+        load(state_dtype="torch.float16")

@@ -55,7 +55,9 @@ class Option:
 
     def spelled(self, value: Any) -> Any:
         """Return a value as the command line has it: dtypes by name."""
-        return str(value).removeprefix("torch.") if self.is_dtype else value
+        if not self.is_dtype or isinstance(value, str):
+            return value
+        return str(value).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
