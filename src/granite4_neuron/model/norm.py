@@ -22,7 +22,7 @@ class RMSNorm(Module):
         return self.operators.rms_norm(hidden_states, self.weight, self.eps)
 
 
-def norm_of(config: GraniteMoeHybridConfig) -> Module:
+def norm_of(config: GraniteMoeHybridConfig) -> RMSNorm:
     """Make a norm of the residual stream: before each half of a layer, or before the head."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps)
 

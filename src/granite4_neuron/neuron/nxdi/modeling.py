@@ -30,8 +30,9 @@ speculation in `fused_speculation.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
@@ -40,15 +41,18 @@ from neuronx_distributed_inference.modules.generation.sampling import create_sam
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.model.binding import Module, set_operators
+from granite4_neuron.model.attention import RotaryTables
+from granite4_neuron.model.binding import set_operators
+from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.fused_mixer import mixer_class
-from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.norm import norm_of
+from granite4_neuron.model.step import Step
 from granite4_neuron.neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
 from granite4_neuron.neuron.nxdi.parallel import NeuronParallel, split_over_ranks
 from granite4_neuron.neuron.nxdi.state import HybridCacheManager, NeuronStep, int32_arange
+from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
 
 class NeuronGraniteMoeHybridModel(NeuronBaseModel):
@@ -170,34 +174,26 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         return attention_mask.sum(1, keepdim=True, dtype=torch.int32)
 
 
-class NeuronDecoderLayer(Module):
-    """The `DecoderLayer` of NxD Inference: with its attention and experts, and called as it calls a layer.
-
-    mamba, self_attn: one of them, by `is_mamba`.
-    """
-
-    mamba: Mamba2
-    self_attn: NeuronAttention
+class NeuronDecoderLayer(DecoderLayer):
+    """`DecoderLayer` with NxD Inference's attention and experts, called as NxD Inference calls a layer."""
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig, layer_type: str):
         granite, degree, dtype = config.granite, config.neuron_config.tp_degree, config.neuron_config.torch_dtype
-        super().__init__()
-        self.parallel = NeuronParallel(degree=degree)
-        self.residual_multiplier = granite.residual_multiplier
-        self.is_mamba = layer_type == MAMBA
-        self.input_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
-        if self.is_mamba:
-            self.mamba = mixer_class(config.operators)(granite, self.parallel).to(dtype)
-            set_operators(self.mamba, config.operators)
-            split_over_ranks(self.mamba, "mamba", granite, degree)
-        else:
-            self.self_attn = NeuronAttention(config)
-        self.post_attention_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
-        self.block_sparse_moe = NeuronExperts(config) if granite.num_local_experts else None
-        self.shared_mlp = NeuronSharedMLP(granite, self.parallel).to(dtype)
-        split_over_ranks(self.shared_mlp, "shared_mlp", granite, degree)
+        parallel, is_mamba = NeuronParallel(degree=degree), layer_type == MAMBA
+        mamba = mixer_class(config.operators)
+        mixer = mamba(granite, parallel).to(dtype) if is_mamba else NeuronAttention(config)
+        mlp = NeuronSharedMLP(granite, parallel).to(dtype)
+        experts = NeuronExperts(config) if granite.num_local_experts else None
+        super().__init__(granite, mixer, mlp, experts)  # type: ignore[arg-type]  # only `feed_forward` calls experts
+        self.parallel = parallel
+        self.input_layernorm.to(dtype)
+        self.post_attention_layernorm.to(dtype)
+        if is_mamba:
+            set_operators(mixer, config.operators)
+            split_over_ranks(mixer, "mamba", granite, degree)
+        split_over_ranks(mlp, "shared_mlp", granite, degree)
 
-    def forward(
+    def forward(  # type: ignore[override]  # NxD Inference calls a layer with arguments of its own
         self,
         hidden_states: torch.Tensor,
         *,
@@ -209,28 +205,50 @@ class NeuronDecoderLayer(Module):
         **attention_arguments,
     ) -> tuple:
         """Return hidden states, new state (key and value of the batch's rows only), rotary tables, no residual."""
-        residual_add = self.operators.residual_add
-        x = self.input_layernorm(hidden_states)
-        if self.is_mamba:
-            state = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
-            mixed, inputs = self.mamba(x, step, state)
-            step.keep(inputs)
-            new = state.conv_state, state.ssm_state
-        else:
-            mixed, new, cos_cache, sin_cache = self.self_attn(
-                x, cos_cache=cos_cache, sin_cache=sin_cache, **attention_arguments
-            )
-        hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
-        output = self._feed_forward(self.post_attention_layernorm(hidden_states), step)
-        hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
-        return hidden_states, new, cos_cache, sin_cache, None
+        if not self.is_mamba:
+            call = _AttentionCall(attention_arguments, cos_cache, sin_cache)
+            hidden_states, _ = super().forward(hidden_states, step, call, None)  # type: ignore[arg-type]  # for `mix`
+            return hidden_states, call.new, call.cos_cache, call.sin_cache, None
+        state = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
+        hidden_states, inputs = super().forward(hidden_states, step, state, None)
+        assert inputs is not None  # a Mamba layer has them
+        step.keep(inputs)
+        return hidden_states, (state.conv_state, state.ssm_state), cos_cache, sin_cache, None
 
-    def _feed_forward(self, x: torch.Tensor, step: NeuronStep) -> torch.Tensor:
+    def mix(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        state: MambaState | KeyValueState | _AttentionCall,
+        rotary: RotaryTables | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call NxD Inference's attention as it calls it; a Mamba layer is ours."""
+        if not isinstance(state, _AttentionCall):
+            return super().mix(x, step, state, rotary)
+        mixed, state.new, state.cos_cache, state.sin_cache = self.self_attn(
+            x, cos_cache=state.cos_cache, sin_cache=state.sin_cache, **state.arguments
+        )
+        return mixed, None
+
+    def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
         """Compute MLP and experts together, because the ranks add both in one message."""
         partial = self.shared_mlp(x)
         if self.block_sparse_moe is not None:
             partial = partial + self.block_sparse_moe(x, step.is_real)
-        return self.parallel.all_reduce(partial)
+        yield self.parallel.all_reduce(partial)
+
+
+@dataclass
+class _AttentionCall:
+    """Further arguments and results of NxD Inference's attention, beside hidden states.
+
+    arguments: named as it has them. new: keys and values of the batch's rows.
+    """
+
+    arguments: Mapping[str, Any]
+    cos_cache: torch.Tensor | None
+    sin_cache: torch.Tensor | None
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _ScaledHead(ColumnParallelLinear):

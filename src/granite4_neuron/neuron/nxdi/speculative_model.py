@@ -68,7 +68,7 @@ class SpeculativeModel(NeuronGraniteMoeHybridModel):
         new = []
         for (idx, layer), inputs in zip(self.mamba_layers(), kept_inputs, strict=True):
             state = self.kv_mgr.mamba_state(idx)
-            layer.mamba.advance(inputs, step, state)
+            layer.advance(inputs, step, state)
             new += [state.conv_state, state.ssm_state]
         return new
 
