@@ -154,6 +154,11 @@ class TestCommand:
         status, output, error = check(texting_folder, "--backend", "nxdi")
         assert status == 2 and output == "" and "--backend nxdi gives no hidden states" in error
 
+    def test_a_split_model(self, check, texting_folder, monkeypatch):
+        monkeypatch.setattr("granite4_neuron.commands.check.load_runtime", lambda *_: pytest.fail("it was loaded"))
+        status, output, error = check(texting_folder, "--backend", "torch", "--tp-degree", "2")
+        assert status == 2 and output == "" and "--tp-degree splits it; leave out one of them" in error
+
 
 class TestOperatorsThatRan:
     """They are noted as they run, or as their graph is traced: nothing lists them by hand."""

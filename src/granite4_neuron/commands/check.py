@@ -64,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.layers and options.backend == "nxdi":
         raise no_layers  # before it compiles for minutes
+    if options.layers and options.tp_degree != 1:
+        raise UserError("--layers runs parts of the model, and --tp-degree splits it; leave out one of them.")
     # Not at the top: these imports take seconds, and --help does not need them.
     from transformers import logging
 
