@@ -18,6 +18,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
+from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.cli import main
 from granite4_neuron.generation import chat_prompt
 
@@ -244,7 +245,7 @@ FAULTS = {
     ),
     "quantized by us, and no more": (
         values_of(CONFIG, quantization_config='"granite4-neuron"'),
-        "the weights are quantized as None, and must be as one of int4, int8, lossless12.",
+        f"the weights are quantized as None, and must be as one of {', '.join(QUANTIZATIONS)}.",
     ),
     "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized ('yes')"),
     # Tokenizers

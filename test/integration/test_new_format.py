@@ -13,13 +13,14 @@ from granite4_neuron.ops import cpu
 
 ROOT = Path(__file__).parents[2]
 FP8 = ROOT / "test" / "support" / "fp8"
-# Besides fp8's own checks, run those of every format.
+# Besides fp8's own checks, run those of every format, and of what refuses others.
 TESTS = (
     FP8 / "fp8_checks.py",
     "test/unit/ops/test_quantization.py",
     "test/unit/ops/cpu/kernels/test_kernels.py",
     "test/unit/ops/cpu/test_layers.py",
     "test/integration/test_quantized_checkpoints.py",
+    "test/unit/test_backends.py",
 )
 
 
@@ -29,7 +30,17 @@ def test_a_module_and_a_header_make_a_format(tmp_path):
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(FP8 / "fp8.py", copy / "ops" / "formats")
     shutil.copy(FP8 / "fp8.h", copy / "ops" / "cpu" / "kernels" / "formats")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "fp8", *map(str, TESTS)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "fp8 or a_value_that_there_is_not",
+        *map(str, TESTS),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(tmp_path)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

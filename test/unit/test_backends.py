@@ -11,6 +11,7 @@ import torch
 from granite4_neuron import UserError, cli, load
 from granite4_neuron.backends import BACKENDS, all_options, check_backend
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.runtime.backends import cpu, torch_device
 from granite4_neuron.runtime.backends.common import ARITHMETIC
 from granite4_neuron.runtime.backends.declaration import Backend, Option
@@ -124,9 +125,9 @@ def test_a_name_that_no_backend_has():
 
 
 def test_a_value_that_there_is_not():
-    with pytest.raises(UserError, match="quantize is 'int5'; it must be one of int4, int8, lossless12"):
+    with pytest.raises(UserError, match="quantize is 'int5'; it must be one of " + ", ".join(QUANTIZATIONS)):
         load(quantize="int5")
-    with pytest.raises(UserError, match="backend is 'gpu'; it must be one of cpu, torch, xla, nxdi"):
+    with pytest.raises(UserError, match="backend is 'gpu'; it must be one of " + ", ".join(BACKENDS)):
         load(backend="gpu")
     with pytest.raises(UserError, match="device is 3, and must be a text"):
         load(backend="torch", device=3)
