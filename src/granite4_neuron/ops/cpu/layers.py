@@ -141,6 +141,7 @@ class Decoder(Protocol):
 
     def step(
         self,
+        *,
         hidden_states: torch.Tensor,
         states: Sequence[tuple[torch.Tensor, ...]],
         lengths: torch.Tensor,

@@ -1,5 +1,6 @@
 """The experts of a few tokens: the weights of each distinct chosen one are read once, from where they are."""
 
+from collections.abc import Sequence
 from typing import Union
 
 import nki
@@ -238,7 +239,7 @@ def _product(x_sb: nl.ndarray, weights_sb: nl.ndarray, first: int, count: int) -
     return product_psum
 
 
-def _add_down(y_psums: list[nl.ndarray], activated_sb: nl.ndarray, down_sb: nl.ndarray, is_first: bool) -> None:
+def _add_down(y_psums: Sequence[nl.ndarray], activated_sb: nl.ndarray, down_sb: nl.ndarray, is_first: bool) -> None:
     """Compute y += activated.T @ down for one expert.
 
     Args:
@@ -258,7 +259,7 @@ def _add_down(y_psums: list[nl.ndarray], activated_sb: nl.ndarray, down_sb: nl.n
             )
 
 
-def _store(y: nl.ndarray, y_psums: list[nl.ndarray]) -> None:
+def _store(y: nl.ndarray, y_psums: Sequence[nl.ndarray]) -> None:
     """Write y [tokens, hidden] to HBM."""
     y_sb = nl.ndarray(y.shape, dtype=nl.float32, buffer=nl.sbuf)
     for bank in range(len(y_psums)):
