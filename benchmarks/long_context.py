@@ -2,11 +2,14 @@
 
     python -m benchmarks.long_context
     python -m benchmarks.long_context --backend torch --device cuda --divide 1
+    NXDI_SRC=... NXD_SRC=... python -m benchmarks.long_context --backend nxdi
 
 The layers have the sizes of granite-4.0-h-small, with a part of its heads where --divide says so, and random weights.
 Decay rates and step sizes of the Mamba layer are those of Mamba-2's initialisation, and a fourth of its heads forgets
 so slowly that the first token still counts at the end. At each length the last tokens are decoded one by one, and as
 many before them are a piece of the prompt; all other pieces are as generation takes them.
+
+The backend nxdi is NxD Inference's CPU mode. It returns logits of a prompt's last token only.
 
 Errors are relative to the root mean square of what is right; those of SSM states to that of each head. The state of the
 attention layer is its keys and values.
@@ -15,9 +18,13 @@ attention layer is its keys and values.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -26,16 +33,17 @@ from benchmarks.errors import reports_errors
 from benchmarks.implementations import Point, random_prompts
 from granite4_neuron import UserError
 from granite4_neuron.backends import BACKENDS
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.neuron.stand_ins import why_not_importable
 from granite4_neuron.runtime.backends.cpu import STATE_DTYPES
 from granite4_neuron.runtime.backends.torch_device import DEVICES
-from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import Row, Runtime
 from test.support.one_layer import REMEMBERING, Expected, expected, one_layer
 
 _VOCABULARY = 2048
@@ -64,7 +72,8 @@ class Errors:
     """The errors after `length` tokens.
 
     remembering: of the states of the heads that remember all of the context; None for attention.
-    prompt, decode: of the logits of the last tokens of the prompt, and of those decoded behind them.
+    prompt, decode: of the logits of the last tokens of the prompt (of the last one, where a runtime has no others), and
+        of those decoded behind them.
     """
 
     length: int
@@ -74,27 +83,38 @@ class Errors:
     decode: Error
 
 
-def errors(runtime: BoundModel, tokens: Sequence[int], right: Sequence[Expected]) -> Iterator[Errors]:
+def errors(runtime: Runtime, tokens: Sequence[int], right: Sequence[Expected]) -> Iterator[Errors]:
     """Run a context on a runtime of a model of one layer; yield the errors at each length of `right`."""
     state, start = runtime.allocate(1, len(tokens)), 0
     for each in right:
         window = len(each.logits) // 2
         start = _prefill(runtime, state, tokens, start, each.length - 2 * window)
         decoded = each.length - window
-        prompt = runtime.step(state, [Row(1, start, tokens[start:decoded])], all_logits=True)[0]
+        has_all = "all_logits" not in runtime.cannot
+        prompt = runtime.step(state, [Row(1, start, tokens[start:decoded])], has_all)[0].view(-1, each.logits.shape[-1])
         steps = range(decoded, each.length)
         decode = torch.cat([runtime.step(state, [Row(1, at, tokens[at : at + 1])]) for at in steps])
         start = each.length
-        views = {name: view.cpu() for name, view in state.slot_views(1).items()}
+        views = {name: view.cpu() for name, view in _slot_views(runtime, state).items()}
         yield Errors(
             each.length,
             *_state_errors(views, each),
-            Error.between(prompt.cpu(), each.logits[:window].cpu()),
+            Error.between(prompt.cpu(), each.logits[window - len(prompt) : window].cpu()),
             Error.between(decode.cpu(), each.logits[window:].cpu()),
         )
 
 
-def _prefill(runtime: BoundModel, state: object, tokens: Sequence[int], start: int, stop: int) -> int:
+def _slot_views(runtime: Runtime, state: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of the sequence by the names of `HybridState.slot_views`."""
+    if state is not None:
+        return state.slot_views(1)
+    # NxD Inference's model keeps the state itself.
+    tensors = runtime.model.models[0].model.kv_mgr.past_key_values
+    names = ("conv_state", "ssm_state") if runtime.config.layer_types == (MAMBA,) else ("key", "value")
+    return {f"layers.0.{name}": tensor[0] for name, tensor in zip(names, tensors, strict=True)}
+
+
+def _prefill(runtime: Runtime, state: object, tokens: Sequence[int], start: int, stop: int) -> int:
     for at in range(start, stop, runtime.tokens_per_step):
         runtime.step(state, [Row(1, at, tokens[at : min(at + runtime.tokens_per_step, stop)])])
     return stop
@@ -153,8 +173,10 @@ def _part(config: GraniteMoeHybridConfig, divisor: int) -> GraniteMoeHybridConfi
     return replace(config, vocab_size=_VOCABULARY, **{name: getattr(config, name) // divisor for name in sizes})
 
 
-def _runtime(options: argparse.Namespace, model: GraniteMoeHybridForCausalLM) -> BoundModel:
+def _runtime(options: argparse.Namespace, model: GraniteMoeHybridForCausalLM) -> Runtime:
     defaults = GenerationConfig()
+    if options.backend == "nxdi":
+        return _cpu_mode(model, options.buckets)
     if options.backend == "cpu":
         state_dtype = getattr(torch, options.state_dtype)
         return CPURuntime(model, defaults, kernels=options.cpu_kernels, state_dtype=state_dtype)
@@ -166,6 +188,32 @@ def _runtime(options: argparse.Namespace, model: GraniteMoeHybridForCausalLM) ->
     from granite4_neuron.runtime.xla import XLARuntime
 
     return XLARuntime(model, defaults, options.buckets)
+
+
+def _cpu_mode(model: GraniteMoeHybridForCausalLM, buckets: Sequence[int]) -> Runtime:
+    """Return NxD Inference's runtime of a model in its CPU mode, a process group of one rank.
+
+    Raises:
+        UserError: NxD Inference cannot be imported.
+    """
+    if reason := why_not_importable():
+        raise UserError(f"--backend nxdi is not there: {reason}.")
+    os.environ |= {"NXD_CPU_MODE": "1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29511")}
+    # Not at the top: these bring frameworks.
+    from granite4_neuron.neuron.nxdi import NeuronRuntime
+    from test.support.nxdi import cpu_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, Path(folder))
+        application = cpu_model(
+            Path(folder),
+            max_context_length=max(buckets),
+            seq_len=model.config.max_position_embeddings,
+            ctx_batch_size=1,
+            is_continuous_batching=True,
+            torch_dtype=str(model.dtype).removeprefix("torch."),
+        )
+    return NeuronRuntime(application, GenerationConfig())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,8 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=DTYPES, nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16"
     )
-    backends = [name for name in BACKENDS if name != "nxdi"]
-    parser.add_argument("--backend", choices=backends, default=backends[0], help="default: %(default)s")
+    parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="default: %(default)s")
     parser.add_argument("--cpu-kernels", choices=CPU_KERNELS, default=CPU_KERNELS[0], help="default: %(default)s")
     parser.add_argument(
         "--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0], help="of --backend cpu (default: %(default)s)"
