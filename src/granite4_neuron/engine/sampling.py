@@ -268,9 +268,9 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         stops = list(params.stop_token_ids)
         processors.append(MinNewTokensUnlessComplete(prompt_length, int(params.min_tokens), stops))
     if params.logit_bias:
-        biases: list[list[list[int] | float]]
-        biases = [[[token], float(bias or 0)] for token, bias in params.logit_bias.items()]
-        processors.append(SequenceBiasLogitsProcessor(biases))
+        biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
+        # It is annotated with lists, of which transformers 4.57 refuses the token 0.
+        processors.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]  # it takes a dictionary too
     if params.frequency_penalty or params.presence_penalty:
         penalties = params.frequency_penalty or 0, params.presence_penalty or 0
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))
