@@ -107,7 +107,8 @@ def test_convert(capsys, quantize, tmp_path):
     size, original = ((each / WEIGHTS).stat().st_size for each in (folder, bundled_checkpoint()))
     # The original is in bfloat16. Norms, convolutions and, with some formats, the embedding stay in it.
     of_a_row = FORMATS[quantize].num_bytes(torch.Size([1, 4096])) / (4096 * torch.bfloat16.itemsize)
-    assert size <= (of_a_row + 0.1) * original
+    most = {"int8": 0.6, "int4": 0.33, "lossless12": 0.8}.get(quantize, of_a_row + 0.1)
+    assert size <= most * original
     texts = []
     for options in (["--model", str(folder)], ["--quantize", quantize]):
         assert cli.main(["generate", *options, "--max-tokens", "8", "An assignment"]) == 0
