@@ -66,17 +66,18 @@ class Blocked:
 
 
 @pytest.fixture
-def grammars(server, monkeypatch):
+def pool():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+@pytest.fixture
+def grammars(server, pool, monkeypatch):
+    """Set up after the pool, so that its calls end before the pool waits for them."""
     blocked = Blocked(monkeypatch, server.service.maker, "constrained")
     yield blocked
     blocked.goes_on.set()
     until(lambda: metric(server, GRAMMARS) == 0)
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(32) as pool:
-        yield pool
 
 
 def post(server, path="/v1/completions", timeout=60, **body):
