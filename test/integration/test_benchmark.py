@@ -35,7 +35,7 @@ from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES, small_config
 
-SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")
+SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "1", "--warmup", "0", "--threads", "1")
 
 
 def run(*arguments):
@@ -56,7 +56,7 @@ def test_table_json_and_plot(tmp_path):
     assert points == [(name, 2, length) for length in (9, 20) for name in ("granite4-neuron", "transformers")]
     assert done.stdout.count("GFLOP/s") == 2
     for result in record["results"]:
-        assert result.pop("busy_processes") == 0 and len(result.pop("samples")) == 2
+        assert result.pop("busy_processes") == 0 and len(result.pop("samples")) == 1
         assert all(value > 0 for value in list(result.values())[1:])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -119,7 +119,7 @@ class TestLlamaCpp:
     def test_in_turns(self, programs):
         numbers = programs / "numbers.json"
         options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")
-        done = run(*SMALL, "--prompt-length", "9", *options, "--json", numbers)
+        done = run(*SMALL, "--repeats", "2", "--prompt-length", "9", *options, "--json", numbers)
         assert done.returncode == 0, done.stderr
         ours, theirs = json.loads(numbers.read_text())["results"]
         assert (ours["implementation"], theirs["implementation"]) == ("granite4-neuron", "llama.cpp")
@@ -143,9 +143,9 @@ class TestLlamaCpp:
             (("--openvino", "x"), "--openvino, the folder of the exported model, go together"),
         ],
     )
-    def test_bad_input(self, arguments, message):
-        done = run(*arguments)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    def test_bad_input(self, arguments, message, capsys):
+        assert benchmark_latency.main(arguments) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
