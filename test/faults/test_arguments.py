@@ -245,6 +245,7 @@ def test_a_file_of_weights(refuses, folder):
         (("plan", "--latency", "--drafted", "2147483647"), "2147483647 is more than 1024, the most that it can be"),
         (("plan", "--context", "9" * 5000), "... is more than 2147483647, the most that it can be"),
         (("serve", "--port", "65536"), "argument --port: 65536 is more than 65535, the most that it can be"),
+        (("serve", "--allowed-origins", "example.org"), "'example.org' is not an origin, such as https://"),
         (("check", "--tokens", "100000"), "a prompt and its new tokens are 100,"),
         (("generate", "--file", "x" * 5000), "cannot be read (File name too long)"),
         (("generate", "--file", "."), "cannot be read (Is a directory)"),

@@ -241,6 +241,14 @@ def test_pages_of_allowed_origins(tiny):
                 assert answer.status_code == (415 if status == 200 else 403)
 
 
+def test_a_server_that_ends_is_not_healthy(server, post, monkeypatch):
+    assert httpx.get(f"{server.address}/health").status_code == 200
+    monkeypatch.setattr(server.service, "is_ending", True)
+    answer = httpx.get(f"{server.address}/health")
+    assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server is ending."
+    assert post("completions", {"prompt": "x", "max_tokens": 1}).status_code == 503
+
+
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
 def test_a_body_that_is_not_declared_as_json(server, kind):
     """As another origin's page may send it without being asked for."""

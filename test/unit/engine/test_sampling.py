@@ -104,6 +104,7 @@ class TestLogprobs:
             assert found.token == token and found.logprob == pytest.approx(float(row[token]), abs=1e-5)
             assert [id for id, _ in found.top] == order
             assert [value for _, value in found.top] == pytest.approx(row[order].tolist(), abs=1e-5)
+            assert hash(found.top) == hash(tuple(found.top)) and repr(found.top) == repr(list(found.top))
 
     @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
     def test_of_prompt_and_new_tokens(self, model, drafted):
