@@ -1,3 +1,0 @@
-from .modeling_granite4_hybrid import GraniteMoeHybridInferenceConfig, NeuronGraniteMoeHybridForCausalLM
-
-__all__ = ["GraniteMoeHybridInferenceConfig", "NeuronGraniteMoeHybridForCausalLM"]
