@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,7 +28,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.commands.options import dtype_of
+from granite4_neuron.commands.options import backend_options, dtype_of, kernels_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -81,16 +82,16 @@ class Ours:
                 open_checkpoint(folder), transformers.GenerationConfig(), compiled=options.compiled
             )
         elif options.tp_degree > 1:
-            split = dict(tp_degree=options.tp_degree, device=options.device, graphs=options.graphs)
             dtype = weights_dtype(folder, options)
-            self._runtime = SplitRuntime(folder, dtype, transformers.GenerationConfig(), **split)
+            self._runtime = SplitRuntime(folder, dtype, transformers.GenerationConfig(), **runtime_options(options))
         elif options.backend == "torch":
             dtype = weights_dtype(folder, options)
             is_random = draws_weights(options)
             config = open_checkpoint(folder).config
             model = random_model(config, dtype=dtype) if is_random else load_model(folder, dtype)
-            places = dict(device=options.device, graphs=options.graphs)
-            self._runtime = TorchRuntime(model, transformers.GenerationConfig(), **places)
+            chosen = runtime_options(options)
+            del chosen["tp_degree"]
+            self._runtime = TorchRuntime(model, transformers.GenerationConfig(), **chosen)
         else:
             self._runtime = cpu_runtime(folder, options)
         if options.backend != "nxdi":
@@ -143,8 +144,14 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     dtype = weights_dtype(folder, options)
     model = load_model(folder, dtype, quantize=options.quantize, operators=operators, keep_quantized=True)
     state_dtype = options.state_dtype and dtype_of(options.state_dtype)
-    options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
-    return CPURuntime(model, transformers.GenerationConfig(), **options)
+    chosen = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
+    return CPURuntime(model, transformers.GenerationConfig(), **chosen, **kernels_of(options, options.kernels))
+
+
+def runtime_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the backend but for the dtype, with the kernels that --kernels means."""
+    chosen = backend_options(options) | kernels_of(options, options.kernels)
+    return {each.name: chosen[each.name] for each in BACKENDS[options.backend].options if each.name != "dtype"}
 
 
 def draws_weights(options: argparse.Namespace) -> bool:

@@ -15,11 +15,16 @@ from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
 from granite4_neuron.backends import check_backend
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.commands.options import add_backend, backend_options, check_folder_of
+from granite4_neuron.commands.options import (
+    add_arithmetic,
+    add_backend,
+    backend_options,
+    check_folder_of,
+    kernels_of,
+)
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
 from granite4_neuron.config import family_names
-from granite4_neuron.config.dtypes import DTYPES
-from granite4_neuron.runtime.torch_device import find_device
+from granite4_neuron.runtime.torch_device import find_compiler, find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")
 
@@ -33,7 +38,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the model (default: that of its weights)")
+    add_arithmetic(parser)
     add_backend(parser, BACKENDS)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
@@ -105,11 +110,13 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
     check_folder_of(options.json)
     check_plot(options.plot)
-    check_backend(options.backend, backend_options(options))
+    check_backend(options.backend, backend_options(options) | kernels_of(options, options.kernels))
     if options.backend == "nxdi":
         neuron_sdk.require()
     if options.backend == "torch":
         find_device(options.device)
+        if options.compiler is not None:
+            find_compiler(options.compiler)
     if is_reuse(options) or options.profile:
         _check_reuse(options)
     if options.profile and options.cpu_kernels == "torch":

@@ -23,11 +23,12 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
+from benchmarks.probe.remedies import advice
 from granite4_neuron.choices import KV_WRITES, NKI_PREFILL_SCANS
-from granite4_neuron.commands.options import check_folder_of, write_json
+from granite4_neuron.commands.options import add_declared, check_folder_of, command_line, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
-from granite4_neuron.runtime.backends.torch_device import DEVICES
+from granite4_neuron.runtime.backends import torch_device
 
 # Seconds. A compiler for a device may take minutes for a graph.
 _GRAPH, _GRAPHS, _BENCHMARK = 600, 3600, 4 * 3600
@@ -69,13 +70,16 @@ STEPS = (
 )
 
 
+# Those that the probe has not in another form.
+MODEL_OPTIONS = [each for each in torch_device.OPTIONS if each.name not in ("device", "dtype", "tp_degree")]
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=DEVICES, required=True)
-    parser.add_argument("--compiler", metavar="NAME", help="a backend of torch.compile (default: the device's)")
+    parser.add_argument("--device", choices=torch_device.DEVICES, required=True)
     parser.add_argument("--out", type=Path, default=Path("probe.json"), metavar="FILE", help="default: %(default)s")
     parser.add_argument(
         "--models",
@@ -85,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
         help="also run benchmark_latency.py with random weights of these sizes, for example h-350m",
     )
     parser.add_argument("--step", metavar="NAME", help="run this step only, in this process, and write no file")
+    add_declared(parser.add_argument_group("of the steps that run a model"), MODEL_OPTIONS)
     return parser
 
 
@@ -107,7 +112,8 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
     if options.step is not None:
         named = {step.name: step for step in steps}
         check_choice("step", options.step, named)
-        run_here(named[options.step], Place(options.device, options.compiler))
+        chosen = {each.name: vars(options)[each.name] for each in MODEL_OPTIONS}
+        run_here(named[options.step], Place(options.device, chosen.pop("compiler"), chosen))
         return 0
     check_folder_of(options.out)
     records: list[Record] = []
@@ -125,13 +131,15 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
 def _command(step: Step, options: argparse.Namespace, module: str) -> list[str]:
     command = [sys.executable, "-m", module, "--step", step.name, "--device", options.device]
     command += ["--models", *options.models] if options.models else []
-    return command + (["--compiler", options.compiler] if options.compiler else [])
+    return command + command_line(MODEL_OPTIONS, vars(options))
 
 
 def _write(records: Sequence[Record], options: argparse.Namespace) -> None:
     record = {
         "device": options.device,
         "compiler": options.compiler or "the device's",
+        "options": command_line(MODEL_OPTIONS, vars(options)),
+        "advice": advice(records),
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "steps": [dataclasses.asdict(record) for record in records],
     }
@@ -146,3 +154,5 @@ def _print(records: Sequence[Record]) -> None:
         style = None if record.result == OK else "bold red"
         table.add_row(record.name, record.result, f"{record.seconds:.1f}", escape(record.message), style=style)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if advised := advice(records):
+        print(*advised, "The probe, the commands and benchmark_latency.py take these options.", sep="\n")

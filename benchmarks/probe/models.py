@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -19,10 +20,12 @@ from benchmarks.probe.device import ROOT, judge
 from benchmarks.probe.process import EQUAL, FACT, WRONG, Finding, Place
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.commands.options import command_line
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.generation import bundled_checkpoint, generate, load
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.runtime.backends import torch_device
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.runtime.torch_device import TorchRuntime
@@ -128,13 +131,20 @@ def latency(place: Place, name: str) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "latency.json"
         command = [sys.executable, str(ROOT / "benchmark_latency.py"), "--random-weights", name, "--backend", "torch"]
-        command += ["--device", place.device, "--batch-size", "1", "8", "--prompt-length", "512", "2048"]
+        command += ["--device", place.device, *command_line(torch_device.OPTIONS, _chosen(place))]
+        command += ["--batch-size", "1", "8", "--prompt-length", "512", "2048"]
         subprocess.run([*command, "--output-length", "64", "--json", str(file)], check=True)
         numbers = json.loads(file.read_text(encoding="utf-8"))
     for result in numbers["results"]:
         what = f"{result['batch_size']} x {result['prompt_length']}"
         message = f"first token {result['first_token_ms']:.1f} ms, then {result['token_ms_p50']:.2f}"
         yield Finding(what, FACT, message=message, numbers=result)
+
+
+def _chosen(place: Place) -> dict[str, Any]:
+    """Return all options of the backend, with the device's default: it is given apart."""
+    defaults = {option.name: option.default for option in torch_device.OPTIONS}
+    return defaults | dict(compiler=place.compiler) | place.options
 
 
 def _layer(kind: str) -> GraniteMoeHybridForCausalLM:
@@ -145,8 +155,8 @@ def _layer(kind: str) -> GraniteMoeHybridForCausalLM:
 
 
 def _on_device(place: Place, model: GraniteMoeHybridForCausalLM, tokens: int, **mamba_kernels: str) -> TorchRuntime:
-    options = dict(device=place.device, compiler=place.compiler, **mamba_kernels)
-    return TorchRuntime(model, GenerationConfig(), (tokens,), **options)
+    options = {**place.options, **mamba_kernels}
+    return TorchRuntime(model, GenerationConfig(), (tokens,), device=place.device, compiler=place.compiler, **options)
 
 
 def _runtimes(

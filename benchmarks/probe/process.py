@@ -15,7 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,14 @@ _LAST_LINES = 40
 
 @dataclass(frozen=True)
 class Place:
-    """The place of steps: a device of the backend torch, and a backend of torch.compile, None for the device's own."""
+    """The place of steps: a device of the backend torch, and a backend of torch.compile, None for the device's own.
+
+    options: further ones of the backend, of the steps that run a model.
+    """
 
     device: str
     compiler: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,9 @@ LOADS = {
     "compiled": ("folder",),
     "tp_degree": (0, -3, 1.5, "2", None),
     "tuned_configs": (3, "no-such-folder"),
+    "compiler": ("gcc",),
+    "kv_write": ("fast", None),
+    "prefill_by_view": ("no", 1),
 }
 
 MODELS = {

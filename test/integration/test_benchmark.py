@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import benchmark_latency
+from benchmarks import implementations
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
 from benchmarks.gguf_checkpoint import write_gguf
 from benchmarks.implementations import Point, Run, draws_weights
@@ -23,6 +24,7 @@ from benchmarks.profiles import ALL, profile
 from benchmarks.round_trip import load_round_trip
 from benchmarks.states import compare_in_states
 from granite4_neuron import cli
+from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
@@ -196,6 +198,23 @@ def test_random_weights_for_a_device_are_not_written():
     assert options.dtype == "bfloat16" and draws_weights(options)
     options.compare = ["transformers"]
     assert not draws_weights(options)
+
+
+def test_the_options_of_a_backend_come_to_its_runtime(monkeypatch, texting_folder):
+    given = []
+
+    def runtime(model, generation_config, **options):
+        given.append(options)
+        return argparse.Namespace(weight_bytes=0)
+
+    monkeypatch.setattr(implementations, "TorchRuntime", runtime)
+    forms = ["--compiler", "eager", "--kv-write", "select", "--no-prefill-by-view", "--decode-kernel", "nki"]
+    options = parser("").parse_args(["--backend", "torch", *forms])
+    implementations.Ours(texting_folder, options)
+    chosen = dict(device="cpu", compiler="eager", kv_write="select", prefill_by_view=False, decode_kernel="nki")
+    assert given[0].items() >= chosen.items() and given[0].keys() == {
+        option.name for option in BACKENDS["torch"].options
+    } - {"dtype", "tp_degree"}
 
 
 def test_a_backend_that_it_does_not_run(capsys):

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from benchmarks import latency_options
-from benchmarks.probe import models, states
+from benchmarks.probe import command, models, states
 from benchmarks.probe.command import STEPS, main
 from benchmarks.probe.device import compare, judge
-from benchmarks.probe.process import EQUAL, FACT, WRONG, Place
+from benchmarks.probe.process import EQUAL, FACT, OK, WRONG, Finding, Place, Record
+from benchmarks.probe.remedies import REMEDIES, advice
+from granite4_neuron import cli
+from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.runtime import torch_device
 
 HERE = Path(__file__).parents[2]
@@ -31,7 +34,8 @@ SHORT = [
 def planted(tmp_path_factory):
     """Run `planted_probe`: return what it printed, and its steps by name."""
     file = tmp_path_factory.mktemp("probe") / "probe.json"
-    options = ["--device", "cpu", "--compiler", "aot_eager", "--out", str(file)]
+    options = ["--device", "cpu", "--compiler", "aot_eager", "--kv-write", "rows", "--no-prefill-by-view"]
+    options += ["--out", str(file)]
     command = [sys.executable, "-m", "test.support.planted_probe", *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 1, done.stderr
@@ -70,7 +74,10 @@ class TestProcesses:
     def test_errors_and_exit_codes(self, planted):
         steps = planted[1]
         assert steps["planted_probe is_wrong"]["message"] == "sum 5.0e-01: above 0.1"
-        assert steps["planted_probe is_wrong"]["findings"][1]["message"] == "cpu, aot_eager"
+        place = steps["planted_probe is_wrong"]["findings"][1]
+        assert place["message"] == "cpu, aot_eager"
+        chosen = dict(kv_write="rows", prefill_by_view=False, prefill_scan="chunked")
+        assert place["numbers"].items() >= chosen.items() and "compiler" not in place["numbers"]
         assert steps["planted_probe raises"]["message"] == r"error: RuntimeError: the compiler\nhas given up"
         assert steps["planted_probe raises"]["last_lines"][-1] == "has given up"
         assert steps["planted_probe exits"]["message"] == "exit code 3, without a finding of its own"
@@ -97,6 +104,53 @@ class TestProcesses:
     def test_refusals(self, capsys, options, message):
         assert main(["--device", "cpu", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+class TestAdvice:
+    @staticmethod
+    def records(wrong=(), milliseconds=None, kernels=False):
+        """Return a record for each step, with what the steps of a run on a device have."""
+        for step in STEPS:
+            findings = [Finding("value", EQUAL, 1e-6)] if kernels or "kernels" not in step.name else []
+            if "kv_write" in step.name:
+                times = {"8": 1.0, "128": (milliseconds or {}).get(step.arguments[0], 1.0)}
+                findings.append(Finding("time of decode", FACT, numbers={"milliseconds": times}))
+            yield Record(step.name, WRONG if step.name in wrong else OK, 1.0, "", findings, [])
+
+    @pytest.mark.parametrize(
+        ("found", "option"),
+        [
+            (dict(), None),
+            (dict(wrong=["states kv_write index"], milliseconds=dict(rows=3.0)), "--kv-write select"),
+            (dict(milliseconds=dict(index=9.0, rows=2.0, select=3.0)), "--kv-write rows"),
+            (dict(milliseconds=dict(index=2.0, rows=1.9, select=3.0)), None),
+            (dict(wrong=[f"states kv_write {form}" for form in KV_WRITES]), None),
+            (dict(wrong=["states leading_view"]), "--no-prefill-by-view"),
+            (dict(wrong=["operators mamba_prefill chunked"]), "--prefill-scan quadratic"),
+            (dict(wrong=[f"operators mamba_prefill {scan}" for scan in ("chunked", "quadratic")]), None),
+            (
+                dict(wrong=[f"operators mamba_prefill {scan}" for scan in ("chunked", "quadratic")], kernels=True),
+                "--prefill-scan ssd",
+            ),
+            (dict(wrong=["operators mamba_decode"]), None),
+            (dict(wrong=["operators mamba_decode"], kernels=True), "--decode-kernel nki"),
+        ],
+    )
+    def test_what_is_advised(self, found, option):
+        advised = advice(list(self.records(**found)))
+        assert len(advised) == (option is not None) and all(option in sentence for sentence in advised)
+
+    @pytest.mark.parametrize("option", [*{remedy.option for remedy in REMEDIES}, "--kv-write select", "--compiler x"])
+    def test_everything_takes_it(self, option):
+        arguments = option.split()
+        command.parser().parse_args(["--device", "cpu", *arguments])
+        latency_options.parser("").parse_args(["--backend", "torch", *arguments])
+        for name in ("generate", "chat", "serve", "check", "evaluate"):
+            cli.parser().parse_args([name, *(["FILE"] if name == "evaluate" else []), "--backend", "torch", *arguments])
+
+    def test_the_steps_are_the_probes(self):
+        names = {step.name for step in STEPS}
+        assert {name for remedy in REMEDIES for name in (remedy.step, remedy.other) if name} <= names
 
 
 class TestSteps:
@@ -147,9 +201,11 @@ class TestSteps:
             options = latency_options.parser("").parse_args(command[2:])
             latency_options.check(options)
             assert Path(command[1]).is_file() and (options.backend, options.random_weights) == ("torch", "h-350m")
+            assert (options.compiler, options.kv_write, options.prefill_by_view) == ("aot_eager", "rows", False)
             options.json.write_text(json.dumps(written))
 
         monkeypatch.setattr(models.subprocess, "run", run)
-        (finding,) = models.latency(CPU, "h-350m")
+        place = Place("cpu", "aot_eager", dict(kv_write="rows", prefill_by_view=False))
+        (finding,) = models.latency(place, "h-350m")
         assert (finding.what, finding.message) == ("8 x 512", "first token 3.0 ms, then 1.50")
         assert finding.numbers == written["results"][0]

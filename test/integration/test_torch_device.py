@@ -320,10 +320,32 @@ class TestCommands:
             texts.append(capsys.readouterr().out)
         assert texts[0] == texts[1]
 
+    def test_what_the_probe_advises(self, capsys, monkeypatch):
+        """Each option comes to the runtime, and the text stays what it is."""
+        given = []
+
+        class Runtime(TorchRuntime):
+            def __init__(self, *arguments, **options):
+                given.append(options)
+                super().__init__(*arguments, **options)
+
+        monkeypatch.setattr("granite4_neuron.runtime.torch_device.TorchRuntime", Runtime)
+        command = ["generate", "An assignment statement", "--max-tokens", "4"]
+        assert main(command) == 0
+        expected = capsys.readouterr().out
+        forms = ["--compiler", "eager", "--kv-write", "rows", "--no-prefill-by-view", "--prefill-scan", "quadratic"]
+        assert main([*command, "--backend", "torch", *forms]) == 0
+        assert capsys.readouterr().out == expected
+        chosen = dict(compiler="eager", kv_write="rows", prefill_by_view=False, prefill_scan="quadratic")
+        assert given[0].items() >= chosen.items()
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             (("--backend", "torch", "--device", "tpu"), "device is 'tpu'"),
+            (("--backend", "torch", "--compiler", "gcc"), "compiler is 'gcc'; the backends of torch.compile here are "),
+            (("--kv-write", "rows"), "kv_write is an option of the backend torch; the backend here is cpu"),
+            (("--no-prefill-by-view",), "prefill_by_view is an option of the backend torch; the backend here is cpu"),
             (("--backend", "torch", "--device", "neuron"), "needs the torch-neuronx of Neuron SDK 2.33"),
             (("--device", "cuda"), "belong to the backend torch"),
             (("--backend", "torch", "--quantize", "int8"), "int8 weights are for the backend cpu"),

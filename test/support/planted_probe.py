@@ -25,7 +25,7 @@ def crashes(place):
 
 def is_wrong(place):
     yield Finding("sum", WRONG, 0.5, "above 0.1")
-    yield Finding("place", EQUAL, message=f"{place.device}, {place.compiler}")
+    yield Finding("place", EQUAL, message=f"{place.device}, {place.compiler}", numbers=place.options)
 
 
 def raises(place):

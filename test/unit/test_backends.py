@@ -25,6 +25,8 @@ def another_value(option):
     """Return a value of an option that is not its default."""
     if option.choices is not None:
         return next(choice for choice in reversed(option.choices) if choice != option.default)
+    if option.is_flag:
+        return False
     return "folder" if option.least is None else option.default + 1
 
 
@@ -131,6 +133,8 @@ def test_a_value_that_there_is_not():
         load(backend="gpu")
     with pytest.raises(UserError, match="device is 3, and must be a text"):
         load(backend="torch", device=3)
+    with pytest.raises(UserError, match="prefill_by_view is 'no', and must be True, False or None"):
+        load(backend="torch", prefill_by_view="no")
     with pytest.raises(UserError, match="graphs is 'all'; it must be one of " + ", ".join(torch_device.GRAPHS)):
         load(backend="torch", graphs="all")
     with pytest.raises(UserError, match=r"dtype is 'torch.float32'; it must be one of float32, bfloat16, float16"):

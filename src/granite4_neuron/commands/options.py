@@ -113,9 +113,7 @@ def add_backend(parser: argparse._ActionsContainer, backends: Iterable[str] = BA
     """Add --backend, the options of these backends that `add_arithmetic` does not add, and --threads."""
     parser.add_argument("--backend", choices=list(backends), default="cpu", help="where to run (default: %(default)s)")
     declared = {option.name: option for name in backends for option in BACKENDS[name].options}
-    for option in declared.values():
-        if option.help is not None and option not in ARITHMETIC:
-            _add_option(parser, option)
+    add_declared(parser, (option for option in declared.values() if option not in ARITHMETIC))
     parser.add_argument(
         "--threads",
         type=at_least(1, MOST_THREADS),
@@ -124,9 +122,31 @@ def add_backend(parser: argparse._ActionsContainer, backends: Iterable[str] = BA
     )
 
 
+def add_declared(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
+    """Add those of a backend's options that are for the command line."""
+    for option in options:
+        if option.help is not None:
+            _add_option(parser, option)
+
+
+def command_line(options: Iterable[Option], values: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that give a backend's options these values; those with their default are left out."""
+    arguments: list[str] = []
+    for option in options:
+        value = values[option.name]
+        name = option.name.replace("_", "-")
+        if value != option.default:
+            arguments += [f"--{name}" if value else f"--no-{name}"] if option.is_flag else [f"--{name}", str(value)]
+    return arguments
+
+
 def _add_option(parser: argparse._ActionsContainer, option: Option) -> None:
+    name = f"--{option.name.replace('_', '-')}"
+    if option.is_flag:
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=option.default, help=option.help)
+        return
     parser.add_argument(
-        f"--{option.name.replace('_', '-')}",
+        name,
         type=str if option.least is None else at_least(option.least),
         choices=option.choices,
         default=option.default,

@@ -83,7 +83,7 @@ class TorchRuntime(GraphRuntime):
         compiler: a backend of torch.compile, or its name; None for the device's.
         kv_write: how keys and values are written to their cache, see `ops.xla.write_cache_as`.
         prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
-            device's choice. Not for a GPU: a CUDA graph has the addresses of its inputs.
+            device's choice. Not on a GPU: a CUDA graph has the addresses of its inputs.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
@@ -112,13 +112,15 @@ class TorchRuntime(GraphRuntime):
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets, where)
         compiler = compiler or COMPILERS[where.type]
+        self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
         self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
         self.num_compilations = 0
         self._graph_per_layer = graphs == "layer"
         self._captures = where.type == "cuda"
+        if self._captures and prefill_by_view:
+            raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
-        self._compiler = torch._dynamo.lookup_backend(compiler)
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
         self._memories: list[_Memory] = []
@@ -287,6 +289,19 @@ def find_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).") from None
     return torch.device(name)
+
+
+def find_compiler(compiler: str | Compiler) -> Compiler:
+    """Return the backend of torch.compile with a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return torch._dynamo.lookup_backend(compiler)
+    except torch._dynamo.exc.InvalidBackend:
+        names = ", ".join(sorted({*torch.compiler.list_backends(), "eager", "aot_eager"}))
+        raise UserError(f"compiler is {compiler!r}; the backends of torch.compile here are {names}.") from None
 
 
 def compile_apart(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ class Option:
     choices: its values, beside the default; None for any.
     least: if it is a whole number, the least one.
     is_dtype: whether it is a dtype: `generation.load` takes it by name or as torch's.
+    is_flag: whether it is True or False, or None for the backend's choice: --name and --no-name on the command line.
     everywhere: a value that backends without this option have too, so that they need not refuse it.
     """
 
@@ -40,6 +41,7 @@ class Option:
     metavar: str | None = None
     least: int | None = None
     is_dtype: bool = False
+    is_flag: bool = False
     everywhere: str | None = None
 
     def check(self, value: Any) -> None:
@@ -52,6 +54,8 @@ class Option:
             check_choice(self.name, self.spelled(value), self.choices)
         if isinstance(self.default, str) and not isinstance(value, str):
             raise UserError(f"{self.name} is {reprlib.repr(value)}, and must be a text.")
+        if self.is_flag and value is not None and not isinstance(value, bool):
+            raise UserError(f"{self.name} is {reprlib.repr(value)}, and must be True, False or None.")
 
     def spelled(self, value: Any) -> Any:
         """Return a value as the command line has it: dtypes by name."""

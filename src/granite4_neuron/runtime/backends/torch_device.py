@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.runtime.backends.common import ARITHMETIC
 from granite4_neuron.runtime.backends.declaration import Backend, Option
 
@@ -44,6 +45,25 @@ OPTIONS = (
         default=1,
         least=1,
         metavar="N",
+    ),
+    Option(
+        "compiler",
+        "for --backend torch: the backend of torch.compile, for example eager (default: inductor, or on neuron that of "
+        "TorchNeuron)",
+        metavar="NAME",
+    ),
+    Option(
+        "kv_write",
+        "for --backend torch: how graphs write keys and values to their cache: by an index for each axis (index), by "
+        "one index of rows (rows), or by writing the whole cache (select); default: %(default)s",
+        default=KV_WRITES[0],
+        choices=KV_WRITES,
+    ),
+    Option(
+        "prefill_by_view",
+        "for --backend torch, not on a GPU: give the graphs of prompts a view of their slot's state rather than the "
+        "slot's number (default: they get one)",
+        is_flag=True,
     ),
 )
 

@@ -1,0 +1,72 @@
+"""What to try when a step of the probe is not as it should be: options of the backend torch, and of the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.probe.process import OK, Record
+from granite4_neuron.choices import KV_WRITES
+
+# A form of the cache's write is advised if it takes less than this part of the default's time.
+_MUCH_LESS = 0.67
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A step, and an option that helps if the step fails. other: a step that must be right; None if none shows it."""
+
+    step: str
+    option: str
+    other: str | None = None
+
+
+REMEDIES = (
+    Remedy("states leading_view", "--no-prefill-by-view"),
+    Remedy("operators mamba_prefill chunked", "--prefill-scan quadratic", "operators mamba_prefill quadratic"),
+    Remedy("operators mamba_prefill chunked", "--prefill-scan ssd", "models kernels ssd"),
+    Remedy("operators mamba_decode", "--decode-kernel nki", "models kernels ssd"),
+)
+
+
+def advice(records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each option that these records speak for."""
+    results = {record.name: record for record in records}
+    return [*_kv_write(results), *_others(results)]
+
+
+def _kv_write(results: Mapping[str, Record]) -> Iterator[str]:
+    steps = {form: results[name] for form in KV_WRITES if (name := f"states kv_write {form}") in results}
+    times = {form: _time(record) for form, record in steps.items() if record.result == OK}
+    default = KV_WRITES[0]
+    if default not in steps or not times:
+        return
+    best = min(times, key=times.__getitem__)
+    if default not in times:
+        yield f"{steps[default].name} is not right: try --kv-write {best}."
+    elif times[best] < _MUCH_LESS * times[default]:
+        yield f"--kv-write {best} takes {times[best] / times[default]:.2f} of the time of {default}: try it."
+
+
+def _time(record: Record) -> float:
+    """Return the milliseconds that the writes of decode take in the largest cache."""
+    (times,) = (each.numbers["milliseconds"] for each in record.findings if each.what == "time of decode")
+    return times[max(times, key=int)]
+
+
+def _others(results: Mapping[str, Record]) -> Iterator[str]:
+    helped = set()
+    for remedy in REMEDIES:
+        failed = remedy.step in results and results[remedy.step].result != OK
+        if not failed or remedy.step in helped or not _is_shown(results, remedy.other):
+            continue
+        helped.add(remedy.step)
+        yield f"{remedy.step} is not right: try {remedy.option}."
+
+
+def _is_shown(results: Mapping[str, Record], name: str | None) -> bool:
+    """Return whether a step was right, and compared something: without NKI its kernels' steps have only facts."""
+    if name is None:
+        return True
+    record = results.get(name)
+    return record is not None and record.result == OK and any(each.error is not None for each in record.findings)
