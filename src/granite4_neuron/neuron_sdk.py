@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
+import re
 
 from granite4_neuron.errors import UserError
 
@@ -30,6 +33,8 @@ ATTENTION_KERNELS = ("nxd", "torch")
 DRAFT_GRAPHS = "draft"
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
 GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
+# The first version of the package nki whose tensors have the view methods that the kernels call.
+LEAST_NKI = (0, 5)
 # As in requirements/xla.txt: other versions of torch have no torch_xla.
 INSTALL_TORCH_XLA = (
     "install it, in an environment of its own, with: pip install 'torch==2.9.*' 'torch_xla==2.9.*' "
@@ -48,4 +53,26 @@ def require() -> None:
         raise UserError(
             f"NxD Inference needs the Neuron SDK (2.31 is the last that has it); missing here: {', '.join(missing)}. "
             f"How to install it: {GUIDE}"
+        )
+
+
+def require_nki() -> None:
+    """Check that the package nki is installed, in a version that has what the kernels call.
+
+    Raises:
+        UserError: it is not there, or too old.
+    """
+    try:
+        importlib.import_module("nki")
+    except ImportError:
+        raise UserError("NKI kernels need the package nki of the Neuron SDK, which is not installed.") from None
+    try:
+        version = importlib.metadata.version("nki")
+    except importlib.metadata.PackageNotFoundError:
+        return  # a copy that was not installed as a package, such as an emulator
+    numbers = tuple(map(int, re.findall(r"\d+", version)[: len(LEAST_NKI)]))
+    if numbers < LEAST_NKI:
+        raise UserError(
+            f"NKI kernels need NKI {'.'.join(map(str, LEAST_NKI))} or later, which came with Neuron SDK 2.31; NKI "
+            f"{version} is installed here. Leave out --kernels nki."
         )

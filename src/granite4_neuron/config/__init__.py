@@ -12,9 +12,8 @@ import math
 import reprlib
 import sys
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from granite4_neuron.config.aliases import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.config.checks import LARGEST, check
@@ -24,9 +23,7 @@ from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
 
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
-
+_FAMILY = Path(__file__).parents[1] / "family"  # a config.json for each published checkpoint
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 
@@ -206,7 +203,7 @@ class GraniteMoeHybridConfig:
         Raises:
             UserError: no such member; the message lists them.
         """
-        file = _family_folder() / f"granite-4.0-{name.removeprefix('granite-4.0-')}.json"
+        file = _FAMILY / f"granite-4.0-{name.removeprefix('granite-4.0-')}.json"
         if not cls.is_family_member(name):
             raise UserError(f"there is no family member {name!r}; choose one of: {', '.join(family_names())}.")
         return cls.from_dict(json.loads(file.read_text(encoding="utf-8")), source=file.name)
@@ -229,11 +226,7 @@ class GraniteMoeHybridConfig:
 
 def family_names() -> list[str]:
     """Return the names that `GraniteMoeHybridConfig.from_family` knows."""
-    return sorted(file.name.removesuffix(".json") for file in _family_folder().iterdir())
-
-
-def _family_folder() -> Traversable:
-    return resources.files("granite4_neuron") / "family"
+    return sorted(file.name.removesuffix(".json") for file in _FAMILY.iterdir())
 
 
 def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 from granite4_neuron.choices import DECODE_KERNELS, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.errors import check_choice
+from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
 from granite4_neuron.ops.operators import Operators
 
@@ -34,8 +33,8 @@ def select_operators(
             tokens, such as verifications.
 
     Raises:
-        UserError: there is no such implementation; or it needs the package nki, which is not installed, or does not
-            take the model's dimensions.
+        UserError: there is no such implementation; or it needs the package nki, which is not installed or too old, or
+            does not take the model's dimensions.
     """
     check_choice("prefill_scan", prefill_scan, PREFILL_SCANS)
     check_choice("decode_kernel", decode_kernel, DECODE_KERNELS)
@@ -55,7 +54,7 @@ def _with_mamba_kernels(
 ) -> Operators:
     operators = base
     if uses_nki(prefill_scan, decode_kernel):
-        _require_nki()
+        require_nki()
     if prefill_scan in NKI_PREFILL_SCANS:
         operators = replace(operators, mamba_prefill=_nki_prefill(config, tp_degree, prefill_scan))
     elif prefill_scan == "quadratic":
@@ -70,13 +69,6 @@ def _with_mamba_kernels(
     if operators.fused_layers is None:
         return operators
     return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))
-
-
-def _require_nki() -> None:
-    try:
-        importlib.import_module("nki")
-    except ImportError:
-        raise UserError("NKI kernels need the package nki of the Neuron SDK, which is not installed.") from None
 
 
 def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str) -> MambaKernels:

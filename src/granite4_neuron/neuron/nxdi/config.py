@@ -7,7 +7,13 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, CONTINUATION_TOKENS, EXPERT_PATHS, LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import (
+    COMPILED_STATE_DTYPES,
+    CONTINUATION_TOKENS,
+    EXPERT_PATHS,
+    LOGICAL_CORE_SIZE,
+    require_nki,
+)
 from granite4_neuron.ops import Operators, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
@@ -199,6 +205,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             )
         cores = self.neuron_config.logical_nc_config
         is_nki = uses_nki(self.prefill_scan, self.decode_kernel) or self.expert_path == "nki"
+        if is_nki:
+            require_nki()
         if is_nki and cores != LOGICAL_CORE_SIZE:
             raise UserError(
                 f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "

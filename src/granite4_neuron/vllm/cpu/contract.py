@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import NamedTuple
 
+from typing_extensions import Format, get_annotations
+
 _MODELS = "vllm.model_executor.models"
 _LAYERS = "vllm.model_executor.layers"
 _GRANITE = f"{_MODELS}.granitemoehybrid"
@@ -261,8 +263,13 @@ def _refused_arguments(function: Callable, names: list[str]) -> str | None:
 
 def _missing_attributes(owner: object, names: list[str]) -> str | None:
     """Return which attributes an object, or a class's instances, lack; this package reads them."""
-    annotated = {name for base in getattr(owner, "__mro__", ()) for name in vars(base).get("__annotations__", ())}
+    annotated = {name for base in getattr(owner, "__mro__", ()) for name in _annotations(base)}
     return _missing(name for name in names if name not in annotated and not hasattr(owner, name))
+
+
+def _annotations(cls: type) -> Iterable[str]:
+    # From Python 3.14 on a class has them only once somebody asks, and some may name what is not imported.
+    return get_annotations(cls, format=Format.FORWARDREF)
 
 
 def _missing_in_code(function: Callable, names: list[str]) -> str | None:

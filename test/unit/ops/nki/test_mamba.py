@@ -1,11 +1,12 @@
 """The model with NKI kernels against the model in torch, however a sequence is cut, batched and padded."""
 
+import re
 import sys
 
 import pytest
 import torch
 
-from granite4_neuron import UserError
+from granite4_neuron import UserError, neuron_sdk
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
@@ -138,3 +139,16 @@ def test_without_nki(monkeypatch):
     select_operators(TORCH, CONFIGS["one group"])
     with pytest.raises(UserError, match="need the package nki"):
         select_operators(TORCH, CONFIGS["one group"], prefill_scan="scan")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"), [("0.3.0+2131.a1", False), ("0.4.1", False), ("0.5.0", True), ("0.10", True)]
+)
+def test_an_nki_without_what_the_kernels_call(version, is_taken, monkeypatch):
+    monkeypatch.setattr(neuron_sdk.importlib.metadata, "version", lambda name: version)
+    if is_taken:
+        select_operators(TORCH, CONFIGS["one group"], prefill_scan="scan")
+        return
+    message = f"need NKI 0.5 or later, which came with Neuron SDK 2.31; NKI {version} is installed here"
+    with pytest.raises(UserError, match=re.escape(message)):
+        select_operators(TORCH, CONFIGS["one group"], decode_kernel="nki")
