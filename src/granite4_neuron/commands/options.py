@@ -148,6 +148,7 @@ def _add_option(parser: argparse._ActionsContainer, option: Option) -> None:
     parser.add_argument(
         name,
         type=str if option.least is None else at_least(option.least),
+        nargs="+" if option.is_list else None,
         choices=option.choices,
         default=option.default,
         metavar=option.metavar,

@@ -32,9 +32,14 @@ from granite4_neuron.runtime.interface import (
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot, check_chain, cut_keys_and_values, padded_keys_and_values
 
-PREFILL_BUCKETS = (128, 512, 2048)
+# Graphs of more tokens have activations that do not fit into a Neuron core's SBUF: see `neuron.analysis.live_set`.
+PREFILL_BUCKETS = (128, 512)
 VERIFY_BUCKETS = (4, 8, 16)
 SHORTEST_CACHE = 1024
+# A piece of a prompt takes as long as if it had about this many tokens more, because it reads all weights. With 167
+# TFLOPS and 725 GB/s a core of a Trainium2 multiplies 230 tokens by a weight in bfloat16 while it reads the weight; an
+# H200 multiplies 206.
+_TOKENS_PER_PIECE = 256
 
 Tensors = Sequence[torch.Tensor]
 
@@ -46,8 +51,7 @@ class GraphRuntime(BoundModel, ABC):
         model: with weights, which are copied to the device; it is not changed.
         operators: the ones to compute with.
         generation_config: the checkpoint's defaults for generation.
-        prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
-            one, a longer one is cut.
+        prefill_buckets: numbers of tokens that prefill graphs take; a prompt is cut into pieces for them, see `pieces`.
     """
 
     # A prefill graph takes one sequence: a second one would double the graphs for little.
@@ -75,7 +79,7 @@ class GraphRuntime(BoundModel, ABC):
                 self.model = model.bind(operators, device)
             self.weights_digest = digest.result
         self.generation_config = generation_config
-        self.prefill_buckets = sorted(prefill_buckets)
+        self.prefill_buckets = sorted(set(prefill_buckets))
 
     @property
     def tokens_per_step(self) -> int:
@@ -187,13 +191,15 @@ class GraphRuntime(BoundModel, ABC):
         return logits[: len(rows)] if entries == list(range(len(rows))) else logits[entries]
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
-        """Prefill a row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
+        """Prefill a row's tokens, in pieces: logits [1, vocab_size], or of each token."""
         logits = []
-        for start in range(0, len(row.tokens), self.tokens_per_step):
-            piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step])
-            inputs = graph_inputs([piece], bucket(len(piece.tokens), self.prefill_buckets))
+        start = 0
+        for tokens in pieces(len(row.tokens), self.prefill_buckets):
+            piece = Row(row.slot, row.start + start, row.tokens[start : start + tokens])
+            inputs = graph_inputs([piece], tokens)
             output = self._run(state, inputs, False, _kv_length([piece], state), all_logits).cpu()
             logits.append(output[0, : len(piece.tokens)] if all_logits else output)
+            start += tokens
         return torch.cat(logits) if all_logits else logits[-1]
 
 
@@ -208,6 +214,32 @@ def cache_buckets(max_length: int) -> list[int]:
 def bucket(length: int, buckets: Sequence[int]) -> int:
     """Return the smallest of ascending buckets that holds `length`."""
     return buckets[bisect.bisect_left(buckets, length)]
+
+
+def pieces(tokens: int, buckets: Sequence[int]) -> list[int]:
+    """Return the buckets that the pieces of a prompt take, in its order; only the last piece is padded.
+
+    After as many of the largest bucket as the prompt fills, each time the better of two: the smallest bucket that holds
+    the rest; or the largest one that the rest fills, and then the pieces of what remains. What costs less is better,
+    where a piece costs the tokens of its bucket, padding too, and `_TOKENS_PER_PIECE` more. So 600 tokens are 512 and
+    128 even if there is a bucket of 1,024; and 130 are one piece of 512, not two of 128.
+
+    Args:
+        tokens: at least 1.
+        buckets: ascending.
+    """
+    whole, rest = divmod(tokens, buckets[-1])
+    return [buckets[-1]] * whole + (_pieces_of_rest(rest, buckets) if rest else [])
+
+
+def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
+    holding = bisect.bisect_left(buckets, tokens)
+    padded = [buckets[holding]]
+    if holding == 0:
+        return padded
+    filled = buckets[holding - 1]
+    cut = [filled, *_pieces_of_rest(tokens - filled, buckets)]
+    return min(padded, cut, key=lambda each: sum(each) + len(each) * _TOKENS_PER_PIECE)
 
 
 def graph_inputs(rows: Sequence[Row], tokens: int) -> StepInputs:

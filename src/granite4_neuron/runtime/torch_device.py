@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
+# Where nothing has to fit into an SBUF, a long prompt takes fewer pieces.
+_BUCKETS = {"cpu": (*PREFILL_BUCKETS, 2048), "cuda": (*PREFILL_BUCKETS, 2048), "neuron": PREFILL_BUCKETS}
 
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 Call = Callable[..., Any]  # how functions of `run_step` and `run_advance` are called: as graphs, or as parts of one
@@ -76,7 +78,7 @@ class TorchRuntime(GraphRuntime):
 
     Args:
         model: with weights, which are copied to the device; it is not changed.
-        generation_config, prefill_buckets: as `GraphRuntime` takes them.
+        generation_config, prefill_buckets: as `GraphRuntime` takes them; None for the device's buckets.
         device: "cpu", "cuda" or "neuron"; also with an index: "cuda:1".
         graphs: "layer" for one graph for each kind of layer, shared by all layers of that kind, one before and one
             after them; "model" for a single graph, which takes much longer to compile.
@@ -94,7 +96,7 @@ class TorchRuntime(GraphRuntime):
         self,
         model: GraniteMoeHybridForCausalLM,
         generation_config: GenerationConfig,
-        prefill_buckets: Sequence[int] = PREFILL_BUCKETS,
+        prefill_buckets: Sequence[int] | None = None,
         *,
         device: str = DEVICES[0],
         graphs: str = GRAPHS[0],
@@ -110,7 +112,7 @@ class TorchRuntime(GraphRuntime):
         base = GPU if where.type == "cuda" else LOOPS
         operators = select_operators(base, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
-        super().__init__(model, operators, generation_config, prefill_buckets, where)
+        super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[where.type], where)
         compiler = compiler or COMPILERS[where.type]
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type

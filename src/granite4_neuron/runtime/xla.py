@@ -34,7 +34,7 @@ class XLARuntime(GraphRuntime):
 
     Args:
         model: with weights, which are copied to the device; it is not changed.
-        generation_config, prefill_buckets: as `GraphRuntime` takes them.
+        generation_config, prefill_buckets: as `GraphRuntime` takes them; None for `PREFILL_BUCKETS`.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
@@ -45,7 +45,7 @@ class XLARuntime(GraphRuntime):
         self,
         model: GraniteMoeHybridForCausalLM,
         generation_config: GenerationConfig,
-        prefill_buckets: Sequence[int] = PREFILL_BUCKETS,
+        prefill_buckets: Sequence[int] | None = None,
         *,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
@@ -54,7 +54,7 @@ class XLARuntime(GraphRuntime):
             raise UserError(f"the xla backend needs torch_xla, which is not installed; {INSTALL_TORCH_XLA}.")
         device = torch_xla.device()
         operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
-        super().__init__(model, operators, generation_config, prefill_buckets, device)
+        super().__init__(model, operators, generation_config, prefill_buckets or PREFILL_BUCKETS, device)
         self.kernels = "xla", torch_xla.runtime.device_type(), prefill_scan, decode_kernel
         torch_xla.sync()
 

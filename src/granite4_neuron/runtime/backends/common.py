@@ -1,4 +1,4 @@
-"""Options of all backends that are not compiled in advance."""
+"""Options of several backends."""
 
 from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config.dtypes import DTYPES
@@ -21,5 +21,13 @@ DECODE_KERNEL = Option(
     "--kernels)",
     default=DECODE_KERNELS[0],
     choices=DECODE_KERNELS,
+)
+PREFILL_BUCKETS = Option(
+    "prefill_buckets",
+    "for --backend torch and xla: tokens of the graphs for prompts; a prompt is cut into pieces of these, of which the "
+    "last is padded (default: 128 512, on a CPU or GPU also 2048)",
+    metavar="N",
+    least=1,
+    is_list=True,
 )
 ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)

@@ -28,6 +28,7 @@ class Option:
         sentence that only says whose option it is.
     choices: its values, beside the default; None for any.
     least: if it is a whole number, the least one.
+    is_list: whether it is a list of such numbers.
     is_dtype: whether it is a dtype: `generation.load` takes it by name or as torch's.
     is_flag: whether it is True or False, or None for the backend's choice: --name and --no-name on the command line.
     everywhere: a value that backends without this option have too, so that they need not refuse it.
@@ -40,6 +41,7 @@ class Option:
     choices: Sequence[str] | None = None
     metavar: str | None = None
     least: int | None = None
+    is_list: bool = False
     is_dtype: bool = False
     is_flag: bool = False
     everywhere: str | None = None
@@ -56,6 +58,16 @@ class Option:
             raise UserError(f"{self.name} is {reprlib.repr(value)}, and must be a text.")
         if self.is_flag and value is not None and not isinstance(value, bool):
             raise UserError(f"{self.name} is {reprlib.repr(value)}, and must be True, False or None.")
+        if self.is_list and value != self.default and not self._is_list_of_numbers(value):
+            raise UserError(
+                f"{self.name} is {reprlib.repr(value)}, and must be a list of whole numbers of at least {self.least}."
+            )
+
+    def _is_list_of_numbers(self, value: Any) -> bool:
+        if not isinstance(value, (list, tuple)) or not value:
+            return False
+        least = self.least or 0
+        return all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in value)
 
     def spelled(self, value: Any) -> Any:
         """Return a value as the command line has it: dtypes by name."""

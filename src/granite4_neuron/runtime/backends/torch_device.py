@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.choices import KV_WRITES
-from granite4_neuron.runtime.backends.common import ARITHMETIC
+from granite4_neuron.runtime.backends.common import ARITHMETIC, PREFILL_BUCKETS
 from granite4_neuron.runtime.backends.declaration import Backend, Option
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backen
 
 OPTIONS = (
     *ARITHMETIC,
+    PREFILL_BUCKETS,
     Option(
         "device",
         f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
