@@ -606,8 +606,8 @@ class TestNeuronSdkIsMissing:
         assert main([*arguments, "--max-context-length", "300", "--seq-len", "200"]) == 2
         assert "--seq-len is 200; it must be at least --max-context-length, which is 300" in capsys.readouterr().err
         for option, limit in (
-            ("--context-buckets", "--max-context-length, which is 2048"),
+            ("--context-buckets", "--max-context-length, which is 512"),
             ("--token-buckets", "--seq-len, which is 4096"),
         ):
-            assert main([*arguments, option, "128", "512"]) == 2
-            assert f"{option} ends with 512; its largest must be {limit}." in capsys.readouterr().err
+            assert main([*arguments, option, "128", "256"]) == 2
+            assert f"{option} ends with 256; its largest must be {limit}." in capsys.readouterr().err

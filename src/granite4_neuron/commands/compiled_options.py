@@ -19,14 +19,15 @@ def add_expert_path(parser: argparse.ArgumentParser) -> None:
 
 def add_buckets(parser: argparse.ArgumentParser) -> None:
     """Add the lengths that NxD Inference compiles graphs for, as `context_buckets` and `token_buckets`: lists of ints,
-    or None for NxD Inference's own.
+    or None for the default ones, see `GraphOptions`.
     """
     parser.add_argument(
         "--context-buckets",
         type=at_least(2),
         nargs="+",
         metavar="N",
-        help="lengths of prompts, each with its own graph (default: powers of two from 128)",
+        help="lengths of prompts, each with its own graph (default: 128, 512 and powers of two from there, up to "
+        "--max-context-length)",
     )
     parser.add_argument(
         "--token-buckets",

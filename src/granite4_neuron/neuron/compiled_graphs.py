@@ -34,18 +34,19 @@ class GraphOptions:
     """The options of the compile command that decide which graphs there are.
 
     max_context_length: tokens of the largest graph for prompts. verified_tokens: of a sequence in a verification; 0 for
-    none. context_buckets, token_buckets: lengths of prompts and of the cache, ascending; None for NxD Inference's own.
+    none. context_buckets, token_buckets: lengths of prompts and of the cache, ascending; None for
+    `default_context_buckets` and for NxD Inference's own.
     """
 
-    max_context_length: int = 2048
+    max_context_length: int = 512
     verified_tokens: int = 0
     context_buckets: Sequence[int] | None = None
     token_buckets: Sequence[int] | None = None
 
     def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
         """Return the graphs for sequences of up to seq_len tokens. A draft model has them too, from its own config."""
-        context = list(self.context_buckets or default_buckets(min(self.max_context_length, seq_len)))
-        token = list(self.token_buckets or default_buckets(seq_len))
+        context = list(self.context_buckets or default_context_buckets(min(self.max_context_length, seq_len)))
+        token = list(self.token_buckets or default_token_buckets(seq_len))
         shortest = min(context[-1], CONTINUATION_TOKENS)
         buckets = {
             CONTEXT: context,
@@ -58,7 +59,15 @@ class GraphOptions:
         return [CompiledGraph(kind, bucket) for kind, each in buckets.items() for bucket in each]
 
 
-def default_buckets(longest: int) -> list[int]:
+def default_context_buckets(longest: int) -> list[int]:
+    """Return the lengths of graphs for prompts: 128, 512, and powers of two from there on, up to `longest`."""
+    buckets = [_SHORTEST_BUCKET]
+    while buckets[-1] < longest:
+        buckets.append(max(CONTINUATION_TOKENS, 2 * buckets[-1]))
+    return [*buckets[:-1], longest]
+
+
+def default_token_buckets(longest: int) -> list[int]:
     """Return NxD Inference's own buckets: powers of two from 128 on, of which the last gives way to `longest`.
 
     Source: `generate_buckets` in NxD Inference's modules/autobucketing.py.

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.compiled_graphs import default_context_buckets
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
@@ -57,7 +58,7 @@ def compile_model(
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
         context_buckets, token_buckets: tokens of context encoding graphs, up to max_context_length; and lengths of the
-            cache that the other graphs see, up to seq_len. None for powers of two from 128.
+            cache that the other graphs see, up to seq_len. None for the default ones, see `GraphOptions`.
         verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
         jobs: how many graphs are compiled at a time.
         attention: one of `neuron_sdk.ATTENTION_KERNELS`.
@@ -76,7 +77,7 @@ def compile_model(
         speculation_length=verified_tokens,
         torch_dtype=dtype,
         enable_bucketing=True,
-        context_encoding_buckets=context_buckets and list(context_buckets),
+        context_encoding_buckets=list(context_buckets or default_context_buckets(max_context_length)),
         token_generation_buckets=token_buckets and list(token_buckets),
         # NxD Inference decides by the number of tokens if this is None.
         attn_kernel_enabled=None if attention == "nxd" else False,

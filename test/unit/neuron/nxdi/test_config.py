@@ -19,6 +19,7 @@ from granite4_neuron.neuron.compiled_graphs import (
     VERIFICATION,
     CompiledGraph,
     GraphOptions,
+    default_context_buckets,
 )
 from test.support import nxdi
 from test.support.checkpoints import CASES
@@ -99,6 +100,7 @@ def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
         (GraphOptions(max_context_length=512, verified_tokens=2, token_buckets=(400, 700)), 700),
         (GraphOptions(max_context_length=700, context_buckets=(100, 700)), 700),
         (GraphOptions(max_context_length=128), 128),
+        (GraphOptions(max_context_length=2048), 4096),
     ],
 )
 def test_the_graphs_are_known_before_they_are_made(options, seq_len, batch_size, dense, random_checkpoints):
@@ -115,7 +117,7 @@ def test_the_graphs_are_known_before_they_are_made(options, seq_len, batch_size,
         seq_len=seq_len,
         speculation_length=options.verified_tokens,
         enable_bucketing=True,
-        context_encoding_buckets=options.context_buckets and list(options.context_buckets),
+        context_encoding_buckets=list(options.context_buckets or default_context_buckets(options.max_context_length)),
         token_generation_buckets=options.token_buckets and list(options.token_buckets),
     )
     application = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
