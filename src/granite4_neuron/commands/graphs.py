@@ -40,7 +40,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Trace one rank's graphs, without weights, and count them with XLA's cost analysis before "
         "optimisation, beside the least that a step can cost; fused is what would move if element-wise work moved "
         "nothing. Temporaries are those of one layer of each kind, "
-        "compiled for the CPU, which in bfloat16 include float32 copies of weights. What the compiler for Trainium is "
+        "compiled for the CPU, which in bfloat16 include float32 copies of weights. The live set estimates the "
+        "activations that a prompt's graph keeps in SBUF, of which two physical cores have 24 MiB each. What the "
+        "compiler for Trainium is "
         "reported to handle badly is listed below the table.",
     )
     add_model(graph, family=True)
@@ -79,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from rich.table import Table
 
+    from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES
+
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
     dtype = dtype_of(options.dtype or stored_dtype)
     numbers = []
@@ -87,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         reports = list(_reports(options, kernels, config, dtype))
         table = Table(
             *("graph", "GFLOP", "least", "", "GB accessed", "least", "", "fused", ""),
-            *("instructions", "weights", "state", "temporaries"),
+            *("instructions", "weights", "state", "temporaries", f"live set, of {size(SBUF_BYTES)}"),
         )
         titles = [f"one rank of {options.tp_degree}", str(dtype).removeprefix("torch.")]
         if options.backend == "nxdi":
@@ -97,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
             _add_graph(table, report)
         print_table(table)
         for report in reports:
-            for note in (*report.notes, *report.findings):
+            spill = report.live_set and report.live_set.spill()
+            for note in (*report.notes, *report.findings, *([spill] if spill else [])):
                 write(f"{report.graph}: {note}")
         numbers += [{**report.numbers(), "kernels": kernels} for report in reports]
     if options.json:
@@ -146,6 +151,7 @@ def _add_graph(table: Table, report: graphs.GraphReport) -> None:
         size(report.weight_bytes),
         size(report.state_bytes),
         size(report.temporary_bytes),
+        "" if report.live_set is None else size(report.live_set.live),
     )
     for name, cost in report.components.items():
         flops, accessed, fused = (f"{each / 1e9:.4g}" for each in (cost.flops, cost.bytes_accessed, cost.fused_bytes))

@@ -18,7 +18,7 @@ from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_context_buckets
 from granite4_neuron.neuron_sdk import INSTANCES, KERNELS
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
-    for name in ("verify", "draft_model", "context_buckets", "token_buckets"):
+    for name in ("verify", "draft_model", "token_buckets"):
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --latency.")
     config, stored_dtype = config_and_dtype(options.model)
@@ -126,9 +126,11 @@ def _plan_latency(options: argparse.Namespace) -> int:
         for name, default in _LATENCY_DEFAULTS.items()
     )
     context = _LATENCY_CONTEXT if options.context is None else options.context
-    lines = latency.predictions(config, options.tp_degree, dtype, prompt, context, batch_sizes, drafted, acceptance)
+    buckets = _ascending(options.context_buckets) or default_context_buckets(options.max_context_length)
+    model = (config, options.tp_degree, dtype)
+    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets)
     if options.count_graphs:
-        lines = latency.with_counted_graphs(lines, config, options.tp_degree, dtype, prompt, context, drafted)
+        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, buckets)
     table = Table(
         "step", "batch", "bound, ms", "as counted, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it"
     )

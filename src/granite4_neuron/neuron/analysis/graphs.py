@@ -26,6 +26,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import (
     temporary_bytes,
     tracer,
 )
+from granite4_neuron.neuron.analysis.live_set import LiveSet, live_set
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
@@ -94,6 +95,7 @@ class GraphReport:
 
     cost: of the whole graph. components: the cost of all layers' components, by their names in `COMPONENTS`.
     findings: of `hlo_lint`. notes: choices made for the graph, and why. few: the graph with one layer of each kind.
+    live_set: of a prompt's graph.
     """
 
     graph: str
@@ -105,6 +107,7 @@ class GraphReport:
     findings: tuple[str, ...]
     few: Traced = field(repr=False)
     notes: tuple[str, ...] = ()
+    live_set: LiveSet | None = None
 
     @cached_property
     def temporary_bytes(self) -> int:
@@ -186,7 +189,8 @@ def report(
         else:
             context = 0 if kind == PREFILL else max_length - tokens
             least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == VERIFY)
-        yield graph_report(name, config.layer_types, trace, least)
+        live = live_set(config, tp_degree, dtype, tokens) if kind == PREFILL else None
+        yield replace(graph_report(name, config.layer_types, trace, least), live_set=live)
 
 
 def graph_report(

@@ -19,7 +19,9 @@ from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
+from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit
+from granite4_neuron.runtime.graphs import pieces
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
 # architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a
@@ -126,7 +128,7 @@ def step_work(
     *,
     verifies: bool = False,
 ) -> Work:
-    """Return the work of a step, from `minimum` and the NKI kernels.
+    """Return the work of a step, from `minimum`, the NKI kernels, and what moves if a prompt does not fit into SBUF.
 
     The work of VectorE is that of this package's kernels. In decode: the decay and the update of every entry of the
     state, and a pass over the values read from it, which fills few of the partitions. In a verification: that pass, and
@@ -148,12 +150,26 @@ def step_work(
         per_layer = chunks * rank.mamba_heads * CHUNK * (CHUNK + 3 * config.mamba_d_head)
     return Work(
         flops=least.flops,
-        bytes_accessed=least.bytes_accessed,
+        bytes_accessed=least.bytes_accessed + live_set(config, tp_degree, dtype, batch_size * tokens).moved,
         vector_elements=config.layer_types.count(MAMBA) * per_layer,
         link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, dtype.itemsize),
         collectives=num_collectives(layers, tp_degree),
         layers=layers,
     )
+
+
+def prompt_work(
+    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, prompt: int, buckets: Sequence[int]
+) -> Work:
+    """Return the work of a prompt: of its pieces, as `pieces` cuts it for graphs of `buckets`, with their padding.
+
+    Raises:
+        UserError: tp_degree does not divide the model.
+    """
+    cut = pieces(prompt, buckets)
+    starts = [sum(cut[:number]) for number in range(len(cut))]
+    works = [step_work(config, tp_degree, dtype, 1, tokens, start) for tokens, start in zip(cut, starts, strict=True)]
+    return sum(works[1:], works[0])
 
 
 def commit_work(
@@ -226,16 +242,19 @@ def predictions(
     batch_sizes: Sequence[int],
     drafted: int = 0,
     acceptance: float = 0.0,
+    buckets: Sequence[int] | None = None,
 ) -> list[Prediction]:
     """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
 
     Args:
         tp_degree: ranks, one per logical core.
-        prompt: tokens of the prompt, which is one step.
+        prompt: tokens of the prompt.
         context: tokens of each sequence while it is continued.
         drafted, acceptance: number of drafts per verification, and the probability that one is accepted. 0 drafts for
             no such lines, each of which is a verification with its commit. Drafts cost nothing here: n-grams are looked
             up on the host.
+
+        buckets: tokens of the graphs for prompts, ascending; None for one of just this prompt.
 
     Raises:
         UserError: tp_degree does not divide the model, or a number is out of range.
@@ -248,11 +267,11 @@ def predictions(
             f"{max(prompt, context):,} tokens are asked for; the model's longest sequence is {longest:,} tokens."
         )
 
-    def of(name: str, batch_size: int, tokens: int, before: int) -> Prediction:
-        return Prediction(name, batch_size, latency(step_work(config, tp_degree, dtype, batch_size, tokens, before)))
-
-    lines = [of(f"first token, prompt of {prompt:,}", 1, prompt, 0)]
-    lines += [of("token", batch_size, 1, context) for batch_size in batch_sizes]
+    work = prompt_work(config, tp_degree, dtype, prompt, buckets or (prompt,))
+    lines = [Prediction(f"first token, prompt of {prompt:,}", 1, latency(work))]
+    for batch_size in batch_sizes:
+        work = step_work(config, tp_degree, dtype, batch_size, 1, context)
+        lines.append(Prediction("token", batch_size, latency(work)))
     gives = tokens_per_verification(drafted, acceptance)
     for batch_size in batch_sizes if drafted else ():
         work = step_work(config, tp_degree, dtype, batch_size, drafted + 1, context, verifies=True)
@@ -269,6 +288,7 @@ def with_counted_graphs(
     prompt: int,
     context: int,
     drafted: int,
+    buckets: Sequence[int] | None = None,
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
@@ -277,12 +297,16 @@ def with_counted_graphs(
     """
     counted: dict[tuple[str, int], float] = {}
     verified = drafted + 1 if drafted else None
+    cut = pieces(prompt, buckets or (prompt,))
     for batch_size in sorted({line.batch_size for line in lines}):
-        buckets = (prompt,) if batch_size == 1 else ()
-        length = max(context, prompt) + 1
-        reports = graphs.report(config, dtype, tp_degree, batch_size, buckets, length, verified)
+        traced = tuple(sorted(set(cut))) if batch_size == 1 else ()
+        length = max(context, sum(cut)) + 1
+        reports = graphs.report(config, dtype, tp_degree, batch_size, traced, length, verified)
         names = [line.step for line in lines if line.batch_size == batch_size]
         seconds = [counted_bound(report.cost) for report in reports]
+        if traced:
+            of_prompt = sum(seconds[at] * cut.count(tokens) for at, tokens in enumerate(traced))
+            seconds[: len(traced)] = [of_prompt]
         last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
         seconds[last:] = [sum(seconds[last:])]
         counted |= {(name, batch_size): bound for name, bound in zip(names, seconds, strict=True)}

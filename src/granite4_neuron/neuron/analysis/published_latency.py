@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from granite4_neuron.neuron.analysis.latency import Latency, Work, latency, link_bytes, num_collectives
+from granite4_neuron.neuron.analysis.live_set import LiveSet, Product, live_set_of
 
 BYTES = 2  # all of them ran in bfloat16
 
@@ -54,6 +55,31 @@ class Model:
         chosen = self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0
         return always + expert_layers * self.top_k * expert, always + expert_layers * chosen * expert
 
+    def live_set(self, tp_degree: int, tokens: int) -> LiveSet:
+        """Estimate the live set of a prompt's graph on one rank."""
+        full = self.layers - self.linear_layers
+        query, keys = self.heads * self.head_dim, self.key_heads * self.linear_head_dim
+        inner = self.value_heads * self.linear_head_dim
+        dense_layers = self.layers if self.dense_layers is None else self.dense_layers
+        # Of each: the operand, the result, and the layers that have it. An operand of hidden states is not split.
+        first = {
+            "attention": ((2 if self.gated else 1) * query + 2 * self.kv_heads * self.head_dim, query, full),
+            "recurrence": (2 * keys + 2 * inner, inner, self.linear_layers),
+            "MLP": (2 * self.dense, self.dense, dense_layers),
+            "shared expert": (2 * self.shared, self.shared, self.layers - dense_layers),
+        }
+        products = []
+        for name, (result, width, layers) in first.items():
+            if result and layers:
+                result, width = -(-result // tp_degree), -(-width // tp_degree)
+                products.append(Product(f"{name}'s first", self.hidden, result, result, layers))
+                products.append(Product(f"{name}'s last", width, self.hidden, self.hidden, layers))
+        if self.experts:
+            width = 2 * self.expert // tp_degree
+            layers = self.layers - dense_layers
+            products.append(Product("experts' first", self.hidden, width + self.hidden, self.top_k * width, layers))
+        return live_set_of(products, self.hidden, BYTES, tokens)
+
     def step(self, tp_degree: int, tokens: int, context: int) -> Latency:
         """Return one sequence's step of `tokens` tokens, on one of `tp_degree` ranks."""
         multiplied, read = self.weights(tokens)
@@ -66,13 +92,26 @@ class Model:
             Work(
                 flops=(2 * tokens * multiplied + 2 * head + scores) / tp_degree,
                 bytes_accessed=((read + head) * BYTES + 2 * state) / tp_degree
-                + key_values * (context + tokens) / min(tp_degree, self.kv_heads),
+                + key_values * (context + tokens) / min(tp_degree, self.kv_heads)
+                + self.live_set(tp_degree, tokens).moved,
                 vector_elements=0.0,
                 link_bytes=link_bytes(self.layers, tokens, self.hidden, tp_degree, BYTES),
                 collectives=num_collectives(self.layers, tp_degree),
                 layers=self.layers,
             )
         )
+
+
+@dataclass(frozen=True)
+class PublishedSpill:
+    """What a rank's graph for a prompt of `tokens` tokens reads again from HBM, in bytes; 0 if nothing to speak of."""
+
+    name: str
+    model: Model
+    tp_degree: int
+    tokens: int
+    read_again: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -143,6 +182,7 @@ QWEN3_32B = Model(64, 5120, 64, 8, 128, 151936, dense=25600)
 
 QWEN35, TRINITY = "contrib/models/Qwen3.5-35B-A3B", "contrib/models/Trinity"
 AWS = "Neuron SDK documentation, tutorial trn2-llama"
+PLUGIN = "vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5"
 FIGURES = (
     Published("Qwen3.5-2B", QWEN35_2B, 8, 1, 4.00, QWEN35),
     Published("Qwen3.5-4B", QWEN35_4B, 8, 1, 5.68, QWEN35),
@@ -162,12 +202,23 @@ FIGURES = (
     Published("Qwen3.5-9B", QWEN35_9B, 8, 512, 42.9, QWEN35),
     Published("Qwen3.5-27B", QWEN35_27B, 8, 512, 118.6, QWEN35),
     Published("Qwen3.5-35B-A3B", QWEN35_35B, 8, 512, 480.0, QWEN35),
+    Published("Qwen3.5-27B", QWEN35_27B, 4, 512, 255.9 / 2, PLUGIN),
+    Published("Qwen3.5-27B", QWEN35_27B, 4, 1024, 249.5, PLUGIN),
+    Published("Qwen3.5-27B", QWEN35_27B, 4, 2048, 789.0, PLUGIN),
     Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 128, 1235.0, "pull request 170"),
     Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 512, 3471.0, "pull request 170"),
     Published("granite-4.0-h-small", H_SMALL, 4, 128, 717.0, "pull request 69"),
     Published("Llama-3.3-70B", LLAMA_70B, 64, 10_240, 575.6, f"{AWS}3.3-70b"),
     Published("Llama-3.1-405B", LLAMA_405B, 64, 10_240, 2442.0, f"{AWS}3.1-405b-speculative"),
     Published("Qwen3-32B", QWEN3_32B, 64, 128, 48.3, f"{AWS.removesuffix('trn2-llama')}sd-inference"),
+)
+# A profile shows what the first graph reads again. The next two are known by their times, which are in proportion to
+# their tokens. Of the last the source says that spilled tiles do not bound it.
+SPILLS = (
+    PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 2048, 108.7e9, PLUGIN),
+    PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 1024, 0, PLUGIN),
+    PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 512, 0, PLUGIN),
+    PublishedSpill("Qwen3.5-35B-A3B", QWEN35_35B, 4, 2048, 0, PLUGIN),
 )
 TOKENS = tuple(figure for figure in FIGURES if figure.tokens == 1)
 FIRST_TOKENS = tuple(figure for figure in FIGURES if figure.tokens > 1)

@@ -19,6 +19,7 @@ from granite4_neuron.neuron.analysis.graphs import (
     graph_report,
 )
 from granite4_neuron.neuron.analysis.hlo_cost import hlo_proto, parameter_numbers
+from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit, minimum_of_copy
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
@@ -91,7 +92,9 @@ def report(
         context = bucket - tokens
         least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=verifies, state_dtype=state_dtype)
         notes = application.config.notes(rows * tokens)
-        return replace(graph_report(name, config.layer_types, traced, least), notes=notes)
+        is_of_prompt = kind in ("context_encoding_model", "prefill_continuation_model")
+        live = live_set(config, tp_degree, dtype, rows * tokens) if is_of_prompt else None
+        return replace(graph_report(name, config.layer_types, traced, least), notes=notes, live_set=live)
 
     application = _application(config, neuron_config, kernels)
     for bucket in buckets:

@@ -143,7 +143,7 @@ def test_command(capsys):
     assert main(["plan", "--latency", "--model", "h-small", "--batch-size", "2"]) == 0
     output = capsys.readouterr().out
     assert "Predicted, not measured" in output and "drafted" in output
-    assert "0.26 to 1.27 of 12 times per token and 0.01 to 0.34 of 11 times to the first token" in output
+    assert "0.26 to 1.27 of 12 times per token and 0.01 to 0.65 of 14 times to the first token" in output
     assert main(["plan", "--latency"]) == 2
     assert "--latency needs --model" in capsys.readouterr().err
     assert main(["plan", "--latency", "--model", "h-small", "--tp-degree", "8"]) == 2
@@ -180,6 +180,9 @@ def test_counted_graphs(monkeypatch):
     assert seconds == pytest.approx(
         {("first token0", 1): 1, ("token0", 1): 2, ("token1", 1): 3 + 4, ("token0", 4): 4, ("token1", 4): 5 + 6}
     )
+    in_pieces = latency.with_counted_graphs(lines, CONFIG, 4, torch.bfloat16, 1100, 1000, 3, buckets=(128, 512))
+    assert asked[-2:] == [(1, (128, 512), 1153, 4), (4, (), 1153, 4)]
+    assert [line.counted for line in in_pieces if line.batch_size == 1] == pytest.approx([1 + 2 * 2, 3, 4 + 5])
     assert latency.counted_bound(Cost(flops=166.75e12 * 2, bytes_accessed=725e9)) == pytest.approx(2)
 
 

@@ -1,0 +1,70 @@
+"""The estimate of what a prompt's graph keeps in SBUF: by hand, and beside what was published."""
+
+import pytest
+import torch
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.neuron.analysis import latency
+from granite4_neuron.neuron.analysis import published_latency as published
+from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES, live_set
+from granite4_neuron.neuron.analysis.roofline import minimum
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS
+
+CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+
+
+@pytest.mark.parametrize("spill", published.SPILLS, ids=lambda spill: f"{spill.name}, {spill.tokens}")
+def test_the_published_graphs(spill):
+    """The estimate says of each whether it spills. What is read again is near the only figure there is."""
+    estimate = spill.model.live_set(spill.tp_degree, spill.tokens)
+    assert estimate.fits == (spill.read_again == 0)
+    assert estimate.read == pytest.approx(spill.read_again, rel=0.2)
+
+
+def test_the_published_graph_by_hand():
+    """Of Qwen3.5-27B 2,048 tokens are live before and after the MLP's first product, which has 17,408 / 4 gates."""
+    estimate = published.QWEN35_27B.live_set(4, 2048)
+    assert estimate.live == 2048 * 2 * (2 * 5120 + 2 * 17408 // 4) == 74 * 2**20
+    assert estimate.largest == "MLP's first"
+    first = 64 * 34 * 5120 + 64 * 20 * 4352  # 256 columns at a time, of 8,704 and of 5,120
+    mixers = 48 * 16 * 5120 + 16 * 14 * 5120  # of 4,096 and of 3,584
+    assert estimate.read == 2048 * 2 * (first + mixers)
+
+
+def test_h_small_by_hand():
+    """Live are the residual stream, the operand and a rank's z, x, B, C, dt; or one expert and the sum over experts."""
+    mamba, experts = 2 * 2048 + 2 * 128 + 32, 4096 + 2 * 192
+    estimate = live_set(CONFIG, 4, torch.bfloat16, 512)
+    assert estimate.live == 512 * 2 * (2 * 4096 + max(mamba, experts)) and estimate.largest == "experts' first"
+    assert estimate.fits and estimate.moved == 0 and estimate.spill() is None
+    estimate = live_set(CONFIG, 4, torch.bfloat16, 2048)
+    assert estimate.live == 4 * live_set(CONFIG, 4, torch.bfloat16, 512).live > SBUF_BYTES == 2 * 24 * 2**20
+    columns = 36 * -(-mamba // 256) + 40 * -(-10 * 2 * 192 // 256)
+    assert estimate.read == 2048 * 2 * 4096 * columns
+    assert estimate.written == 2048 * 2 * 4096 * (36 + 40)
+    assert (
+        "it spills by estimate: 49.5 MiB are live during experts' first product, and SBUF has 48.0;" in estimate.spill()
+    )
+    assert live_set(CONFIG, 4, torch.float32, 512).live == 2 * live_set(CONFIG, 4, torch.bfloat16, 512).live
+
+
+@pytest.mark.parametrize("name", ["h-small", "h-tiny", "h-micro", "micro"])
+@pytest.mark.parametrize("tp_degree", [1, 4])
+def test_the_default_graphs_of_prompts_fit(name, tp_degree):
+    config = GraniteMoeHybridConfig.from_family(name)
+    assert live_set(config, tp_degree, torch.bfloat16, PREFILL_BUCKETS[-1]).fits
+
+
+def test_the_prediction_counts_the_spill_as_traffic():
+    fitting, spilling = (latency.step_work(CONFIG, 4, torch.bfloat16, 1, tokens, 0) for tokens in (1024, 2048))
+    assert fitting.bytes_accessed == minimum(CONFIG, 4, torch.bfloat16, 1, 1024, 0).bytes_accessed
+    more = spilling.bytes_accessed - minimum(CONFIG, 4, torch.bfloat16, 1, 2048, 0).bytes_accessed
+    assert more == live_set(CONFIG, 4, torch.bfloat16, 2048).moved > 20e9
+
+
+def test_a_prompt_is_the_sum_of_its_pieces():
+    whole = latency.prompt_work(CONFIG, 4, torch.bfloat16, 600, (128, 512))
+    first = latency.step_work(CONFIG, 4, torch.bfloat16, 1, 512, 0)
+    assert whole == first + latency.step_work(CONFIG, 4, torch.bfloat16, 1, 128, 512)
+    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 600, 1000, [1], buckets=(128, 512))
+    assert lines[0].latency == latency.latency(whole)
