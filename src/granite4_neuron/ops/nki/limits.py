@@ -2,11 +2,12 @@
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK
-from granite4_neuron.ops.nki.mamba_decode import MAX_ROW, MAX_TOKENS
+from granite4_neuron.ops.nki.mamba_decode import MAX_CHANNELS, MAX_TOKENS
 
 HEAD_DIMS = (32, 64, 128)
 SCAN_D_STATES = (64, 128)
 DECODE_D_STATES = (32, 64, 128)  # of `mamba_decode`
+MAX_GROUPS = MAX_PARTITIONS // 2  # on one core: B and C of all of them are beside each other
 SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
 
 
@@ -38,14 +39,15 @@ def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int
     heads, heads_per_group = num_heads // programs, num_heads // n_groups
     takes_heads = num_heads % programs == 0 and num_heads % n_groups == 0 and 1 <= heads <= MAX_PARTITIONS
     takes_groups = takes_heads and (heads % heads_per_group == 0 or heads_per_group % heads == 0)
-    takes_sizes = head_dim in HEAD_DIMS and d_state in DECODE_D_STATES and heads * head_dim <= MAX_ROW
-    if not (1 <= tokens <= MAX_TOKENS and heads * tokens <= PSUM_BANK and takes_groups and takes_sizes):
+    has_room = takes_heads and heads // heads_per_group <= MAX_GROUPS and heads * tokens <= PSUM_BANK
+    takes_sizes = head_dim in HEAD_DIMS and d_state in DECODE_D_STATES and heads * head_dim <= MAX_CHANNELS
+    if not (1 <= tokens <= MAX_TOKENS and has_room and takes_groups and takes_sizes):
         raise UserError(
             f"The NKI kernel for a Mamba layer's decode takes 1 to {MAX_TOKENS} tokens; on each of {programs} cores "
-            f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW} channels, "
-            f"and {PSUM_BANK} for heads times tokens; head_dim {_listed(HEAD_DIMS)}, and d_state "
-            f"{_listed(DECODE_D_STATES)}. Here are {num_heads} heads in {n_groups} groups, head_dim {head_dim}, "
-            f"d_state {d_state}, and steps of {tokens}."
+            f"whole groups of heads or equal parts of one, up to {MAX_GROUPS} groups, {MAX_PARTITIONS} heads, "
+            f"{MAX_CHANNELS} channels, and {PSUM_BANK} for heads times tokens; head_dim {_listed(HEAD_DIMS)}, and "
+            f"d_state {_listed(DECODE_D_STATES)}. Here are {num_heads} heads in {n_groups} groups, head_dim "
+            f"{head_dim}, d_state {d_state}, and steps of {tokens}."
         )
 
 

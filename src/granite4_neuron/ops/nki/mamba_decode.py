@@ -14,19 +14,35 @@ from granite4_neuron.ops.nki.common import (
     along,
     common_divisor,
     flat,
-    for_each,
+    identity,
+    largest_divisor,
     load,
-    ones,
-    ones_below_diagonal,
-    ones_from_diagonal,
+    on_all_partitions,
     program_share,
-    times,
 )
-from granite4_neuron.ops.nki.windows import convolve_windows, lanes_of, load_taps, load_windows, store_windows
-from granite4_neuron.ops.nki.within_tokens import load_on_heads, token_scores, within_tokens
+from granite4_neuron.ops.nki.head_factors import (
+    channels_of_heads,
+    exp_on_all_partitions,
+    fill_output_factors,
+    fill_state_factors,
+    load_on_heads,
+    members_of_groups,
+    on_channels,
+    token_scores,
+)
+from granite4_neuron.ops.nki.windows import (
+    convolve_windows,
+    load_taps,
+    load_windows,
+    store_windows,
+    transposed,
+    x_lanes,
+)
 
 MAX_TOKENS = 16
-MAX_ROW = 4096  # float32 per partition of each tile that holds a row of channels for several sequences
+MAX_CHANNELS = 4096  # of x on one core: float32 per partition of the tiles that hold a state
+# Matrix products begin at every 32nd partition, so this many sequences' tokens are beside each other.
+ROWS_ABREAST, PITCH = 4, 32
 
 
 def mamba_decode_torch(
@@ -119,8 +135,8 @@ def mamba_decode(
         - The caller may give new_states and new_conv_states the memory of the old ones with one program; with two,
           conv_states of B and C are read by both and written by one.
         - Sequences share instructions but no arithmetic: a NaN in one does not reach another.
-        - The convolution works with channels on partitions, the rest with tokens or heads there. What it gives goes
-          through HBM once, which is little beside a state.
+        - DMA moves lanes of up to 128 channels. On chip the convolution and the outputs have channels on partitions,
+          decays heads, and what enters a state tokens; TensorE transposes between them, and nothing goes through HBM.
         - Source: Dao and Gu 2024, section 6, with one chunk of all tokens.
 
     Pseudocode:
@@ -139,112 +155,107 @@ def mamba_decode(
     n_groups = (xBC.shape[2] - inner) // (2 * d_state)
     heads_per_group = num_heads // n_groups
     run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
-    sequences = min(
-        MAX_ROW // (heads * head_dim),
-        PSUM_BANK // (heads * tokens),
-        MAX_PARTITIONS // max(heads, tokens),
-    )
+    groups = heads // run
+    heads_per_lane = largest_divisor(run, MAX_PARTITIONS // head_dim)
+    lanes, width = heads // heads_per_lane, heads_per_lane * head_dim
+    x_place = (first_head * head_dim, lanes, width)
+    BC_place = (inner, n_groups, first_head // heads_per_group, groups, d_state)
 
     has_outputs, has_new_states = z != None, accepted != None  # noqa: E711 (`is` does not compile)
+    output_factors = tokens * (1 + tokens) if has_outputs else 0
+    factors = output_factors + (tokens if has_new_states else 0)
+    sequences = min(
+        MAX_PARTITIONS // max(lanes, 2 * groups, tokens),
+        PSUM_BANK // max(lanes * tokens, heads, factors),
+    )
     if has_outputs:
         y = nl.ndarray((batch, tokens, inner), dtype=xBC.dtype, buffer=nl.shared_hbm)
     if has_new_states:
         new_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=states.dtype, buffer=nl.shared_hbm)
         new_conv_states = nl.ndarray(conv_states.shape, dtype=conv_states.dtype, buffer=nl.shared_hbm)
 
-    A_sb = load(A_D[0:1, own_heads].broadcast(0, tokens), nl.float32)
-    own_taps_sb = load_taps(taps, (first_head * head_dim, heads * head_dim), inner, d_state)
-    up_to = ones_from_diagonal(tokens)  # [k, t] = 1 for k <= t
-    after = ones_below_diagonal(tokens)  # [k, s] = 1 for k > s
-    everywhere = ones(tokens, d_state, nl.float32)
+    A_D_sb = load_on_heads(A_D[0:2, own_heads].expand_dim(1))
+    taps_sb = load_taps(taps, x_place, BC_place)
+    identity_sb = identity(heads)
+    channels_sb = channels_of_heads(identity_sb, head_dim)
+    members_sb = members_of_groups(d_state, groups, heads)
 
     for start in range(0, batch, sequences):
         count = min(sequences, batch - start)
         rows = nl.ds(start, count)
-        # Step 1: the convolution, with channels on partitions. x and B reach other layouts through HBM.
-        x_hbm = nl.ndarray((count, tokens, heads * head_dim), dtype=nl.float32, buffer=nl.private_hbm)
-        B_hbm = nl.ndarray((count, tokens, n_groups, d_state), dtype=nl.float32, buffer=nl.private_hbm)
-        windows_sb = load_windows(
-            conv_states[rows], xBC[rows], (first_head * head_dim, heads * head_dim), inner, d_state
-        )
-        convolved_sb = convolve_windows(windows_sb, own_taps_sb)
-        lanes, per_lane = lanes_of(heads * head_dim)
-        x_by_lane = x_hbm.reshape_dim(2, (lanes, per_lane)).permute((2, 3, 0, 1))
-        nisa.dma_copy(dst=x_by_lane, src=convolved_sb[0:lanes, 0:per_lane, :, :])
-        B_columns = convolved_sb[0:d_state, per_lane : per_lane + n_groups, :, :]
-        C_columns = convolved_sb[0:d_state, per_lane + n_groups : per_lane + 2 * n_groups, :, :]
-        x_heads = x_hbm.reshape_dim(2, (heads, head_dim))
-        dt_sb = load(dt[rows, 0:tokens, own_heads].permute((1, 0, 2)), nl.float32)
+        # Step 1: the convolution, with channels on partitions.
+        windows_sb = load_windows(conv_states[rows], xBC[rows], x_place, BC_place)
+        convolved_sb = convolve_windows(windows_sb, taps_sb)
+        x_sb = convolved_sb[0:width, :, 0:lanes, :]
+        B_sb = convolved_sb[0:d_state, :, lanes : lanes + groups, :]
+        C_sb = convolved_sb[0:d_state, :, lanes + groups : lanes + 2 * groups, :]
 
-        # Step 2: the terms of outputs beside the state. Contributions of tokens to each other are computed with heads
-        # on partitions; they come back with tokens there, as the gate does.
+        # Step 2: what tokens are multiplied by, for each head and then for each channel. Tokens that are not accepted
+        # have dt = 0 where they enter states, and the window ends before them.
+        dt_sb = load_on_heads(dt[rows, 0:tokens, own_heads].permute((1, 0, 2)))
+        factors_sb = nl.ndarray((heads, factors, count), dtype=nl.float32, buffer=nl.sbuf)
         if has_outputs:
-            from_start_sb = _exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))
-            within_hbm = nl.ndarray((count, tokens, heads, head_dim), dtype=nl.float32, buffer=nl.private_hbm)
-            nisa.dma_copy(
-                dst=within_hbm.permute((0, 2, 1, 3)),
-                src=within_tokens(
-                    load_on_heads(x_heads.permute((0, 2, 1, 3)), (tokens, head_dim)),
-                    load_on_heads(dt[rows, 0:tokens, own_heads].permute((0, 2, 1)), (tokens,)),
-                    load_on_heads(A_D[0:2, own_heads].permute((1, 0)).expand_dim(0).broadcast(0, count), (2,)),
-                    token_scores(B_columns, C_columns, heads, (first_head, heads_per_group)),
-                ),
-            )
-            within_sb = load(within_hbm.permute((1, 0, 2, 3)), nl.float32)
-            y_sb = nl.ndarray((tokens, count, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
-
-        # Step 3: the terms that enter the states. Tokens that are not accepted have dt = 0 here, and the window ends
-        # before them.
+            of_outputs = factors_sb[:, 0:output_factors, :].reshape_dim(1, (tokens, 1 + tokens))
+            fill_output_factors(of_outputs, dt_sb, A_D_sb, token_scores(B_sb, C_sb, members_sb))
         if has_new_states:
             accepted_row = accepted.reshape((1, batch))[0:1, rows]  # type: ignore[union-attr]  # has_new_states
-            own_channels = (first_head * head_dim, heads * head_dim)
-            store_windows(new_conv_states[rows], windows_sb, accepted_row, own_channels, inner, d_state)
-            taken_dt_sb = _accepted_only(dt_sb, accepted_row)
-            taken_log_decay_sb = times(taken_dt_sb, for_each(A_sb, count))
-            to_end_sb = _exp_of_sums(after, taken_log_decay_sb)
-            total_sb = _exp_of_sums(everywhere, taken_log_decay_sb)  # [d_state, count, heads]
-            weights_sb = times(to_end_sb, taken_dt_sb)
-            nisa.dma_copy(dst=B_hbm.permute((3, 2, 0, 1)), src=B_columns)
-            B_sb = load(B_hbm.permute((1, 0, 2, 3)), nl.float32)
-            x_sb = load(x_heads.permute((1, 0, 2, 3)), nl.float32)
-            factors = weights_sb.expand_dim(3).broadcast(3, head_dim)
-            nisa.tensor_tensor(dst=x_sb, data1=x_sb, data2=factors, op=nl.multiply, engine=nisa.gpsimd_engine)
+            accepted_sb = on_all_partitions(load(accepted_row, nl.float32))
+            store_windows(
+                new_conv_states[rows],
+                windows_sb,
+                accepted_sb,
+                x_place,
+                BC_place,
+                first_head % heads_per_group == 0,
+            )
+            of_states = factors_sb[:, output_factors:factors, :]
+            log_total_sb = nl.ndarray((heads, count), dtype=nl.float32, buffer=nl.sbuf)
+            fill_state_factors(of_states, log_total_sb, dt_sb, A_D_sb, accepted_sb[0:heads, :])
+            total_psum = exp_on_all_partitions(log_total_sb, identity_sb, d_state)
+        on_channels_sb = on_channels(factors_sb, channels_sb, lanes)
 
-        # Step 4: each state once. The tokens' C read it as it comes, then the accepted tokens enter it.
+        # Step 3: each state once. The tokens' C read it as it comes, then the accepted tokens enter it.
+        if has_outputs:
+            read_psum = nl.ndarray((width, count, lanes, tokens), dtype=nl.float32, buffer=nl.psum)
         for s in range(count):
             state_sb = load(states[start + s, 0:d_state, own_heads, 0:head_dim], nl.float32)
-            stored_sb = state_sb
-            if has_new_states and states.dtype != nl.float32:
-                stored_sb = nl.ndarray(state_sb.shape, dtype=states.dtype, buffer=nl.sbuf)
-            for run_start in range(0, heads, run):
-                group = (first_head + run_start) // heads_per_group
-                own = nl.ds(run_start, run)
-                if has_outputs:
-                    _read_state(
-                        y_sb[:, s, own, :], C_columns[:, group, s, :], state_sb[:, own, :], from_start_sb[:, s, own]
+            if has_outputs:
+                for lane in range(lanes):
+                    own = nl.ds(lane * heads_per_lane, heads_per_lane)
+                    group = lane * heads_per_lane // run
+                    nisa.nc_matmul(
+                        dst=read_psum[:, s, lane, :], stationary=flat(state_sb[:, own, :]), moving=C_sb[:, :, group, s]
                     )
-                if has_new_states:
+            if has_new_states:
+                place = s % ROWS_ABREAST * PITCH
+                if place == 0:
+                    abreast = nl.ds(s, min(ROWS_ABREAST, count - s))
+                    weights = on_channels_sb[:, :, output_factors:factors, abreast].permute((0, 2, 1, 3))
+                    x_by_token_sb = _by_token(x_sb[:, :, :, abreast], weights)
+                    x_by_token_sb = x_by_token_sb.reshape((x_by_token_sb.shape[0], heads, head_dim))
+                    B_by_token_sb = _by_token(B_sb[:, :, :, abreast], None)
+                stored_sb = state_sb
+                if states.dtype != nl.float32:
+                    stored_sb = nl.ndarray(state_sb.shape, dtype=states.dtype, buffer=nl.sbuf)
+                own_tokens = nl.ds(place, tokens)
+                for group in range(groups):
+                    own = nl.ds(group * run, run)
                     _advance_state(
                         stored_sb[:, own, :],
                         state_sb[:, own, :],
-                        total_sb[:, s, own],
-                        B_sb[:, s, group, :],
-                        x_sb[:, s, own, :],
+                        total_psum[:, s, own],
+                        B_by_token_sb[own_tokens, group, :],
+                        x_by_token_sb[own_tokens, own, :],
                     )
-            if has_new_states:
                 nisa.dma_copy(dst=new_states[start + s, 0:d_state, own_heads, 0:head_dim], src=stored_sb)
 
-        # Step 5: the gate.
+        # Step 4: the outputs, and their gate.
         if has_outputs:
-            heads_of_z = z.reshape((batch, tokens, num_heads, head_dim))  # type: ignore[union-attr]  # has_outputs
-            own_z = heads_of_z[rows, 0:tokens, own_heads, 0:head_dim]
-            gate_sb = load(own_z.permute((1, 0, 2, 3)), nl.float32)
-            nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
-            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.gpsimd_engine)
-            gated_sb = nl.ndarray(y_sb.shape, dtype=xBC.dtype, buffer=nl.sbuf)
-            nisa.tensor_tensor(dst=gated_sb, data1=y_sb, data2=gate_sb, op=nl.multiply, engine=nisa.gpsimd_engine)
-            own_y = y.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
-            nisa.dma_copy(dst=own_y.permute((1, 0, 2, 3)), src=gated_sb)
+            of_outputs = on_channels_sb[:, :, 0:output_factors, :].reshape_dim(2, (tokens, 1 + tokens))
+            y_sb = _outputs(read_psum, x_sb, of_outputs)
+            own_z = x_lanes(z[rows].permute((0, 2, 1)), x_place)  # type: ignore[index]  # has_outputs
+            own_y = x_lanes(y[rows].permute((0, 2, 1)), x_place)
+            _store_gated(own_y.permute((0, 1, 3, 2)), y_sb, own_z.permute((0, 1, 3, 2)))
 
     if not has_new_states:
         return (y,)
@@ -253,62 +264,93 @@ def mamba_decode(
     return (y, new_states, new_conv_states)
 
 
-def _accepted_only(dt_sb: nl.ndarray, accepted_row: nl.ndarray) -> nl.ndarray:
-    """Return dt [tokens, rows, heads] with 0 for tokens that are not accepted."""
-    tokens, rows, heads = dt_sb.shape
-    accepted_sb = load(accepted_row.broadcast(0, tokens), nl.float32)
-    numbers_sb = nl.ndarray((tokens, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=numbers_sb, pattern=[[0, rows]], channel_multiplier=1)
-    nisa.tensor_tensor(dst=numbers_sb, data1=numbers_sb, data2=accepted_sb, op=nl.less)
-    return times(dt_sb, along(numbers_sb, heads))
+def _by_token(columns: nl.ndarray, factors: Optional[nl.ndarray]) -> nl.ndarray:
+    """Put tokens on partitions, those of each row from the next multiple of 32 on: [.., lanes, channels], float32.
 
-
-def _exp_of_sums(summands: nl.ndarray, values_sb: nl.ndarray) -> nl.ndarray:
-    """Compute exp(summands.T @ values): [k, t] of ones and zeros, values [k, rows, heads]; [t, rows, heads]."""
-    _, rows, heads = values_sb.shape
-    shape = (summands.shape[1], rows, heads)
-    sums_psum = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=flat(sums_psum), stationary=summands, moving=flat(values_sb), is_stationary_onezero=True)
-    result_sb = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=result_sb, op=nl.exp, data=sums_psum)
+    Args:
+        columns: [channels, tokens, lanes, rows], up to 4 rows.
+        factors: what they are multiplied by, if anything.
+    """
+    channels, tokens, lanes, rows = columns.shape
+    spread_sb = nl.ndarray((channels, lanes, rows, PITCH), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=spread_sb, value=0.0, engine=nisa.gpsimd_engine)
+    places = spread_sb[:, :, :, 0:tokens].permute((0, 3, 1, 2))
+    if factors == None:  # noqa: E711 (`is` does not compile)
+        nisa.tensor_copy(dst=places, src=columns, engine=nisa.scalar_engine)
+    else:
+        nisa.tensor_tensor(dst=places, data1=columns, data2=factors, op=nl.multiply)
+    used = (rows - 1) * PITCH + tokens
+    result_sb = nl.ndarray((used, lanes, channels), dtype=nl.float32, buffer=nl.sbuf)
+    lanes_per_bank = PSUM_BANK // channels
+    for start in range(0, lanes, lanes_per_bank):
+        bank = nl.ds(start, min(lanes_per_bank, lanes - start))
+        bank_psum = nl.ndarray(result_sb[:, bank, :].shape, dtype=nl.float32, buffer=nl.psum)
+        for i in range(bank_psum.shape[1]):
+            nisa.nc_transpose(dst=bank_psum[:, i, :], data=flat(spread_sb[:, start + i, :, :])[:, 0:used])
+        nisa.tensor_copy(dst=result_sb[:, bank, :], src=bank_psum, engine=nisa.scalar_engine)
     return result_sb
 
 
-def _read_state(y_sb: nl.ndarray, C_sb: nl.ndarray, state_sb: nl.ndarray, from_start_sb: nl.ndarray) -> None:
-    """Compute y = from_start * (C @ state), for heads of one group.
-
-    Args:
-        y_sb: [tokens, heads, head_dim], written.
-        C_sb: [d_state, tokens].
-        state_sb: [d_state, heads, head_dim].
-        from_start_sb: [tokens, heads].
-    """
-    _, heads, head_dim = y_sb.shape
-    heads_per_bank = PSUM_BANK // head_dim
-    for start in range(0, heads, heads_per_bank):
-        bank = nl.ds(start, min(heads_per_bank, heads - start))
-        read_psum = nl.ndarray(y_sb[:, bank, :].shape, dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=flat(read_psum), stationary=C_sb, moving=flat(state_sb[:, bank, :]))
-        factors = along(from_start_sb[:, bank], head_dim)
-        nisa.tensor_tensor(dst=y_sb[:, bank, :], data1=factors, data2=read_psum, op=nl.multiply)
-
-
 def _advance_state(
-    stored_sb: nl.ndarray, state_sb: nl.ndarray, total_sb: nl.ndarray, B_sb: nl.ndarray, x_sb: nl.ndarray
+    stored_sb: nl.ndarray, state_sb: nl.ndarray, total_psum: nl.ndarray, B_sb: nl.ndarray, x_sb: nl.ndarray
 ) -> None:
     """Compute stored = total * state + B.T @ x, for heads of one group; the state's memory holds the product meanwhile.
 
     Args:
         stored_sb, state_sb: [d_state, heads, head_dim]; the first may be the second, or of another dtype.
-        total_sb: [d_state, heads].
+        total_psum: [d_state, heads].
         B_sb: [tokens, d_state].
         x_sb: [tokens, heads, head_dim], weighted.
     """
     _, heads, head_dim = state_sb.shape
-    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(total_sb, head_dim), op=nl.multiply)
+    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(total_psum, head_dim), op=nl.multiply)
     heads_per_bank = PSUM_BANK // head_dim
     for start in range(0, heads, heads_per_bank):
         bank = nl.ds(start, min(heads_per_bank, heads - start))
         update_psum = nl.ndarray(state_sb[:, bank, :].shape, dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=flat(update_psum), stationary=B_sb, moving=flat(x_sb[:, bank, :]))
         nisa.tensor_tensor(dst=stored_sb[:, bank, :], data1=state_sb[:, bank, :], data2=update_psum, op=nl.add)
+
+
+def _outputs(read_psum: nl.ndarray, x_sb: nl.ndarray, factors_sb: nl.ndarray) -> nl.ndarray:
+    """Compute each token's output from the state and from tokens up to it: [channels, tokens, lanes, rows], float32.
+
+    Args:
+        read_psum: [channels, rows, lanes, tokens], C @ state.
+        x_sb: [channels, tokens, lanes, rows].
+        factors_sb: [channels, lanes, t, 1 + tokens, rows], of `fill_output_factors`.
+    """
+    tokens = x_sb.shape[1]
+    y_sb = nl.ndarray(x_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
+    from_start = factors_sb[:, :, :, 0, :].permute((0, 2, 1, 3))
+    nisa.tensor_tensor(dst=y_sb, data1=from_start, data2=read_psum.permute((0, 3, 2, 1)), op=nl.multiply)
+    for s in range(tokens):
+        later = nl.ds(s, tokens - s)
+        part_sb = nl.ndarray(y_sb[:, later, :, :].shape, dtype=nl.float32, buffer=nl.sbuf)
+        weights = factors_sb[:, :, later, 1 + s, :].permute((0, 2, 1, 3))
+        x = x_sb[:, s : s + 1, :, :].broadcast(1, tokens - s)
+        nisa.tensor_tensor(dst=part_sb, data1=weights, data2=x, op=nl.multiply)
+        nisa.tensor_tensor(dst=y_sb[:, later, :, :], data1=y_sb[:, later, :, :], data2=part_sb, op=nl.add)
+    return y_sb
+
+
+def _store_gated(target: nl.ndarray, y_sb: nl.ndarray, z: nl.ndarray) -> None:
+    """Write y * silu(z).
+
+    Args:
+        target, z: [lanes, rows, tokens, channels of a lane] in HBM.
+        y_sb: [channels of a lane, tokens, lanes, rows].
+    """
+    width, tokens, lanes, rows = y_sb.shape
+    z_sb = nl.ndarray((lanes * rows, tokens, width), dtype=z.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=z_sb, src=z)
+    gate_sb = nl.ndarray(z_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)
+    gated_sb = nl.ndarray(z_sb.shape, dtype=target.dtype, buffer=nl.sbuf)
+    tokens_per_bank = PSUM_BANK // width
+    for start in range(0, tokens, tokens_per_bank):
+        bank = nl.ds(start, min(tokens_per_bank, tokens - start))
+        y_psum = nl.ndarray(gate_sb[:, bank, :].shape, dtype=nl.float32, buffer=nl.psum)
+        transposed(y_psum, y_sb[:, bank, :, :])
+        nisa.tensor_tensor(dst=gated_sb[:, bank, :], data1=gate_sb[:, bank, :], data2=y_psum, op=nl.multiply)
+    nisa.dma_copy(dst=target, src=gated_sb)

@@ -1,77 +1,76 @@
-"""The convolution of a few tokens with channels on partitions, and the windows it works on."""
+"""The convolution of a few tokens, and the windows it works on.
+
+In HBM the channels of a row follow each other, and DMA is fast where it moves many of them at once. So they are loaded
+and stored in lanes, which are up to 128 channels on one partition. The convolution works with channels on partitions,
+where it takes all 128 of them; transposes on TensorE lie in between.
+
+Two kinds of lanes are columns of one tile: those of x, whole heads of one group, and then those of B and C, one for
+each group. `x_place` is (first channel, lanes, channels of a lane), `BC_place` is (first channel, groups in HBM, first
+own group, own groups, d_state).
+"""
 
 import nki.isa as nisa
 import nki.language as nl
 
-from granite4_neuron.ops.nki.common import MAX_PARTITIONS, largest_divisor, load
+from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK, flat
 
 
-def lanes_of(channels: int) -> tuple[int, int]:
-    """Return on how many partitions x is, and how many of its channels follow each other on one."""
-    lanes = largest_divisor(channels, MAX_PARTITIONS)
-    return lanes, channels // lanes
+def x_lanes(values: nl.ndarray, x_place: tuple[int, int, int]) -> nl.ndarray:
+    """View HBM [rows, channels, n] as this program's [lanes, rows, channels of a lane, n]."""
+    first, lanes, width = x_place
+    rows, _, columns = values.shape
+    own = values[0:rows, first : first + lanes * width, 0:columns]
+    return own.reshape_dim(1, (lanes, width)).permute((1, 0, 2, 3))
 
 
-def _by_column(values: nl.ndarray, own: tuple[int, int], inner: int, d_state: int) -> tuple[nl.ndarray, nl.ndarray]:
-    """View HBM [rows, channels, n]: x of this program as [lanes, per_lane, rows, n], B and C as [d_state, n_groups of B
-    then of C, rows, n].
-    """
-    first, channels = own
-    rows, all_channels, columns = values.shape
-    lanes, per_lane = lanes_of(channels)
-    x = values[0:rows, first : first + channels, 0:columns].reshape_dim(1, (lanes, per_lane))
-    rest = values[0:rows, inner:all_channels, 0:columns].reshape_dim(1, ((all_channels - inner) // d_state, d_state))
-    return x.permute((1, 2, 0, 3)), rest.permute((2, 1, 0, 3))
-
-
-def _loaded_columns(sources: tuple[nl.ndarray, nl.ndarray], tile_sb: nl.ndarray, first: int) -> None:
-    """Load the views of `_by_column` side by side, into elements from `first` on of the last dimension."""
-    lanes, per_lane, _, columns = sources[0].shape
-    last = first + columns
-    nisa.dma_copy(dst=tile_sb[0:lanes, 0:per_lane, :, first:last], src=sources[0])
-    nisa.dma_copy(dst=tile_sb[0 : sources[1].shape[0], per_lane : tile_sb.shape[1], :, first:last], src=sources[1])
+def BC_lanes(values: nl.ndarray, BC_place: tuple[int, int, int, int, int]) -> nl.ndarray:
+    """View HBM [rows, channels, n] as B and C of this program's groups: [2, groups, rows, d_state, n]."""
+    first, all_groups, first_group, groups, d_state = BC_place
+    rows, channels, columns = values.shape
+    both = values[0:rows, first:channels, 0:columns].reshape_dim(1, (2, all_groups, d_state))
+    own = both[0:rows, 0:2, first_group : first_group + groups, 0:d_state, 0:columns]
+    return own.permute((1, 2, 0, 3, 4))
 
 
 def load_windows(
-    conv_states: nl.ndarray, xBC: nl.ndarray, own: tuple[int, int], inner: int, d_state: int
+    conv_states: nl.ndarray,
+    xBC: nl.ndarray,
+    x_place: tuple[int, int, int],
+    BC_place: tuple[int, int, int, int, int],
 ) -> nl.ndarray:
-    """Load the convolution's inputs, channels on partitions: [128, columns, rows, d_conv - 1 + tokens], float32."""
+    """Load the convolution's inputs, channels on partitions: [128, d_conv - 1 + tokens, columns, rows], float32."""
     rows, tokens, _ = xBC.shape
     reach = conv_states.shape[2]
-    old = _by_column(conv_states, own, inner, d_state)
-    new = _by_column(xBC.permute((0, 2, 1)), own, inner, d_state)
-    columns = old[0].shape[1] + old[1].shape[1]
-    windows_sb = nl.ndarray((MAX_PARTITIONS, columns, rows, reach + tokens), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=windows_sb, value=0.0)  # not every column has 128 partitions
-    _loaded_columns(old, windows_sb, 0)
-    _loaded_columns(new, windows_sb, reach)
+    windows_sb = _columns_tile(reach + tokens, rows, x_place, BC_place)
+    new = xBC.permute((0, 2, 1))
+    old_times, new_times = windows_sb[:, 0:reach, :, :], windows_sb[:, reach : reach + tokens, :, :]
+    _fill_columns(old_times, x_lanes(conv_states, x_place), BC_lanes(conv_states, BC_place), False)
+    _fill_columns(new_times, x_lanes(new, x_place), BC_lanes(new, BC_place), True)
     return windows_sb
 
 
-def load_taps(taps: nl.ndarray, own: tuple[int, int], inner: int, d_state: int) -> nl.ndarray:
-    """Load the convolution's weights and bias in `load_windows`' layout: [128, columns, 1, d_conv + 1], float32."""
-    sources = _by_column(taps.expand_dim(0), own, inner, d_state)
-    columns = sources[0].shape[1] + sources[1].shape[1]
-    taps_sb = nl.ndarray((MAX_PARTITIONS, columns, 1, taps.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=taps_sb, value=0.0)
-    _loaded_columns(sources, taps_sb, 0)
+def load_taps(taps: nl.ndarray, x_place: tuple[int, int, int], BC_place: tuple[int, int, int, int, int]) -> nl.ndarray:
+    """Load the convolution's weights and bias in `load_windows`' layout: [128, d_conv + 1, columns, 1], float32."""
+    taps_sb = _columns_tile(taps.shape[1], 1, x_place, BC_place)
+    row = taps.expand_dim(0)
+    _fill_columns(taps_sb, x_lanes(row, x_place), BC_lanes(row, BC_place), False)
     return taps_sb
 
 
 def convolve_windows(windows_sb: nl.ndarray, taps_sb: nl.ndarray) -> nl.ndarray:
-    """Compute silu of the convolution plus bias: [128, columns, rows, tokens], float32."""
-    partitions, columns, rows, width = windows_sb.shape
-    d_conv = taps_sb.shape[3] - 1
-    tokens = width - d_conv + 1
-    sum_sb = nl.ndarray((partitions, columns, rows, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    """Compute silu of the convolution plus bias: [128, tokens, columns, rows], float32."""
+    partitions, times, columns, rows = windows_sb.shape
+    d_conv = taps_sb.shape[1] - 1
+    tokens = times - d_conv + 1
+    sum_sb = nl.ndarray((partitions, tokens, columns, rows), dtype=nl.float32, buffer=nl.sbuf)
     product_sb = nl.ndarray(sum_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     for tap in range(d_conv):
-        factors = taps_sb[:, :, :, tap : tap + 1].broadcast(2, rows).broadcast(3, tokens)
+        factors = taps_sb[:, tap : tap + 1, :, :].broadcast(1, tokens).broadcast(3, rows)
         target_sb = sum_sb if tap == 0 else product_sb
-        nisa.tensor_tensor(dst=target_sb, data1=windows_sb[:, :, :, tap : tap + tokens], data2=factors, op=nl.multiply)
+        nisa.tensor_tensor(dst=target_sb, data1=windows_sb[:, tap : tap + tokens, :, :], data2=factors, op=nl.multiply)
         if tap > 0:
             nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=product_sb, op=nl.add)
-    bias = taps_sb[:, :, :, d_conv : d_conv + 1].broadcast(2, rows).broadcast(3, tokens)
+    bias = taps_sb[:, d_conv : d_conv + 1, :, :].broadcast(1, tokens).broadcast(3, rows)
     nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=bias, op=nl.add)
     nisa.activation(dst=sum_sb, op=nl.silu, data=sum_sb)
     return sum_sb
@@ -80,32 +79,103 @@ def convolve_windows(windows_sb: nl.ndarray, taps_sb: nl.ndarray) -> nl.ndarray:
 def store_windows(
     new_conv_states: nl.ndarray,
     windows_sb: nl.ndarray,
-    accepted_row: nl.ndarray,
-    own: tuple[int, int],
-    inner: int,
-    d_state: int,
+    accepted_sb: nl.ndarray,
+    x_place: tuple[int, int, int],
+    BC_place: tuple[int, int, int, int, int],
+    has_first_heads: bool,
 ) -> None:
-    """Write what the convolution sees before the first token that is not accepted; of B and C, the first program.
+    """Write what the convolution sees before the first token that is not accepted.
 
     Args:
-        accepted_row: [1, rows] in HBM.
+        accepted_sb: [128, rows], a row's number on every partition.
+        has_first_heads: whether this program has its groups' first heads, and so writes B and C.
     """
-    partitions, columns, rows, width = windows_sb.shape
+    partitions, times, columns, rows = windows_sb.shape
     reach = new_conv_states.shape[2]
-    accepted_sb = load(accepted_row.broadcast(0, partitions), nl.float32)
-    kept_sb = nl.ndarray((partitions, columns, rows, reach), dtype=nl.float32, buffer=nl.sbuf)
-    chosen_sb = nl.ndarray(kept_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
-    for count in range(width - reach + 1):
+    kept_sb = nl.ndarray((partitions, reach, columns, rows), dtype=new_conv_states.dtype, buffer=nl.sbuf)
+    chosen_sb = nl.ndarray(kept_sb.shape, dtype=new_conv_states.dtype, buffer=nl.sbuf)
+    for count in range(times - reach + 1):
         is_count_sb = nl.ndarray((partitions, rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=is_count_sb, data=accepted_sb, op0=nl.equal, operand0=float(count))
-        is_chosen = is_count_sb.expand_dim(1).broadcast(1, columns).expand_dim(3).broadcast(3, reach)
+        is_chosen = is_count_sb.expand_dim(1).expand_dim(1).broadcast(1, reach).broadcast(2, columns)
         target_sb = kept_sb if count == 0 else chosen_sb
-        nisa.tensor_tensor(
-            dst=target_sb, data1=windows_sb[:, :, :, count : count + reach], data2=is_chosen, op=nl.multiply
-        )
+        window = windows_sb[:, count : count + reach, :, :]
+        nisa.tensor_tensor(dst=target_sb, data1=window, data2=is_chosen, op=nl.multiply, engine=nisa.gpsimd_engine)
         if count > 0:
-            nisa.tensor_tensor(dst=kept_sb, data1=kept_sb, data2=chosen_sb, op=nl.add)
-    x, rest = _by_column(new_conv_states, own, inner, d_state)
-    nisa.dma_copy(dst=x, src=kept_sb[0 : x.shape[0], 0 : x.shape[1], :, :])
-    if own[0] == 0:
-        nisa.dma_copy(dst=rest, src=kept_sb[0:d_state, x.shape[1] : columns, :, :])
+            nisa.tensor_tensor(dst=kept_sb, data1=kept_sb, data2=chosen_sb, op=nl.add, engine=nisa.gpsimd_engine)
+    _, lanes, width = x_place
+    _store_columns(x_lanes(new_conv_states, x_place), kept_sb[0:width, :, 0:lanes, :])
+    if has_first_heads:
+        d_state = BC_place[4]
+        _store_columns(BC_lanes(new_conv_states, BC_place), kept_sb[0:d_state, :, lanes:columns, :])
+
+
+def transposed(dst_psum: nl.ndarray, columns: nl.ndarray) -> None:
+    """Transpose [channels, n, lanes, rows] to lanes and rows on partitions, [lanes * rows, n, channels], in PSUM."""
+    for i in range(columns.shape[1]):
+        nisa.nc_transpose(dst=dst_psum[:, i, :], data=flat(columns[:, i, :, :]))
+
+
+def _columns_tile(
+    times: int, rows: int, x_place: tuple[int, int, int], BC_place: tuple[int, int, int, int, int]
+) -> nl.ndarray:
+    """Return [128, times, columns, rows], which is zeros where not every column has 128 channels."""
+    _, lanes, width = x_place
+    _, _, _, groups, d_state = BC_place
+    shape = (MAX_PARTITIONS, times, lanes + 2 * groups, rows)
+    tile_sb = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+    if width < MAX_PARTITIONS or d_state < MAX_PARTITIONS:
+        nisa.memset(dst=tile_sb, value=0.0)
+    return tile_sb
+
+
+def _fill_columns(tile_sb: nl.ndarray, x: nl.ndarray, BC: nl.ndarray, is_by_token: bool) -> None:
+    """Load `x_lanes` and `BC_lanes` of [rows, channels, n] into [128, n, columns, rows].
+
+    Args:
+        is_by_token: whether in HBM the channels of one of the n follow each other, and not the n of one channel.
+    """
+    _, times, columns, rows = tile_sb.shape
+    lanes, _, width, _ = x.shape
+    groups, d_state = BC.shape[1], BC.shape[3]
+    if is_by_token:
+        x_sb = nl.ndarray((lanes * rows, times, width), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=x_sb, src=x.permute((0, 1, 3, 2)))
+        BC_sb = nl.ndarray((2 * groups * rows, times, d_state), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=BC_sb, src=BC.permute((0, 1, 2, 4, 3)))
+        _put_on_partitions(tile_sb[0:width, :, 0:lanes, :], x_sb.permute((0, 2, 1)))
+        _put_on_partitions(tile_sb[0:d_state, :, lanes:columns, :], BC_sb.permute((0, 2, 1)))
+    else:
+        x_sb = nl.ndarray((lanes * rows, width, times), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=x_sb, src=x)
+        BC_sb = nl.ndarray((2 * groups * rows, d_state, times), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=BC_sb, src=BC)
+        _put_on_partitions(tile_sb[0:width, :, 0:lanes, :], x_sb)
+        _put_on_partitions(tile_sb[0:d_state, :, lanes:columns, :], BC_sb)
+
+
+def _put_on_partitions(columns_sb: nl.ndarray, lanes_sb: nl.ndarray) -> None:
+    """Transpose lanes [lanes * rows, channels, n] to columns [channels, n, lanes, rows], cast to its dtype."""
+    channels, times, lanes, rows = columns_sb.shape
+    size = lanes * rows
+    per_bank = PSUM_BANK // size
+    for start in range(0, times, per_bank):
+        count = min(per_bank, times - start)
+        bank_psum = nl.ndarray((channels, count, size), dtype=lanes_sb.dtype, buffer=nl.psum)
+        for i in range(count):
+            nisa.nc_transpose(dst=bank_psum[:, i, :], data=lanes_sb[:, :, start + i])
+        nisa.tensor_copy(
+            dst=columns_sb[:, start : start + count, :, :],
+            src=bank_psum.reshape_dim(2, (lanes, rows)),
+            engine=nisa.scalar_engine,
+        )
+
+
+def _store_columns(target: nl.ndarray, kept: nl.ndarray) -> None:
+    """Write [channels, n, lanes, rows] to a view of HBM that has lanes, rows, channels and n, in this order."""
+    channels, times, lanes, rows = kept.shape
+    lanes_psum = nl.ndarray((lanes * rows, times, channels), dtype=kept.dtype, buffer=nl.psum)
+    transposed(lanes_psum, kept)
+    lanes_sb = nl.ndarray((lanes * rows, channels, times), dtype=kept.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=lanes_sb.permute((0, 2, 1)), src=lanes_psum, engine=nisa.scalar_engine)
+    nisa.dma_copy(dst=target, src=lanes_sb)

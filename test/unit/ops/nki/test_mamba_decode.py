@@ -79,10 +79,31 @@ def test_bfloat16():
     assert error(y, exact[0]) <= 1e-2 and error(states, exact[1]) <= 1e-5
 
 
-@pytest.mark.parametrize("batch", [1, 17, 70])
-def test_batch(batch):
-    case = mamba_decode_inputs(batch, 2, heads=4, head_dim=32, accepted=[i % 3 for i in range(batch)])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dimensions"),
+    [
+        (1, 2, dict(heads=4, head_dim=32)),
+        (70, 2, dict(heads=4, head_dim=32)),
+        (150, 1, dict(heads=2, head_dim=32, d_state=32)),
+        (9, 5, dict(heads=16, head_dim=128, d_state=32)),
+        (2, 16, dict(heads=32, head_dim=32, d_state=32)),
+        (2, 1, dict(heads=128, head_dim=32, d_state=32)),
+        (3, 8, dict(heads=63, head_dim=64, d_state=32)),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_batch(batch, tokens, dimensions):
+    """Several groups of sequences, several banks, and the most heads, lanes and tokens."""
+    case = mamba_decode_inputs(batch, tokens, accepted=[i % (tokens + 1) for i in range(batch)], **dimensions)
     check(run(case), mamba_decode_oracle(case))
+
+
+def test_groups_that_fill_the_partitions():
+    """B and C of 64 groups are on 128 partitions, and five tokens of them in two banks. More groups are refused."""
+    case = mamba_decode_inputs(2, 5, heads=64, head_dim=32, groups=64, d_state=32)
+    check(run(case), mamba_decode_oracle(case))
+    with pytest.raises(UserError, match="up to 64 groups"):
+        check_mamba_decode(1, 128, 32, 128, 32, 1)
 
 
 def test_tokens_one_by_one_are_tokens_together():

@@ -10,9 +10,11 @@ from granite4_neuron.ops.nki import (
     conv1d_prefill,
     experts_decode,
     experts_prefill,
+    head_factors,
     mamba_decode,
     ssd_chunk_scan,
     tensor_tensor_scan,
+    windows,
 )
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import (
@@ -31,12 +33,14 @@ from test.support.nki_cases import (
 emulation = pytest.importorskip("nki.emulation", reason="a simulator may do anything with a broken kernel")
 
 
-def mutated(module, old, new):
-    """Return the module's kernel with one piece of its source replaced."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{old!r} is in {module.__name__} {source.count(old)} times"
+def mutated(module, old, new, parts=()):
+    """Return the module's kernel with one piece replaced in its source, or in that of a module it has functions of."""
+    (changed,) = (m for m in (module, *parts) if old in inspect.getsource(m))
+    source = inspect.getsource(changed)
+    assert source.count(old) == 1, f"{old!r} is in {changed.__name__} {source.count(old)} times"
     copy = types.ModuleType(module.__name__)
-    exec(compile(source.replace(old, new), module.__file__, "exec"), copy.__dict__)
+    exec(compile(inspect.getsource(module), module.__file__, "exec"), copy.__dict__)
+    exec(compile(source.replace(old, new), changed.__file__, "exec"), copy.__dict__)
     return getattr(copy, module.__name__.rpartition(".")[2])
 
 
@@ -188,32 +192,70 @@ EXPERTS_PREFILL = {
     "uninitialised tile": ("nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.vector_engine)", "pass"),
 }
 MAMBA_DECODE = {
-    "drafts not accepted decay the state": (
-        "total_sb = _exp_of_sums(everywhere, taken_log_decay_sb)",
-        "total_sb = _exp_of_sums(everywhere, times(dt_sb, for_each(A_sb, count)))",
-    ),
     "drafts not accepted enter the state": (
-        "weights_sb = times(to_end_sb, taken_dt_sb)",
-        "weights_sb = times(to_end_sb, dt_sb)",
+        "nisa.tensor_tensor(dst=taken_dt_sb, data1=taken_dt_sb, data2=accepted, op=nl.less)",
+        "nisa.memset(dst=taken_dt_sb, value=1.0)",
     ),
-    "decay to the last draft and not to the last accepted token": (
-        "to_end_sb = _exp_of_sums(after, taken_log_decay_sb)",
-        "to_end_sb = _exp_of_sums(after, times(dt_sb, for_each(A_sb, count)))",
+    "one token too many is accepted": ("data2=accepted, op=nl.less", "data2=accepted, op=nl.less_equal"),
+    "decay to the end from the token itself": (
+        "data1=after, data2=log_decay_sb[:, s, :], op=nl.add",
+        "data1=after, data2=log_decay_sb[:, s - 1, :], op=nl.add",
+    ),
+    "the state's decay leaves out the first token": (
+        "nisa.tensor_tensor(dst=total_sb, data1=factors_sb[:, 0, :], data2=log_decay_sb[:, 0, :], op=nl.add)",
+        "nisa.tensor_copy(dst=total_sb, src=factors_sb[:, 0, :])",
+    ),
+    "decays of heads mixed": ("moving=flat(own_sb)", "moving=flat(own_sb.permute((0, 1, 2))[:, :, ::-1])"),
+    "decays of the next head": (
+        "own_heads = nl.ds((start + i) * heads_per_lane, heads_per_lane)",
+        "own_heads = nl.ds((lanes - 1 - start - i) * heads_per_lane, heads_per_lane)",
     ),
     "outputs see the state decay by later tokens": (
-        "from_start_sb = _exp_of_sums(up_to,",
-        "from_start_sb = _exp_of_sums(after,",
+        "own = log_decay_sb[:, t : t + 1, :]",
+        "own = log_decay_sb[:, 0:1, :]",
     ),
-    "one token too many is accepted": ("data2=accepted_sb, op=nl.less", "data2=accepted_sb, op=nl.less_equal"),
-    "state read after it was advanced": ("C_columns[:, group, s, :],", "C_columns[:, 0, 0, :],"),
-    "B of the first sequence": ("B_sb[:, s, group, :]", "B_sb[:, 0, group, :]"),
-    "gate dropped": ("nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)", "nisa.memset(gate_sb, 1.0)"),
+    "D dropped": ("nisa.tensor_scalar(dst=itself, data=itself, op0=nl.add, operand0=A_D_sb[:, 1, :])", "pass"),
+    "scores of all groups in all heads": (
+        "nisa.memset(dst=members_sb, value=0.0)",
+        "nisa.memset(dst=members_sb, value=1.0)",
+    ),
+    "B and C exchanged in the scores": (
+        "data1=C_sb[:, :, group, :].expand_dim(2)",
+        "data1=B_sb[:, :, group, :].expand_dim(2)",
+    ),
+    "C of the first group": ("moving=C_sb[:, :, group, s]", "moving=C_sb[:, :, 0, s]"),
+    "C of the first sequence": ("moving=C_sb[:, :, group, s]", "moving=C_sb[:, :, group, 0]"),
+    "B of the first group": ("B_by_token_sb[own_tokens, group, :]", "B_by_token_sb[own_tokens, 0, :]"),
+    "B and x of the first sequence": ("own_tokens = nl.ds(place, tokens)", "own_tokens = nl.ds(0, tokens)"),
+    "x not weighted": (
+        "x_by_token_sb = _by_token(x_sb[:, :, :, abreast], weights)",
+        "x_by_token_sb = _by_token(x_sb[:, :, :, abreast], None)",
+    ),
+    "gate dropped": ("nisa.activation(dst=gate_sb, op=nl.silu, data=z_sb)", "nisa.memset(gate_sb, 1.0)"),
     "what tokens say to each other dropped": (
-        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.gpsimd_engine)",
-        "pass",
+        "data1=y_sb[:, later, :, :], data2=part_sb, op=nl.add",
+        "data1=y_sb[:, later, :, :], data2=part_sb, op=nl.maximum",
     ),
     "state not decayed": ("op=nl.multiply)\n    heads_per_bank", "op=nl.maximum)\n    heads_per_bank"),
     "state of the first sequence": ("load(states[start + s,", "load(states[start,"),
+    "taps reversed": (
+        "data1=windows_sb[:, tap : tap + tokens, :, :]",
+        "data1=windows_sb[:, d_conv - 1 - tap : d_conv - 1 - tap + tokens, :, :]",
+    ),
+    "bias dropped": ("data1=sum_sb, data2=bias, op=nl.add", "data1=sum_sb, data2=bias, op=nl.maximum"),
+    "windows one token late": (
+        "window = windows_sb[:, count : count + reach, :, :]",
+        "window = windows_sb[:, max(count, 1) - 1 : max(count, 1) - 1 + reach, :, :]",
+    ),
+    "windows of B and C not written": ("if has_first_heads:", "if not has_first_heads:"),
+}
+MAMBA_DECODE_BANKS = {
+    "factors": ("dst=result_sb[:, bank, :, :], src=bank_psum", "dst=result_sb[:, 0:1, :, :], src=bank_psum"),
+    "outputs": ("transposed(y_psum, y_sb[:, bank, :, :])", "transposed(y_psum, y_sb[:, 0 : y_psum.shape[1], :, :])"),
+    "tokens that enter states": (
+        "data=flat(spread_sb[:, start + i, :, :])[:, 0:used]",
+        "data=flat(spread_sb[:, i, :, :])[:, 0:used]",
+    ),
 }
 
 
@@ -224,6 +266,7 @@ def mutations(kernel_mutations):
 # Two groups, two rows and two chunks, the last of them shorter, so that no bug can hide.
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
 MAMBA_DECODE_INPUTS = mamba_decode_inputs(2, 3, heads=4, head_dim=32, groups=2, d_state=64, accepted=[1, 2])
+MAMBA_DECODE_BANKS_INPUTS = mamba_decode_inputs(9, 5, heads=16, head_dim=128, d_state=32)  # several banks of each kind
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
 # Fewer distinct experts than there is memory for, and a width of two blocks.
 EXPERTS_INPUTS = experts_inputs(4, width=192, top_k=2, idle=(1, 3))
@@ -243,8 +286,14 @@ def test_tensor_tensor_scan(old, new):
 
 @mutations(MAMBA_DECODE)
 def test_mamba_decode(old, new):
-    kernel = mutated(mamba_decode, old, new)
+    kernel = mutated(mamba_decode, old, new, parts=(head_factors, windows))
     check_fails(kernel, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS))
+
+
+@mutations(MAMBA_DECODE_BANKS)
+def test_banks_of_mamba_decode(old, new):
+    kernel = mutated(mamba_decode, old, new, parts=(head_factors, windows))
+    check_fails(kernel, MAMBA_DECODE_BANKS_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_BANKS_INPUTS))
 
 
 @mutations(CONV)
