@@ -4,10 +4,14 @@
     python -m benchmarks.kernels --model granite-4.0-h-tiny --json kernels.json
 
 The kernels run in the NKI emulator, for one rank of a tensor parallel model in bfloat16, on the two physical cores of a
-logical core (LNC=2). The report has, for one core, the instructions of each engine, and the time that each engine and
-HBM need by themselves; the longest time is a lower bound. It also compares the bytes moved with those of reading every
-argument and writing every result once. The experts of each token are random. Only weights of chosen experts count as
-arguments; in prefill, so do one token and one result for each choice.
+logical core (LNC=2). The report has, for one core, the instructions of each engine, and the time that each engine, DMA
+and HBM need by themselves; the longest time is a lower bound. DMA moves elements, which are contiguous on both sides:
+one under 512 bytes takes as long as one of 512, and AWS asks for 2 KiB and more. VectorE's rates are those that AWS
+documents for each instruction: two cycles an element of two tiles in SBUF, one if a tile is in PSUM.
+
+The report also compares the bytes moved with those of reading every argument and writing every result once. The experts
+of each token are random. Only weights of chosen experts count as arguments; in prefill, so do one token and one result
+for each choice.
 
 Prefill of more than 256 tokens is extrapolated from 128 and 256: every further 128 tokens take the same instructions.
 """
@@ -36,14 +40,15 @@ from test.support.nki_cases import conv_inputs, mamba_decode_inputs, nbytes, sca
 from test.support.nki_emulator import provide_nki
 
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
+ENGINE_NAMES = ("PE", "DVE", "ACT", "Pool", "DMA")
 # Trainium2, one physical NeuronCore: cycles per microsecond; cycles before an instruction's first element.
 CLOCK = dict(tensor=2400, vector=960, scalar=1200, gpsimd=1200)
 START_CYCLES = dict(vector=60, scalar=60, gpsimd=100)
 HBM_BYTES_PER_MICROSECOND = 2.9e6 / 8
+DMA_BYTES_PER_MICROSECOND = 16 * 23e3  # of its 16 engines together
+DMA_COSTS_AT_LEAST, DMA_SHOULD_HAVE = 512, 2048  # bytes of an element
 SHORTEST_PRODUCT = 64  # columns
-FLOAT32_PASSES = 4
-# VectorE reads two whole tiles at one or at half an element per cycle, which is not documented for each case.
-TWO_TILES = ("tensor_tensor", "scalar_tensor_tensor")
+FLOAT32_PASSES, FLOAT32_ONEZERO_PASSES = 4, 2  # the fewer where one operand is declared to be ones and zeros
 
 BLOCK = 128
 PROMPT_LENGTHS = (128, 1024, 8192)
@@ -58,7 +63,8 @@ class Cost:
     """The cost of a launch on its first core; minimum_bytes and hbm_bytes are of all cores. Times in microseconds."""
 
     instructions: Counter
-    microseconds: Counter  # by engine, "vector at most" with two tiles at half an element per cycle, and "hbm"
+    microseconds: Counter  # by engine, and "hbm"
+    dma_elements: Counter  # by their bytes
     hbm_bytes: int
     minimum_bytes: int
 
@@ -66,11 +72,12 @@ class Cost:
         """Return this cost plus `times` the difference between `longer` and this."""
 
         def extend(short: Counter, long: Counter) -> Counter:
-            return Counter({key: value + times * (long[key] - value) for key, value in short.items()})
+            return Counter({key: short[key] + times * (long[key] - short[key]) for key in short | long})
 
         return Cost(
             extend(self.instructions, longer.instructions),
             extend(self.microseconds, longer.microseconds),
+            extend(self.dma_elements, longer.dma_elements),
             self.hbm_bytes + times * (longer.hbm_bytes - self.hbm_bytes),
             self.minimum_bytes + times * (longer.minimum_bytes - self.minimum_bytes),
         )
@@ -84,6 +91,9 @@ class Row:
     shape: str
     instructions: dict[str, int]
     microseconds: dict[str, float]
+    dma_elements: int
+    dma_elements_under_512: int
+    dma_elements_under_2048: int
     bound: str
     bound_microseconds: float
     hbm_bytes: int
@@ -195,7 +205,8 @@ def cost_of(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
     from granite4_neuron.ops.nki.launch import launch
 
     outputs = launch(kernel, *arguments, programs=PROGRAMS)
-    instructions, microseconds = Counter(dict.fromkeys(ENGINES, 0)), Counter(dict.fromkeys(CLOCK, 0.0))
+    instructions, microseconds = Counter(dict.fromkeys(ENGINES, 0)), Counter(dict.fromkeys(ENGINES, 0.0))
+    elements: Counter[int] = Counter()
     hbm_bytes = last_launch().hbm_bytes
     microseconds["hbm"] = hbm_bytes / PROGRAMS / HBM_BYTES_PER_MICROSECOND
     for instruction in last_launch().instructions:
@@ -203,28 +214,36 @@ def cost_of(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
             continue
         engine = instruction.engine
         instructions[engine] += 1
-        if engine == "tensor":
-            passes = FLOAT32_PASSES if instruction.is_float32 else 1
-            microseconds[engine] += passes * max(instruction.elements, SHORTEST_PRODUCT) / CLOCK[engine]
-        elif engine != "dma":
-            cycles = instruction.elements * (2 if instruction.op == "tensor_tensor_scan" else 1)
+        if engine == "dma":
+            elements.update(dict(instruction.dma_elements))
+        elif engine == "tensor":
+            passes = FLOAT32_ONEZERO_PASSES if instruction.has_onezero else FLOAT32_PASSES
+            columns = max(instruction.elements, SHORTEST_PRODUCT) * (passes if instruction.is_float32 else 1)
+            microseconds[engine] += columns / CLOCK[engine]
+        else:
+            cycles = instruction.elements * instruction.cycles_per_element
             microseconds[engine] += (START_CYCLES[engine] + cycles) / CLOCK[engine]
-            if engine == "vector" and instruction.op in TWO_TILES:
-                microseconds["vector at most"] += cycles / CLOCK[engine]
-    microseconds["vector at most"] += microseconds["vector"]
-    return Cost(instructions, microseconds, hbm_bytes, nbytes(*arguments, *outputs))
+    moved = sum(count * max(size, DMA_COSTS_AT_LEAST) for size, count in elements.items())
+    microseconds["dma"] = moved / DMA_BYTES_PER_MICROSECOND
+    return Cost(instructions, microseconds, elements, hbm_bytes, nbytes(*arguments, *outputs))
 
 
 def _row(kernel: Callable, shape: str, cost: Cost) -> Row:
-    times = {name: cost.microseconds[name] for name in (*CLOCK, "hbm")}
-    bound = max(times, key=times.get)
+    bound = max(cost.microseconds, key=cost.microseconds.get)
+
+    def elements_under(limit: int) -> int:
+        return sum(count for size, count in cost.dma_elements.items() if size < limit)
+
     return Row(
         kernel=kernel.function.__name__,
         shape=shape,
         instructions=dict(cost.instructions),
         microseconds=dict(cost.microseconds),
+        dma_elements=cost.dma_elements.total(),
+        dma_elements_under_512=elements_under(DMA_COSTS_AT_LEAST),
+        dma_elements_under_2048=elements_under(DMA_SHOULD_HAVE),
         bound=bound,
-        bound_microseconds=times[bound],
+        bound_microseconds=cost.microseconds[bound],
         hbm_bytes=cost.hbm_bytes,
         traffic_ratio=cost.hbm_bytes / cost.minimum_bytes,
     )
@@ -234,7 +253,7 @@ def _print(rows: list[Row], title: str) -> None:
     table = Table(title=f"{title}\nmodelled, not timed; times in microseconds, each engine by itself")
     table.add_column("kernel")
     table.add_column("shape")
-    for column in ("PE", "DVE", "ACT", "Pool", "DMA", "PE us", "DVE us", "ACT us", "Pool us", "HBM us"):
+    for column in (*ENGINE_NAMES, "elements", "< 512 B", "< 2 KiB", *(f"{name} us" for name in (*ENGINE_NAMES, "HBM"))):
         table.add_column(column, justify="right")
     table.add_column("bound")
     for column in ("HBM MB", "of minimum"):
@@ -247,15 +266,15 @@ def _print(rows: list[Row], title: str) -> None:
             row.kernel,
             row.shape,
             *(str(row.instructions[engine]) for engine in ENGINES),
-            f"{us['tensor']:.1f}",
-            f"{us['vector']:.1f} - {us['vector at most']:.1f}",
-            *(f"{us[engine]:.1f}" for engine in ("scalar", "gpsimd", "hbm")),
+            *map(str, (row.dma_elements, row.dma_elements_under_512, row.dma_elements_under_2048)),
+            *(f"{us[name]:.1f}" for name in (*ENGINES, "hbm")),
             f"{row.bound} {row.bound_microseconds:.1f}",
             f"{row.hbm_bytes / 1e6:.2f}",
             f"{row.traffic_ratio:.2f}x",
         )
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    Console(width=None if sys.stdout.isatty() else 210).print(table)
     print("PE is TensorE, DVE VectorE, ACT ScalarE, Pool GpSimd; the first five columns are instructions.")
+    print("elements: contiguous pieces that DMA moves, and how many of them have less than 512 and than 2,048 bytes.")
 
 
 def require_emulator() -> None:

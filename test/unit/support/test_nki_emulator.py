@@ -214,6 +214,53 @@ class TestMemory:
         assert launch.count("dma") == 2 and launch.count("scalar", "tensor_copy") == 1 and launch.count("tensor") == 0
         assert launch.hbm_bytes == 2 * (4 * 8 * 2 + 4 * 8 * 4)
 
+    def test_dma_elements_are_contiguous_on_both_sides(self):
+        """They end with a partition, with a gap on either side, and where the order changes."""
+        x = np.zeros((4, 6, 8), np.float32)
+
+        def kernel(x):
+            whole, columns = tile(4, 6, 8), tile(4, 6, 3)
+            nisa.dma_copy(dst=whole, src=x)  # a partition at a time
+            nisa.dma_copy(dst=columns, src=x[:, :, 0:3])  # three of each eight
+            nisa.dma_copy(dst=whole.permute((0, 2, 1)), src=x.reshape_dim(1, (1, 6)).reshape((4, 8, 6)))
+            nisa.dma_copy(dst=tile(24, 4, dtype=nl.bfloat16), src=x[:, 0:6, 2:6])  # of the wider dtype's bytes
+            nisa.dma_copy(dst=tile(4, 4), src=x[0:2, 0, 0:1].broadcast(1, 8))  # a repeated entry is read each time
+            return stored(columns)
+
+        run(kernel, x)
+        elements = [i.dma_elements for i in emulation.last_launch().instructions if i.engine == "dma"]
+        assert elements == [((192, 4),), ((12, 24),), ((4, 192),), ((16, 24),), ((4, 16),), ((72, 4),)]
+
+    def test_dma_elements_of_lengths_that_do_not_divide_each_other(self):
+        """Rows of 6 go to rows of 4 with gaps: 4, 2, 2, 4 and so on."""
+
+        def kernel(x):
+            target = tile(1, 3, 8)
+            nisa.dma_copy(dst=target[:, :, 0:4], src=x[:, 0:6])
+            return stored(target)
+
+        run(kernel, np.zeros((2, 8), np.float32))
+        assert emulation.last_launch().instructions[0].dma_elements == ((8, 2), (16, 2))
+
+    def test_cycles_per_element_of_vector_engine(self):
+        def kernel():
+            first, second = tile(4, 8, value=0.0), tile(4, 8, value=0.0)
+            halves = tile(4, 8, dtype=nl.bfloat16, value=0.0)
+            in_psum = tile(4, 8, buffer=nl.psum, value=0.0)
+            nisa.tensor_tensor(dst=first, data1=first, data2=second, op=nl.add)
+            nisa.tensor_tensor(dst=first, data1=first, data2=in_psum, op=nl.add)
+            nisa.tensor_tensor(dst=halves, data1=halves, data2=halves, op=nl.multiply)
+            nisa.tensor_tensor(dst=halves, data1=halves, data2=halves, op=nl.maximum)
+            repeated = halves[:, 0:1].broadcast(1, 8)
+            nisa.tensor_tensor(dst=halves, data1=halves, data2=repeated, op=nl.multiply)
+            nisa.tensor_tensor(dst=first, data1=first, data2=second, op=nl.add, engine=nisa.gpsimd_engine)
+            nisa.tensor_scalar(dst=first, data=first, op0=nl.add, operand0=1.0)
+            return stored(first)
+
+        run(kernel)
+        operations = [i for i in emulation.last_launch().instructions if i.op in ("tensor_tensor", "tensor_scalar")]
+        assert [i.cycles_per_element for i in operations] == [2, 1, 1, 2, 2, 1, 1]
+
     def test_peak_memory_is_that_of_live_ranges(self):
         def kernel():
             for _ in range(100):  # programs run one after the other and share their memory

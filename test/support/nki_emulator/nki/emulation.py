@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from nki.running import last_launch, launching
@@ -43,6 +44,9 @@ class Instruction:
     engine: tensor, vector, scalar, gpsimd or dma.
     elements: per partition; of a matrix product, the columns of the moving operand.
     is_float32: the operands of a matrix product are float32.
+    has_onezero: an operand of a matrix product is declared to be ones and zeros, or is the identity.
+    cycles_per_element: of VectorE, from the costs in the documentation of `nki.isa`; 1 on other engines.
+    dma_elements: (bytes, how many) of the pieces that a DMA moves. See `nki.dma_elements`.
     """
 
     program: int
@@ -53,6 +57,9 @@ class Instruction:
     hbm_read: int = 0
     hbm_written: int = 0
     is_float32: bool = False
+    has_onezero: bool = False
+    cycles_per_element: int = 1
+    dma_elements: tuple[tuple[int, int], ...] = ()
 
 
 def stochastic_rounding() -> np.random.Generator | None:
@@ -126,7 +133,7 @@ class Launch:
             self._next_shared += 1
         return tensor
 
-    def record(self, engine: str, op: str, partitions: int, elements: int, **more: int | bool) -> None:
+    def record(self, engine: str, op: str, partitions: int, elements: int, **more: Any) -> None:
         self.instructions.append(Instruction(self.program, engine, op, partitions, elements, **more))
 
     def use(self, storage: Storage) -> None:

@@ -155,10 +155,12 @@ def test_in_place(programs, monkeypatch):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_family(name):
     config = GraniteMoeHybridConfig.from_family(name)
-    rank = config.rank_dimensions(4)
-    check_mamba_decode(4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state, 2)
-    case = mamba_decode_inputs(2, 4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state)
-    check(run(case, 2), mamba_decode_oracle(case))
+    for tp_degree, batch, tokens in ((4, 2, 4), (1, 1, 1)):
+        rank = config.rank_dimensions(tp_degree)
+        shape = rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
+        check_mamba_decode(tokens, *shape, 2)
+        case = mamba_decode_inputs(batch, tokens, *shape)
+        check(run(case, 2), mamba_decode_oracle(case))
 
 
 def test_dimensions_that_it_does_not_take():
@@ -201,6 +203,21 @@ class TestBudgets:
         outputs = run(case, 2)
         assert last_launch().hbm_bytes <= 1.2 * nbytes(*case.values(), *outputs)
         assert last_launch().peak_sbuf_bytes < 207 * 1024
+
+    @pytest.mark.parametrize("name", HYBRIDS)
+    def test_dma_elements(self, name):
+        """DMA moves lanes of x, z, outputs and windows, and long rows of states. Nothing goes to HBM and back."""
+        config = GraniteMoeHybridConfig.from_family(name)
+        for tp_degree, batch, tokens in ((4, 1, 1), (4, 8, 1), (4, 4, 4), (1, 3, 1)):
+            rank = config.rank_dimensions(tp_degree)
+            shape = rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
+            case = mamba_decode_inputs(batch, tokens, *shape, dtype=torch.bfloat16)
+            outputs = run(case, 2)
+            lanes = math.ceil(rank.mamba_heads // 2 * config.mamba_d_head / 128)
+            elements = [i.dma_elements for i in last_launch().instructions if i.program == 0]
+            small = sum(count for sizes in elements for size, count in sizes if size < 512)
+            assert small <= 4 * batch * tokens * (lanes + 2) + 8
+            assert last_launch().hbm_bytes <= 1.05 * nbytes(*case.values(), *outputs)
 
 
 class TestStatesOf16Bits:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from nki.dma_elements import dma_elements
 from nki.indirect import IndirectView
 from nki.isa.operands import elementwise_engine, record, same_shapes
 from nki.isa.options import dge_mode, engine, oob_mode
@@ -36,15 +37,18 @@ def dma_copy(
     is_whole = dst.buffer.is_on_chip and src.buffer.is_on_chip
     require(not is_whole or dst.partitions == src.partitions, f"sizes differ: {dst.shape}, {src.shape}")
     require(dst.array.size == src.array.size, f"sizes differ: {dst.shape}, {src.shape}")
-    moved = Counter()
+    moved: Counter[str] = Counter()
+    elements: Counter[int] = Counter()
     for to, values in _transfers(dst, src, oob_mode.value, dge_mode.value):
         cast_values = values if dst.dtype == src.dtype else cast(np.asarray(values, np.float32), dst.dtype)
         to[...] = cast_values.reshape(to.shape)
+        elements += dma_elements(to, values, dst.buffer.is_on_chip, src.buffer.is_on_chip)
         if not src.buffer.is_on_chip:
             moved["hbm_read"] += values.nbytes
         if not dst.buffer.is_on_chip:
             moved["hbm_written"] += to.nbytes
-    last_launch().record("dma", "dma_copy", dst.partitions, dst.free_size, **moved)
+    sizes = tuple(sorted(elements.items()))
+    last_launch().record("dma", "dma_copy", dst.partitions, dst.free_size, dma_elements=sizes, **moved)
 
 
 def _use(tensors: Sequence[NkiTensor]) -> None:
@@ -84,7 +88,10 @@ def dma_transpose(
     oob_mode: oob_mode = oob_mode.error,
     name: str | None = None,
 ) -> None:
-    """Write src to dst with its dimensions in the order of `axes`. By default the first and the last are exchanged."""
+    """Write src to dst with its dimensions in the order of `axes`. By default the first and the last are exchanged.
+
+    Every entry counts as an element of its own.
+    """
     require(not isinstance(src, IndirectView), "an indirect transpose is not emulated")
     require(dst.dtype == src.dtype, f"dst is {dst.dtype}, src is {src.dtype}")
     _use((dst, src))
@@ -92,7 +99,8 @@ def dma_transpose(
     dst.array[...] = np.transpose(src.array, order).reshape(dst.shape)
     moved = {"hbm_read": 0 if src.buffer.is_on_chip else src.array.nbytes}
     moved["hbm_written"] = 0 if dst.buffer.is_on_chip else dst.array.nbytes
-    last_launch().record("dma", "dma_transpose", dst.partitions, dst.free_size, **moved)
+    sizes = ((dst.array.itemsize, dst.array.size),)
+    last_launch().record("dma", "dma_transpose", dst.partitions, dst.free_size, dma_elements=sizes, **moved)
 
 
 def memset(dst: NkiTensor, value: float, engine: engine = engine.unknown, name: str | None = None) -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 from nki import language as nl
-from nki.isa.operands import apply, binary, elementwise_engine, not_both_psum, per_partition, record, rows, same_shapes
+from nki.isa.operands import (
+    apply,
+    binary,
+    cycles_of_two_tiles,
+    elementwise_engine,
+    not_both_psum,
+    per_partition,
+    record,
+    rows,
+    same_shapes,
+)
 from nki.isa.options import engine, reduce_cmd
 from nki.language import Operator
-from nki.running import last_launch
 from nki.tensors import NkiTensor
 from nki.values import INTEGERS, Memory, require
 
@@ -36,7 +45,7 @@ def tensor_tensor(
         dst.write(np.asarray(op.function(*wide), np.int64).astype(dst.dtype))
     else:
         dst.write(op.function(data1.read("data1"), data2.read("data2")))
-    record(where, "tensor_tensor", dst)
+    record(where, "tensor_tensor", dst, cycles_of_two_tiles(op, dst, data1, data2))
 
 
 def tensor_scalar(
@@ -81,14 +90,14 @@ def scalar_tensor_tensor(
     not_both_psum(data, operand1)
     result = apply(op0, data.read("data"), per_partition(operand0, data, "operand0"), reverse0)
     dst.write(apply(op1, result, operand1.read("operand1"), reverse1))
-    record("vector", "scalar_tensor_tensor", dst)
+    record("vector", "scalar_tensor_tensor", dst, 2)
 
 
 def reciprocal(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
     """dst = 1 / data."""
     same_shapes(dst, data)
     dst.write(np.reciprocal(data.read("data")))
-    record(elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, data), "reciprocal", dst)
+    record(elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, data), "reciprocal", dst, 8)
 
 
 def activation(
@@ -146,4 +155,5 @@ def tensor_copy_predicated(
     chosen = (rows(predicate, "predicate") != 0) != reverse_pred
     values = rows(src, "src") if isinstance(src, NkiTensor) else np.float32(src)
     dst.write(np.where(chosen, values, rows(dst, "dst")))
-    last_launch().record("vector", "tensor_copy_predicated", dst.partitions, dst.free_size)
+    is_from_psum = any(isinstance(v, NkiTensor) and v.buffer is Memory.PSUM for v in (src, predicate))
+    record("vector", "tensor_copy_predicated", dst, 1 if is_from_psum else 2)

@@ -9,9 +9,19 @@ from nki.running import last_launch
 from nki.tensors import NkiTensor
 from nki.values import Memory, require
 
+FAST_IN_BFLOAT16 = ("add", "multiply", "subtract")
 
-def record(name: str, op: str, tensor: NkiTensor) -> None:
-    last_launch().record(name, op, tensor.partitions, tensor.free_size)
+
+def record(name: str, op: str, tensor: NkiTensor, cycles_per_element: int = 1) -> None:
+    cycles = cycles_per_element if name == "vector" else 1
+    last_launch().record(name, op, tensor.partitions, tensor.free_size, cycles_per_element=cycles)
+
+
+def cycles_of_two_tiles(op: Operator, dst: NkiTensor, *tiles: NkiTensor) -> int:
+    """Return VectorE's cycles for an element of two tiles: 2, or 1 if one is in PSUM or all is dense bfloat16."""
+    is_bfloat16 = all(tensor.dtype == "bfloat16" for tensor in (dst, *tiles))
+    is_fast = is_bfloat16 and op.name in FAST_IN_BFLOAT16 and all(tile.is_dense for tile in tiles)
+    return 1 if is_fast or any(tile.buffer is Memory.PSUM for tile in tiles) else 2
 
 
 def elementwise_engine(wanted: engine, possible: tuple[str, ...], *tensors: NkiTensor) -> str:

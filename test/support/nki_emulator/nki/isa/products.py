@@ -64,7 +64,10 @@ def nc_matmul(
         require(bool(is_product.all()), "accumulate=True on PSUM that holds no matrix product")
         product = dst.array + product
     dst.write(product, is_product=not is_transpose)
-    last_launch().record("tensor", "nc_matmul", stationary.partitions, columns, is_float32=is_float32)
+    has_onezero = is_stationary_onezero or is_moving_onezero or is_transpose
+    last_launch().record(
+        "tensor", "nc_matmul", stationary.partitions, columns, is_float32=is_float32, has_onezero=has_onezero
+    )
 
 
 def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
@@ -89,4 +92,4 @@ def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknow
     require(len(dst.banks) == 1, "one transpose must fit one PSUM bank")
     require(dst.is_dense, f"dst {dst.shape} of a transpose is strided")
     dst.write(values)
-    last_launch().record("tensor", "nc_transpose", rows, rows, is_float32=data.dtype == "float32")
+    last_launch().record("tensor", "nc_transpose", rows, rows, is_float32=data.dtype == "float32", has_onezero=True)

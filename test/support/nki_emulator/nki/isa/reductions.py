@@ -36,7 +36,7 @@ def tensor_tensor_scan(
     for i in range(len(result)):
         previous = result[i] = op1.function(op0.function(first[i], previous), second[i])
     dst.write(result.T)
-    record("vector", "tensor_tensor_scan", dst)
+    record("vector", "tensor_tensor_scan", dst, 2)
 
 
 def tensor_reduce(
