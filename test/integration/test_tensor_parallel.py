@@ -64,7 +64,8 @@ def run_rank(rank, degree, folder, port, results):
     warnings.simplefilter("error", FutureWarning)  # of torch, about what it will no longer have
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.distributed.init_process_group("gloo", rank=rank, world_size=degree)
-    model = load_model(folder, torch.float32, parallel=Parallel(rank, degree, torch.distributed.group.WORLD))
+    parallel = Parallel(rank, degree, torch.distributed.group.WORLD.group_name)
+    model = load_model(folder, torch.float32, parallel=parallel)
     logits = run_cuts(model, random_tokens(model.config.vocab_size, 2, sum(CUTS)), CUTS)
     torch.save(logits, f"{results}/{rank}.pt")
     torch.distributed.destroy_process_group()

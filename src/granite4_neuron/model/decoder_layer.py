@@ -32,12 +32,14 @@ class DecoderLayer(Module):
     def __init__(
         self,
         config: GraniteMoeHybridConfig,
+        parallel: Parallel,
         mixer: Mamba2 | Attention,
         shared_mlp: SharedMLP,
         experts: SparseMoe | None,
     ):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
+        self.parallel = parallel
         self.input_layernorm = norm_of(config)
         self.is_mamba = isinstance(mixer, Mamba2)
         if isinstance(mixer, Mamba2):
@@ -72,10 +74,14 @@ class DecoderLayer(Module):
         return self.self_attn(x, step, state, rotary), None
 
     def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-        """Return the terms that are added one after the other, each [batch, tokens, hidden_size]."""
-        yield self.shared_mlp(x)
+        """Return the terms that are added one after the other, each [batch, tokens, hidden_size].
+
+        Ranks add up MLP and experts in one message, and so these are one term.
+        """
+        outputs = [self.shared_mlp(x)]
         if self.block_sparse_moe is not None:
-            yield self.block_sparse_moe(x)
+            outputs.append(self.block_sparse_moe(x))
+        yield from outputs if self.parallel.degree == 1 else [self.parallel.all_reduce(sum(outputs[1:], outputs[0]))]
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         """Advance a Mamba layer's state by inputs of a step that verified, see `Mamba2.advance`."""
@@ -112,4 +118,4 @@ def decoder_layer(config: GraniteMoeHybridConfig, layer: int, parallel: Parallel
     is_mamba = config.layer_types[layer] == MAMBA
     mixer = Mamba2(config, parallel, layer) if is_mamba else Attention(config, parallel)
     experts = SparseMoe(config, parallel) if config.num_local_experts else None
-    return DecoderLayer(config, mixer, SharedMLP(config, parallel), experts)
+    return DecoderLayer(config, parallel, mixer, SharedMLP(config, parallel), experts)

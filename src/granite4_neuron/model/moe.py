@@ -1,4 +1,8 @@
-"""Feed-forward layers: the shared MLP of every token, and the experts, of which each token chooses a few."""
+"""Feed-forward layers: the shared MLP of every token, and the experts, of which each token chooses a few.
+
+On several ranks each returns its rank's part of the sum, in float32. The layer adds the parts of both before it sends
+them to the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import torch
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear, Matrix
-from granite4_neuron.model.parallel import Parallel, RowParallelLinear
+from granite4_neuron.model.parallel import Parallel
 
 
 class SharedMLP(Module):
@@ -18,12 +22,12 @@ class SharedMLP(Module):
         width = config.rank_dimensions(parallel.degree).shared_intermediate_size
         self.parallel = parallel
         self.input_linear = Linear(config.hidden_size, 2 * width, bias=False)
-        self.output_linear = RowParallelLinear(width, config.hidden_size, False, parallel)
+        self.output_linear = Linear(width, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.parallel.degree == 1:
             return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
-        return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
+        return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states))).float()
 
 
 class SparseMoe(Module):
@@ -31,7 +35,6 @@ class SparseMoe(Module):
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
-        self.parallel = parallel
         experts, hidden = config.num_local_experts, config.hidden_size
         width = config.rank_dimensions(parallel.degree).intermediate_size
         self.top_k = config.num_experts_per_tok
@@ -45,7 +48,7 @@ class SparseMoe(Module):
         chosen = self.operators.topk_softmax(router_logits, self.top_k)
         weights = self.input_linear.weight, self.output_linear.weight
         output = self.operators.fused_experts(tokens, *weights, *chosen)
-        return self.parallel.all_reduce(output.view(hidden_states.shape))
+        return output.view(hidden_states.shape)
 
 
 class _Router(Module):

@@ -8,33 +8,31 @@ from itertools import accumulate
 
 import torch
 import torch.distributed
-import torch.distributed._functional_collectives as collectives
 
 from granite4_neuron.model.linear import Linear, Matrix
 
-try:
-    from torch.distributed._functional_collectives import all_gather_single
-except ImportError:  # its name before torch 2.13
-    from torch.distributed._functional_collectives import all_gather_tensor as all_gather_single
+# The operators of functional collectives, by which a compiler knows them. They take a group by its name, which need not
+# exist where a graph is only traced.
+_collectives = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
 class Parallel:
     """One rank's place among `degree` ranks.
 
-    With `group` None and a degree above 1 the rank is alone: it computes its own partial sums, and no others are added.
-    This is for inspecting a rank's graph, not for results.
+    group: the name of the process group of all ranks. With None and a degree above 1 the rank is alone: it computes its
+        own partial sums, and no others are added. This is for inspecting a rank's graph, not for results.
     """
 
     rank: int = 0
     degree: int = 1
-    group: torch.distributed.ProcessGroup | None = None
+    group: str | None = None
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks."""
         if self.group is None:
             return partial
-        return collectives.wait_tensor(collectives.all_reduce(partial, "sum", self.group))
+        return _collectives.wait_tensor(_collectives.all_reduce(partial, "sum", self.group))
 
     def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the sums of several tensors of one dtype, in one message."""
@@ -48,7 +46,8 @@ class Parallel:
         """Return all ranks' parts side by side on the last axis."""
         if self.group is None:
             return part
-        parts = collectives.wait_tensor(all_gather_single(part.flatten(), 0, self.group))
+        gathered = _collectives.all_gather_into_tensor(part.flatten(), self.degree, self.group)
+        parts = _collectives.wait_tensor(gathered)
         return torch.cat([each.view_as(part) for each in parts.view(self.degree, -1)], dim=-1)
 
 

@@ -93,7 +93,9 @@ class ShardSpec:
             raise UserError(f"the processes of a split model cannot connect to each other ({reason}){hint}.") from None
 
     def load(self, rank: int, **listeners: Any) -> GraniteMoeHybridForCausalLM:
-        parallel = Parallel(rank, self.degree, torch.distributed.group.WORLD)
+        group = torch.distributed.group.WORLD
+        assert group is not None  # `join` has made it
+        parallel = Parallel(rank, self.degree, group.group_name)
         return load_model(self.folder, self.dtype, parallel, **listeners)
 
 

@@ -184,8 +184,7 @@ class NeuronDecoderLayer(DecoderLayer):
         mixer = mamba(granite, parallel).to(dtype) if is_mamba else NeuronAttention(config)
         mlp = NeuronSharedMLP(granite, parallel).to(dtype)
         experts = NeuronExperts(config) if granite.num_local_experts else None
-        super().__init__(granite, mixer, mlp, experts)  # type: ignore[arg-type]  # only `feed_forward` calls experts
-        self.parallel = parallel
+        super().__init__(granite, parallel, mixer, mlp, experts)  # type: ignore[arg-type]  # see `feed_forward`
         self.input_layernorm.to(dtype)
         self.post_attention_layernorm.to(dtype)
         if is_mamba:
