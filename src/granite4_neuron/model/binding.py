@@ -51,6 +51,7 @@ def shallow_copy(module: AnyModule) -> AnyModule:
     copied = copy.copy(module)
     copied.__dict__["_is_bound"] = False
     copied._parameters = dict(module._parameters)
+    copied._buffers = dict(module._buffers)
     copied._modules = {name: None if child is None else shallow_copy(child) for name, child in module._modules.items()}
     return copied
 

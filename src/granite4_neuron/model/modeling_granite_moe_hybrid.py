@@ -145,6 +145,9 @@ class GraniteMoeHybridForCausalLM(Module):
             for name, weight in module._parameters.items():
                 if weight is not None:
                     module._parameters[name] = nn.Parameter(weight.to(device), requires_grad=False)
+            module._buffers = {
+                name: value if value is None else value.to(device) for name, value in module._buffers.items()
+            }
         self.tie_weights()
 
     def _pack(self, pack: Pack) -> None:

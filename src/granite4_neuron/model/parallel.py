@@ -67,20 +67,28 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(Matrix):
-    """An embedding whose rows are split over the ranks in equal, consecutive parts."""
+    """An embedding whose rows are split over the ranks in equal, consecutive parts.
+
+    first_row: of this rank, [1], int32. It is a tensor, so that a graph takes it as an input: with the number as a
+        constant every rank would have a graph of its own to compile.
+    """
 
     may_be_quantized = False
+    first_row: torch.Tensor
 
     def __init__(self, rows: int, width: int, parallel: Parallel):
         super().__init__(rows, width)
         self.num_embeddings = rows
         self.parallel = parallel
+        # On the CPU, also where a model is made without memory: no checkpoint has this value.
+        first_row = torch.tensor([parallel.rank * rows], dtype=torch.int32, device="cpu")
+        self.register_buffer("first_row", first_row, persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map [...] token ids to [..., width] in float32."""
         if self.parallel.degree == 1:
             return self.operators.embedding(ids, self.weight)
-        local = ids - self.parallel.rank * self.num_embeddings
+        local = ids - self.first_row
         here = (local >= 0) & (local < self.num_embeddings)
         rows = self.operators.embedding(local.where(here, 0), self.weight)
         return self.parallel.all_reduce(rows.masked_fill(~here[..., None], 0.0))

@@ -6,6 +6,7 @@ kind cost the same, so this gives the cost of any number of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -37,6 +38,8 @@ COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
 
 PREFILL, DECODE, VERIFY, COMMIT = "prefill", "decode", "verify", "commit"
 
+_NONE: Counter[tuple[str, str]] = Counter()
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -61,10 +64,10 @@ class Graph:
         """One sequence in prefill, and all of them in the other kinds."""
         return 1 if self.kind == PREFILL else self.num_sequences
 
-    def meta_model(self) -> GraniteMoeHybridForCausalLM:
-        """Return the rank's model, without memory."""
+    def meta_model(self, rank: int = 0, group: str | None = None) -> GraniteMoeHybridForCausalLM:
+        """Return a rank's model, without memory. `group`: see `Parallel`; no process group needs to have this name."""
         with torch.device("meta"):
-            return GraniteMoeHybridForCausalLM(self.config, Parallel(0, self.tp_degree))
+            return GraniteMoeHybridForCausalLM(self.config, Parallel(rank, self.tp_degree, group)).to("meta")
 
     def meta_state(self) -> HybridState:
         """Return the rank's state, without memory."""
@@ -94,8 +97,8 @@ class GraphReport:
     """One graph of one rank; sizes in bytes.
 
     cost: of the whole graph. components: the cost of all layers' components, by their names in `COMPONENTS`.
-    findings: of `hlo_lint`. notes: choices made for the graph, and why. few: the graph with one layer of each kind.
-    live_set: of a prompt's graph.
+    findings: of `hlo_lint`. notes: choices made for the graph, and why; and its collectives. few: the graph with one
+        layer of each kind. live_set: of a prompt's graph.
     """
 
     graph: str
@@ -161,7 +164,8 @@ def report(
 
     Args:
         config, dtype: the model.
-        tp_degree: ranks; the graphs are those of one rank, without communication.
+        tp_degree: ranks; the graphs are those of one rank. `trace_xla` leaves out what ranks send each other, because
+            that runtime has one rank.
         batch_size: sequences in the state, all of which the decode graph takes, in the order of their slots.
         buckets: tokens of the prefill graphs.
         max_length: of the cache, all of which attention visits.
@@ -210,13 +214,21 @@ def graph_report(
     few = trace(kinds)
     cost_of_few = cost = count(few.proto)
     weight_bytes, state_bytes = few.weight_bytes, few.state_bytes
+    text = hlo_text(few.proto)
+    collectives = {REST: hlo_lint.collectives(hlo_lint.instructions(text))}
     for kind in kinds:
         times = layer_types.count(kind) - 1
-        if times:
+        if times or cost_of_few.collectives:
             more = trace((*kinds, kind))
             cost += (count(more.proto) - cost_of_few) * times
             weight_bytes += (more.weight_bytes - few.weight_bytes) * times
             state_bytes += (more.state_bytes - few.state_bytes) * times
+            of_more = hlo_lint.collectives(hlo_lint.instructions(hlo_text(more.proto)))
+            collectives[kind] = of_more - hlo_lint.collectives(hlo_lint.instructions(text))
+            collectives[REST] -= collectives[kind]
+    of_layers = [
+        finding for kind in kinds for finding in hlo_lint.findings_of_layer(kind, collectives.get(kind, _NONE))
+    ]
     return GraphReport(
         graph=name,
         weight_bytes=weight_bytes,
@@ -224,9 +236,25 @@ def graph_report(
         cost=cost,
         components=_components(few, layer_types, cost),
         minimum=least,
-        findings=tuple(hlo_lint.findings(hlo_text(few.proto), few.widens_places)),
+        findings=(*hlo_lint.findings(text, few.widens_places), *of_layers),
         few=few,
+        notes=_notes(collectives, cost) if cost.collectives else (),
     )
+
+
+def _notes(collectives: Mapping[str, Counter[tuple[str, str]]], cost: Cost) -> tuple[str, ...]:
+    """Return a sentence on the collectives of a graph.
+
+    Args:
+        collectives: of a layer of each kind, and of the rest of the graph.
+        cost: of all of it.
+    """
+    parts = []
+    for name, found in collectives.items():
+        listed = ", ".join(f"{number} {opcode} of {dtype}" for (opcode, dtype), number in sorted(found.items()))
+        parts.append(f"{listed or 'none'} {'outside of layers' if name == REST else f'in each {name} layer'}")
+    each_gives = f"a rank gives {cost.collective_bytes / 1e6:.4g} MB to {cost.collectives} collectives"
+    return (f"{each_gives}: {'; '.join(parts)}.",)
 
 
 def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict[str, Cost]:
@@ -253,6 +281,9 @@ class _Tracing:
         self.weights = dict(model.named_parameters())
         for name, weight in self.weights.items():
             set_parameter(model, name, self.placeholder(tuple(weight.shape), self.dtype))
+        for module in model.modules():
+            for name, value in module.named_buffers(recurse=False):
+                setattr(module, name, self.placeholder(tuple(value.shape), value.dtype))
         model.tie_weights()
         self.model = model.bind(XLA)
 

@@ -28,6 +28,7 @@ class Cost:
     """Cost by XLA's analysis of a graph before optimisation: every operand and result of every instruction counts.
 
     fused_bytes: see the module of this name. A kernel, which is a custom call, counts as `kernel_costs` says.
+    collectives, collective_bytes: their number, and the bytes that this rank gives to them.
 
     Costs are added up like the graphs that they are of.
     """
@@ -36,6 +37,8 @@ class Cost:
     bytes_accessed: float = 0.0
     instructions: int = 0
     fused_bytes: float = 0.0
+    collectives: int = 0
+    collective_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
@@ -111,6 +114,10 @@ def count(proto: bytes) -> Cost:
     cost = Cost(properties.get("flops", 0.0), properties.get("bytes accessed", 0.0), len(instructions), moved)
     reshapes = [each for each in instructions.values() if each.opcode == "reshape"]
     cost -= Cost(bytes_accessed=2.0 * sum(size_of(reshape.shapes[0]) for reshape in reshapes))
+    for each in instructions.values():
+        if each.opcode in hlo_lint.COLLECTIVES:
+            given = sum(size_of(shape) for operand in each.operands for shape in instructions[operand].shapes)
+            cost += Cost(collectives=1, collective_bytes=float(given))
     for call in (each for each in instructions.values() if each.opcode == "custom-call"):
         operands = [shape for operand in call.operands for shape in instructions[operand].shapes]
         cost += Cost(*kernel_cost(kernel_name(call), operands, call.shapes))

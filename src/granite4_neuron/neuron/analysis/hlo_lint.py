@@ -6,7 +6,8 @@ Source: the error codes and limits in the Neuron SDK's documentation up to relea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_RANK = 4
@@ -25,7 +26,13 @@ _FORBIDDEN = {
     "reduce-window": "is a running sum; it is written as a product with a triangle",
     "sort": "is a sort; the largest values are found by comparison",
     "topk": "is a sort; the largest values are found by comparison",
+    **dict.fromkeys(
+        ("reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"),
+        "is a collective other than a sum over the ranks, or their parts side by side",
+    ),
 }
+COLLECTIVES = ("all-reduce", "all-gather")
+MOST_COLLECTIVES = 2  # of a layer: one for its mixer, and one for MLP and experts together
 _WIDE_DTYPES = ("f64", "c128")
 # torch_xla compares integers with a constant in 64 bits, and reads an embedding's ids through 64 bits.
 _WIDENED = ("parameter", "constant", "convert", "broadcast", "reshape", "compare")
@@ -75,6 +82,26 @@ def instructions(hlo_text: str) -> dict[str, Instruction]:
     return found
 
 
+def collectives(module: Mapping[str, Instruction]) -> Counter[tuple[str, str]]:
+    """Return how many collectives of each kind a module has, by their opcode in `COLLECTIVES` and their dtype."""
+    found = (each for each in module.values() if each.opcode in COLLECTIVES)
+    return Counter((each.opcode, each.shapes[0][0]) for each in found)
+
+
+def findings_of_layer(kind: str, found: Counter[tuple[str, str]]) -> list[str]:
+    """Return one sentence for each rule that the collectives of a layer break.
+
+    The rules: there are at most two; and they are of float32 or bfloat16.
+    """
+    sentences = []
+    if found.total() > MOST_COLLECTIVES:
+        sentences.append(f"{kind} layers have {found.total()} collectives each, and need {MOST_COLLECTIVES}.")
+    for opcode, dtype in found:
+        if dtype not in ("f32", "bf16"):
+            sentences.append(f"{kind} layers have a collective ({opcode}) in {dtype}.")
+    return sentences
+
+
 def _split_at_end(rest: str) -> tuple[str, str]:
     """Return the text before the parenthesis that ends an instruction's operands, and the text behind it."""
     depth = 1
@@ -91,11 +118,11 @@ def findings(hlo_text: str, widens_places: bool = False) -> list[str]:
     The rules: no tensor of rank above 4, and no operand of a product above 3; no shape that is known only while the
     graph runs; no 64-bit floating point; no arithmetic on 64-bit integers and no places in them, other than what
     torch_xla adds to a comparison; no transfer to or from the host; no loop; no convolution; no running sum
-    (reduce-window, as cumsum is traced); no sort; a gather picks whole rows of its first axes (a slot, an expert, a
-    token's embedding) and never places in a sequence; no gather or scatter at places that are known when the graph
-    is made, where a slice would do. A scatter at places that depend on data is how a cache is written, and is let
-    through. A loop over tokens that was unrolled while tracing cannot be told from other instructions: count them
-    for two lengths.
+    (reduce-window, as cumsum is traced); no sort; no collective but all-reduce and all-gather; a gather picks whole
+    rows of its first axes (a slot, an expert, a token's embedding) and never places in a sequence; no gather or scatter
+    at places that are known when the graph is made, where a slice would do. A scatter at places that depend on data is
+    how a cache is written, and is let through. A loop over tokens that was unrolled while tracing cannot be told from
+    other instructions: count them for two lengths.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.

@@ -152,7 +152,8 @@ def step_work(
         flops=least.flops,
         bytes_accessed=least.bytes_accessed + live_set(config, tp_degree, dtype, batch_size * tokens).moved,
         vector_elements=config.layer_types.count(MAMBA) * per_layer,
-        link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, dtype.itemsize),
+        # Ranks add up float32.
+        link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, torch.float32.itemsize),
         collectives=num_collectives(layers, tp_degree),
         layers=layers,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from granite4_neuron.neuron.analysis.graphs import COMMIT, PREFILL, VERIFY, Graph, Traced
-from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, check_installed, hlo_proto_of, lower
+from granite4_neuron.neuron.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.ops.xla import LOOPS
 from granite4_neuron.runtime.torch_device import (
     GraphKey,
@@ -20,6 +20,8 @@ from granite4_neuron.runtime.torch_device import (
     state_tensors,
 )
 
+_GROUP = "ranks"
+
 
 def trace_torch(graph: Graph) -> Traced:
     """Trace a graph of `runtime.torch_device.TorchRuntime`, of all layers.
@@ -27,9 +29,27 @@ def trace_torch(graph: Graph) -> Traced:
     Raises:
         ToolsMissing: torch-mlir or jax is not installed.
     """
+    lowered = lower_torch(graph)
+    weights = sum(weight.numel() for weight in graph.meta_model().parameters())
+    return Traced(
+        hlo_proto_of(lowered.text),
+        donated=lowered.donated,
+        components={},
+        weight_bytes=weights * graph.dtype.itemsize,
+        state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in graph.meta_state().tensors()),
+        widens_places=True,
+    )
+
+
+def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
+    """Lower a graph of `runtime.torch_device.TorchRuntime`, of all layers, with its collectives.
+
+    Raises:
+        ToolsMissing: torch-mlir or jax is not installed.
+    """
     check_installed()
-    model, state = graph.meta_model().to(graph.dtype), graph.meta_state()
-    weight_bytes = sum(weight.numel() for weight in model.parameters()) * graph.dtype.itemsize
+    model, state = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None), graph.meta_state()
+    model = model.to(graph.dtype)
     model.tie_weights()
     model = model.bind(LOOPS)
     ids, positions = torch.empty(2, graph.rows, graph.tokens, dtype=torch.int32, device="meta")
@@ -47,15 +67,7 @@ def trace_torch(graph: Graph) -> Traced:
         verifies = graph.kind == VERIFY
         key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies)
         module = _graph(run_step, model, key, (ids, positions, lengths, slots), tensors)
-    lowered = lower(module)
-    return Traced(
-        hlo_proto_of(lowered.text),
-        donated=lowered.donated,
-        components={},
-        weight_bytes=weight_bytes,
-        state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
-        widens_places=True,
-    )
+    return lower(module, graph.tp_degree)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import fx
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 
+from granite4_neuron.neuron.analysis.collective_lowering import lower_collectives
 from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
 
 aten = torch.ops.aten
@@ -36,6 +37,7 @@ _DECOMPOSED = (
     aten.lerp,
 )
 
+_TO_TORCH_BACKEND = "builtin.module(torchdynamo-export-to-torch-backend-pipeline)"
 # Folds torch-mlir's lowering of arange, which is arithmetic in float64 and an iota of a computed length.
 _SIMPLIFICATION = "builtin.module(func.func(stablehlo-aggressive-simplification))"
 
@@ -91,8 +93,13 @@ class Lowered:
     donated: Mapping[int, int]
 
 
-def lower(graph: fx.GraphModule) -> Lowered:
-    """Lower a graph of `aot_backend` with torch-mlir."""
+def lower(graph: fx.GraphModule, tp_degree: int = 1) -> Lowered:
+    """Lower a graph of `aot_backend` with torch-mlir.
+
+    Args:
+        tp_degree: number of ranks; each collective is among all of them.
+    """
+    from torch_mlir.compiler_utils import OutputType, lower_mlir_module, run_pipeline_with_repro_report
     from torch_mlir.fx import stateless_fx_import
     from torch_mlir.passmanager import PassManager
 
@@ -106,7 +113,10 @@ def lower(graph: fx.GraphModule) -> Lowered:
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))  # torch-mlir takes another for a copy between devices
-    module = stateless_fx_import(graph, output_type="stablehlo")
+    module = stateless_fx_import(graph, output_type="raw")
+    lower_collectives(module, tp_degree)
+    run_pipeline_with_repro_report(module, _TO_TORCH_BACKEND, "lowering to operators of torch")
+    lower_mlir_module(False, OutputType.STABLEHLO, module)
     with module.context:
         PassManager.parse(_SIMPLIFICATION).run(module.operation)
     return Lowered(str(module).replace("arith.constant", "stablehlo.constant"), donated)

@@ -91,10 +91,13 @@ def report(
         verifies = kind == "verification_model"
         context = bucket - tokens
         least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=verifies, state_dtype=state_dtype)
-        notes = application.config.notes(rows * tokens)
+        reported = graph_report(name, config.layer_types, traced, least)
         is_of_prompt = kind in ("context_encoding_model", "prefill_continuation_model")
-        live = live_set(config, tp_degree, dtype, rows * tokens) if is_of_prompt else None
-        return replace(graph_report(name, config.layer_types, traced, least), notes=notes, live_set=live)
+        return replace(
+            reported,
+            notes=(*application.config.notes(rows * tokens), *reported.notes),
+            live_set=live_set(config, tp_degree, dtype, rows * tokens) if is_of_prompt else None,
+        )
 
     application = _application(config, neuron_config, kernels)
     for bucket in buckets:

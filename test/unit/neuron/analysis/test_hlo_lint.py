@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
+from granite4_neuron.neuron.analysis.hlo_lint import collectives, findings, findings_of_layer, instructions
 
 pytestmark = pytest.mark.versions
 
@@ -37,6 +37,7 @@ BREAKING = {
     "a sort, of the largest": "%topk.9 = (f32[3,8,4]{2,1,0}, s32[3,8,4]{2,1,0}) topk(%p1.2), k=4, largest=true",
     "a sort, by name": '%custom-call.9 = f32[3,8,4]{2,1,0} custom-call(%p1.2), custom_call_target="TopK"',
     "only while the graph runs": '%slice.9 = f32[3,<=8,16]{2,1,0} custom-call(%p1.2), custom_call_target="Slice"',
+    "a collective other than": "%all-to-all.9 = f32[3,8,16]{2,1,0} all-to-all(%p1.2), dimensions={0}",
     "a convolution": "%convolution.9 = f32[3,8,16]{2,1,0} convolution(%p1.2, %p1.2), window={size=4}, dim_labels=b0f",
     "in a sequence": "%gather.9 = f32[3,2,16]{2,1,0} gather(%p1.2, %p0.1), offset_dims={0,2}, "
     "collapsed_slice_dims={1}, start_index_map={1}, index_vector_dim=1, slice_sizes={3,1,16}",
@@ -106,3 +107,20 @@ def test_operands_of_a_tuple():
     text = "  %x.3 = f32[2]{0} get-tuple-element((f32[2]{0}, s32[2]{0}) %call.2), index=0"
     (found,) = instructions(text).values()
     assert found.operands == ("call.2",) and found.attributes == ", index=0"
+
+
+def layer_with(*lines):
+    text = MODULE.format(line="\n  ".join(lines))
+    assert findings(text) == []
+    return collectives(instructions(text))
+
+
+def test_collectives_of_a_layer():
+    total = "%all-reduce.{} = {}[3,8,16]{{2,1,0}} all-reduce(%p1.2), replica_groups={{{{0,1}}}}, to_apply=%c"
+    two = layer_with(total.format(9, "f32"), total.format(10, "bf16"))
+    assert two == {("all-reduce", "f32"): 1, ("all-reduce", "bf16"): 1} and findings_of_layer("mamba", two) == []
+    whole = layer_with(total.format(9, "s32"))
+    assert findings_of_layer("mamba", whole) == ["mamba layers have a collective (all-reduce) in s32."]
+    parts = "%all-gather.11 = f32[6,8,16]{2,1,0} all-gather(%p1.2), dimensions={0}"
+    three = layer_with(total.format(9, "f32"), total.format(10, "f32"), parts)
+    assert findings_of_layer("mamba", three) == ["mamba layers have 3 collectives each, and need 2."]
