@@ -36,6 +36,7 @@ from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
 from granite4_neuron.system import available_memory
 from test.support.checkpoints import DENSE, small_config
+from test.support.engines import generate_one
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts
 
@@ -208,6 +209,58 @@ class TestSplitRuntime:
                     texts[-1] += [output.token for output in engine.step()]
             assert cache.stats.hit_tokens
         assert texts[0] == texts[1]
+
+
+class _Recorded:
+    """Records the logits of a runtime's steps and verifications, with the row that each is of."""
+
+    def __init__(self, runtime):
+        self.rows: list[tuple[Row, torch.Tensor]] = []
+        self._step, self._verify = runtime.step, runtime.verify
+        runtime.step, runtime.verify = self.step, self.verify
+
+    def step(self, state, rows, all_logits=False):
+        logits = self._step(state, rows, all_logits)
+        self.rows += [(row, each[None]) for row, each in zip(rows, logits, strict=True)]
+        return logits
+
+    def verify(self, state, rows):
+        verification = self._verify(state, rows)
+        self.rows += list(zip(rows, verification.logits, strict=True))
+        return verification
+
+    def error(self, tokens, uncut):
+        """Return how far the logits of rows of a sequence are from those of its only step, and of how many tokens."""
+        errors = []
+        for row, logits in self.rows:
+            end = row.start + len(row.tokens)
+            for position, each in enumerate(logits, start=end - len(logits)):
+                if row.tokens[: position + 1 - row.start] == tokens[row.start : position + 1]:  # no wrong draft
+                    errors.append(float((each - uncut[position]).abs().max()))
+        return max(errors), len(errors)
+
+
+def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path):
+    """Logits are those of one process, in each step of prompts that share a prefix, and in verifications."""
+    model = random_model(small_config(layer_types=("mamba", "attention")))
+    save_model(model, tmp_path)
+    cpu = CPURuntime(model, GenerationConfig(top_k=None), kernels="torch")
+    options = dict(prefill_buckets=(16,), compiler="eager")
+    split = SplitRuntime(tmp_path, torch.float32, GenerationConfig(top_k=None), tp_degree=4, device="cpu", **options)
+    try:
+        cache = PrefixCache(split, None, None, at_branches=True)
+        engine = Engine(split, 1, max_length=100, prefix_cache=cache, drafter=NgramDrafter(1, 3), draft_tokens=3)
+        for end in (1, 2, 3):
+            recorded = _Recorded(split)
+            prompt = [5, 6, 7, 8] * 6 + [end] + [5, 6, 7, 8]
+            tokens = prompt + generate_one(engine, Request(prompt, max_tokens=10, temperature=0))
+            [uncut] = cpu.step(cpu.allocate(1, 100), [Row(1, 0, tokens)], all_logits=True)
+            assert tokens[len(prompt) :] == uncut[len(prompt) - 1 : -1].argmax(-1).tolist()
+            error, number = recorded.error(tokens, uncut)
+            assert error <= 1e-5 and number >= 10
+        assert cache.stats.hit_tokens >= 24 and engine.stats.accepted_tokens > 0
+    finally:
+        split.close()
 
 
 # Its process can have one such model only.
@@ -397,7 +450,8 @@ class TestCommand:
     [
         (dict(tp_degree=0), r"tp_degree is 0; this model can be split by 1, 2, 4\."),
         (dict(tp_degree=3), r"tp_degree is 3; this model can be split by 1, 2, 4\."),
-        (dict(tp_degree=2, device="neuron"), "the device is neuron; a model is split over cpu or cuda only"),
+        (dict(tp_degree=2, device="cuda:1"), "the device is cuda:1; a model is split over cpu, cuda or neuron only"),
+        (dict(tp_degree=2, device="neuron"), "the device neuron needs the torch-neuronx of Neuron SDK 2.33"),
         (dict(tp_degree=2, backend="cpu"), "tp_degree belong to the backend torch"),
     ],
 )

@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed
@@ -26,11 +26,15 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.runtime.neuron_cores import check_cores, take_core, visible_cores
 from granite4_neuron.runtime.rank_calls import NUMBERED, Refusal, decode, encode, result_or_refusal
 from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
 from granite4_neuron.system.terminal import guard_streams
 
-_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
+_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}  # by device
 _SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _EXIT_WITHOUT_OTHERS = 1
 _EXIT_WITHOUT_GUARD = 3
@@ -45,20 +49,26 @@ _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process tha
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """The part of a checkpoint that each rank loads, and where the ranks meet.
+class Meeting:
+    """Where ranks meet, and which devices they have.
 
     port: of this machine, where rank 0 listens.
+    cores: of Neuron that processes may use, as this process may; None for all of this machine, or for another device.
     """
 
-    folder: Path
-    dtype: torch.dtype | None
     degree: int
     device: str
     port: int
-    options: Mapping[str, Any]
+    cores: Sequence[int] | None
+
+    @classmethod
+    def at(cls, listener: socket.socket, degree: int, device: str, **others: Any) -> Self:
+        """Return one at rank 0's listener, whose process may use the cores that this one may. `others`: fields."""
+        cores = visible_cores() if device == "neuron" else None
+        return cls(degree, device, listener.getsockname()[1], cores, **others)
 
     def device_of(self, rank: int) -> str:
+        """Return the name of the device in the rank's own process, which sees one Neuron core only."""
         return f"{self.device}:{rank}" if self.device == "cuda" else self.device
 
     def join(self, rank: int, listener: socket.socket | None = None) -> None:
@@ -74,6 +84,8 @@ class ShardSpec:
         if self.device == "cuda":
             device = torch.device(self.device_of(rank))
             torch.cuda.set_device(device)
+        if self.device == "neuron":
+            take_core(rank, self.degree, self.cores)
         try:
             store = torch.distributed.TCPStore(
                 _LOOPBACK,
@@ -87,10 +99,19 @@ class ShardSpec:
                 communication, store=store, rank=rank, world_size=self.degree, device_id=device
             )
         except RuntimeError as error:
-            reason, variable = str(error).splitlines()[0], _INTERFACE[communication]
-            chosen = os.environ.get(variable)
+            reason, variable = str(error).splitlines()[0], _INTERFACE.get(communication)
+            chosen = os.environ.get(variable) if variable else None
             hint = f"; {variable} is {chosen!r}, and must name a network interface of this machine" if chosen else ""
             raise UserError(f"the processes of a split model cannot connect to each other ({reason}){hint}.") from None
+
+
+@dataclass(frozen=True)
+class ShardSpec(Meeting):
+    """The part of a checkpoint that each rank loads, and its runtime's options."""
+
+    folder: Path
+    dtype: torch.dtype | None
+    options: Mapping[str, Any]
 
     def load(self, rank: int, **listeners: Any) -> GraniteMoeHybridForCausalLM:
         group = torch.distributed.group.WORLD
@@ -198,11 +219,14 @@ def check_devices(device: str, tp_degree: int) -> None:
         UserError: there is not, or it may not.
     """
     if device not in _COMMUNICATION:
-        devices = " or ".join(_COMMUNICATION)
+        *others, last = _COMMUNICATION
+        devices = f"{', '.join(others)} or {last}"
         raise UserError(f"tp_degree is {tp_degree} and the device is {device}; a model is split over {devices} only.")
     find_device(device)
     if device == "cuda" and torch.cuda.device_count() < tp_degree:
         raise UserError(f"tp_degree is {tp_degree} and torch finds {torch.cuda.device_count()} GPUs here.")
+    if device == "neuron":
+        check_cores(tp_degree)
     if torch.distributed.is_initialized():
         raise UserError("this process has a model that is split over devices, or a process group; it can have one.")
 

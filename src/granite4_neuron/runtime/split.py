@@ -45,7 +45,8 @@ class SplitRuntime(TorchRuntime):
         folder, dtype, progress, remark: as of `load_model`; progress is that of this rank.
         generation_config: the checkpoint's defaults for generation.
         tp_degree: at least 2.
-        device: "cpu" or "cuda"; the ranks are on cuda:0, cuda:1 and so on.
+        device: "cpu", "cuda" or "neuron"; the ranks are on cuda:0, cuda:1 and so on, or on logical cores 0, 1 and so on
+            of those that NEURON_RT_VISIBLE_CORES names.
         options: of `TorchRuntime`; each can be sent to another process.
 
     Raises:
@@ -70,7 +71,7 @@ class SplitRuntime(TorchRuntime):
         check_devices(device, tp_degree)
         check_memory_of_ranks(checkpoint, dtype, tp_degree)
         listener = listen()
-        spec = ShardSpec(folder, dtype, tp_degree, device, listener.getsockname()[1], options)
+        spec = ShardSpec.at(listener, tp_degree, device, folder=folder, dtype=dtype, options=options)
         self._ranks = RankProcesses(spec)
         # With a priority, so that it comes before multiprocessing waits for daemons.
         self._at_exit = Finalize(None, self.close, exitpriority=0)

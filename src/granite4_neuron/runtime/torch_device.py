@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import nn
 from transformers import GenerationConfig
 
@@ -108,12 +109,13 @@ class TorchRuntime(GraphRuntime):
     ):
         check_choice("graphs", graphs, GRAPHS)
         check_choice("kv_write", kv_write, KV_WRITES)
-        where = find_device(device)
+        where = use_device(device)
         base = GPU if where.type == "cuda" else LOOPS
         operators = select_operators(base, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
-        super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[where.type], where)
-        compiler = compiler or COMPILERS[where.type]
+        kind = _kind_of_device(device)
+        super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
+        compiler = compiler or COMPILERS[kind]
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
         self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
@@ -248,9 +250,18 @@ class TorchRuntime(GraphRuntime):
                 raise RuntimeError(f"{function.__name__} would be compiled again, for arguments that were not foreseen")
             is_new = False
             runtime.num_compilations += 1
-            return runtime._compiler(graph, inputs)
+            compiled = runtime._compiler(graph, inputs)
+            runtime._wait_for_ranks()
+            return compiled
 
         return compile_apart(function, compiler)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until every rank has compiled a graph. One that ran it earlier would wait for the others within it, and
+        a device does not wait for as long as a compiler may take.
+        """
+        if self.model.parallel.group is not None:
+            torch.distributed.barrier()
 
 
 @dataclass(eq=False)
@@ -272,12 +283,12 @@ class _Memory:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with a name.
+    """Return the device with a name, without using it: a process that has used a Neuron core keeps it until its end.
 
     Raises:
         UserError: there is none.
     """
-    kind = name.split(":")[0]
+    kind = _kind_of_device(name)
     check_choice("device", kind, DEVICES)
     if kind == "neuron" and not hasattr(torch, "neuron"):
         raise UserError(
@@ -287,10 +298,30 @@ def find_device(name: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("torch finds no GPU here; the device cuda needs one, and a torch that is built for it.")
     try:
-        torch.empty(0, device=name)
+        return torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).") from None
-    return torch.device(name)
+        raise _no_device(name, error) from None
+
+
+def use_device(name: str) -> torch.device:
+    """Return the device that tensors have which are made on the one with a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    find_device(name)
+    try:
+        return torch.empty(0, device=name).device
+    except RuntimeError as error:
+        raise _no_device(name, error) from None
+
+
+def _no_device(name: str, error: RuntimeError) -> UserError:
+    return UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).")
+
+
+def _kind_of_device(name: str) -> str:
+    return name.split(":")[0]
 
 
 def find_compiler(compiler: str | Compiler) -> Compiler:

@@ -41,7 +41,7 @@ OPTIONS = (
     ),
     Option(
         "tp_degree",
-        "for --backend torch: split the model over N GPUs of this machine (default: %(default)s)",
+        "for --backend torch: split the model over N GPUs or Neuron cores of this machine (default: %(default)s)",
         _BELONGS,
         default=1,
         least=1,

@@ -1,0 +1,116 @@
+"""A model split over Neuron cores, with a stand-in for TorchNeuron: who starts what, and in which order.
+
+The stand-in's device is the CPU and its process group is gloo, see test/support/neuron_stand_in.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from granite4_neuron import UserError
+from granite4_neuron.runtime.neuron_cores import visible_cores
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a program with the stand-in: it gives the process and the cores that were used."""
+
+    def run(*command, **variables):
+        (tmp_path / "log").mkdir()
+        path = os.pathsep.join([str(ROOT / "test/support/neuron_stand_in"), str(ROOT)])
+        # Dynamo traces, and nothing is compiled.
+        environment = dict(PYTHONPATH=path, NEURON_STAND_IN_LOG=str(tmp_path / "log"), OMP_NUM_THREADS="1", **variables)
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | environment,
+            timeout=600,
+        )
+        return done, sorted(path.name for path in (tmp_path / "log").iterdir())
+
+    return run
+
+
+GENERATE = ("-m", "granite4_neuron", "generate", "An assignment statement", "--max-tokens", "6", "--temperature", "0")
+ON_NEURON = ("--backend", "torch", "--device", "neuron")
+
+
+def test_generate(run):
+    """A process for each core, among those that are visible; and the CPU's text."""
+    expected = subprocess.run([sys.executable, *GENERATE], capture_output=True, text=True, cwd=ROOT).stdout
+    done, cores = run(*GENERATE, *ON_NEURON, "--tp-degree", "2", NEURON_RT_VISIBLE_CORES="2-3")
+    assert (done.returncode, done.stdout, cores) == (0, expected, ["core2", "core3"]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "used"),
+    [
+        ((*GENERATE, *ON_NEURON), 4),
+        (("-m", "granite4_neuron", "evaluate", *ON_NEURON, "--tp-degree", "2", "pyproject.toml"), 2),
+        (("-m", "granite4_neuron", "check", *ON_NEURON, "--tp-degree", "2"), 2),
+        (("benchmark_latency.py", *ON_NEURON, "--tp-degree", "4", "--prompt-length", "16", "--output-length", "2"), 4),
+        (("benchmark_latency.py", *ON_NEURON, "--prompt-length", "16", "--output-length", "2"), 4),
+    ],
+    ids=["generate on one", "evaluate", "check", "benchmark", "benchmark on one"],
+)
+def test_commands(run, command, used):
+    """A model on one device takes all visible cores: no other process of the command may have touched one."""
+    done, cores = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert cores == [f"core{core}" for core in range(used)]
+
+
+USED = """
+import torch
+from granite4_neuron import load
+torch.empty(0, device="neuron")
+load(backend="torch", device="neuron", tp_degree=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "sentence"),
+    [
+        (("-c", USED), {}, "this process has used a Neuron core already; split a model before it uses any."),
+        pytest.param(
+            (*GENERATE, *ON_NEURON, "--tp-degree", "4"),
+            dict(NEURON_RT_VISIBLE_CORES="0,2"),
+            "tp_degree is 4 and NEURON_RT_VISIBLE_CORES has 2 cores.",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (*GENERATE, *ON_NEURON, "--tp-degree", "2"),
+            dict(NEURON_RT_VISIBLE_CORES="3-4"),
+            "the processes of a split model cannot connect to each other (nrt_init failed: there is no core 4).",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["used", "too few", "absent"],
+)
+def test_refusals(run, command, variables, sentence):
+    done, _ = run(*command, **variables)
+    assert done.returncode != 0 and sentence in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [(None, None), ("", None), ("2", [2]), ("0-3", [0, 1, 2, 3]), ("4,6-7", [4, 6, 7])]
+)
+def test_visible_cores(monkeypatch, text, cores):
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
+    if text is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", text)
+    assert visible_cores() == cores
+
+
+def test_visible_cores_that_are_no_numbers(monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "all")
+    with pytest.raises(UserError, match="NEURON_RT_VISIBLE_CORES is 'all'; it must be numbers and ranges of cores"):
+        visible_cores()
