@@ -16,21 +16,25 @@ class CudaGraph:
 
     Args:
         function: of all inputs. Tensors that are not among them have to stay where they are.
-        inputs: on the host or on the GPU, and in replays at the same places; those on the host have one dtype. Their
-            values are such that `function` may be run without harm: it is run a few times.
+        from_host: the input on the host; the copy that brings it is a part of the graph.
+        others: further inputs, on the GPU.
         device: the GPU.
+
+    The inputs are such that `function` may be run without harm: it is run a few times.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device):
-        # Inputs on the host are parts of one tensor, so that one copy brings them; it is a part of the graph.
-        on_host = [tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"]
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        from_host: torch.Tensor,
+        others: Sequence[torch.Tensor],
+        device: torch.device,
+    ):
         self._device = device
-        self._pinned = torch.cat(on_host).pin_memory()
+        self._pinned = from_host.pin_memory()
         self._from_host = self._pinned.to(device)
-        parts = iter(self._from_host.split([tensor.numel() for tensor in on_host]))
-        self._inputs = [
-            next(parts).view(tensor.shape) if tensor.device.type == "cpu" else tensor.clone() for tensor in inputs
-        ]
+        self._others = [tensor.clone() for tensor in others]
+        self._inputs = self._from_host, *self._others
         # First runs compile or choose an algorithm, and neither can be captured.
         stream = _stream_of_first_runs(self._from_host.device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -45,13 +49,12 @@ class CudaGraph:
             self._outputs = function(*self._inputs)
         self._is_done = torch.cuda.Event()
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def replay(self, from_host: torch.Tensor, others: Sequence[torch.Tensor]) -> Any:
         """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed."""
         self._is_done.synchronize()  # the replay before this one may still be reading its inputs
-        torch.cat([tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"], out=self._pinned)
-        for ours, given in zip(self._inputs, inputs, strict=True):
-            if given.device.type != "cpu":
-                ours.copy_(given)
+        self._pinned.copy_(from_host)
+        for ours, given in zip(self._others, others, strict=True):
+            ours.copy_(given)
         self._graph.replay()
         self._is_done.record(torch.cuda.current_stream(self._device))
         return self._outputs

@@ -27,7 +27,6 @@ from granite4_neuron.runtime.interface import (
     Verification,
     accepted_rows,
     check_verification,
-    step_inputs,
 )
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot, check_chain, cut_keys_and_values, padded_keys_and_values
@@ -40,6 +39,9 @@ SHORTEST_CACHE = 1024
 # TFLOPS and 725 GB/s a core of a Trainium2 multiplies 230 tokens by a weight in bfloat16 while it reads the weight; an
 # H200 multiplies 206.
 _TOKENS_PER_PIECE = 256
+
+# The columns of a step's inputs: each row's start, its number of tokens and its slot, and then the tokens.
+START, LENGTH, SLOT, TOKENS = range(4)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -156,7 +158,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run(
-        self, state: HybridState, inputs: StepInputs, in_order: bool, kv_length: int, all_logits: bool
+        self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         """Run a graph of `model.forward`; return its logits, on the device or the host.
 
@@ -168,11 +170,11 @@ class GraphRuntime(BoundModel, ABC):
         """
 
     @abstractmethod
-    def _run_verify(self, state: HybridState, inputs: StepInputs, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+    def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         """Run a graph of `model.verify` of all sequences; return its logits, on the device or the host, and inputs."""
 
     @abstractmethod
-    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: StepInputs) -> None:
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
         """Run a graph of `model.advance` of all sequences; `inputs` as of `_run`."""
 
     @abstractmethod
@@ -242,9 +244,22 @@ def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
     return min(padded, cut, key=lambda each: sum(each) + len(each) * _TOKENS_PER_PIECE)
 
 
-def graph_inputs(rows: Sequence[Row], tokens: int) -> StepInputs:
-    """Return `step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
-    return step_inputs(rows, tokens, torch.int32)
+def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
+    """Return a step's inputs as one tensor, [rows, 3 + tokens], so that one transfer brings them to the device.
+
+    Its columns are `START`, `LENGTH`, `SLOT`, and from `TOKENS` on the tokens, padded on the right. It is in int32:
+    devices have no indices of 64 bits, or slow ones.
+    """
+    padded = [[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows]
+    values = [[row.start, len(row.tokens), row.slot, *ids] for row, ids in zip(rows, padded, strict=True)]
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def unpacked(inputs: torch.Tensor) -> StepInputs:
+    """Return what `interface.step_inputs` returns, of `graph_inputs`; within a graph, on the device."""
+    input_ids, start = inputs[:, TOKENS:], inputs[:, START : START + 1]
+    positions = start + torch.arange(input_ids.shape[1], dtype=inputs.dtype, device=inputs.device)
+    return input_ids, positions, inputs[:, LENGTH], inputs[:, SLOT]
 
 
 def _is_decode(row: Row) -> bool:

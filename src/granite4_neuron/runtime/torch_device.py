@@ -36,14 +36,17 @@ from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS
 from granite4_neuron.runtime.cuda_graph import CudaGraph, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
+    LENGTH,
     PREFILL_BUCKETS,
+    SLOT,
     VERIFY_BUCKETS,
     GraphRuntime,
     Tensors,
     cache_buckets,
     graph_inputs,
+    unpacked,
 )
-from granite4_neuron.runtime.interface import Row, StepInputs
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 if TYPE_CHECKING:
@@ -180,21 +183,21 @@ class TorchRuntime(GraphRuntime):
         return fitting[0].acquire()
 
     def _run(
-        self, state: HybridState, inputs: StepInputs, in_order: bool, kv_length: int, all_logits: bool
+        self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         key = GraphKey(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
-        slot = None if in_order or key.looks_up else int(inputs[3])
-        logits, _ = self._execute(run_step, state, key, inputs, slot)
+        slot = None if in_order or key.looks_up else int(inputs[0, SLOT])
+        logits, _ = self._execute(run_step, state, key, inputs, slot=slot)
         return self._to_host(logits)
 
-    def _run_verify(self, state: HybridState, inputs: StepInputs, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+    def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         key = GraphKey(kv_length, in_order=True, all_logits=True, verifies=True)
         logits, kept_inputs = self._execute(run_step, state, key, inputs)
         # A verification outlives the next step, and the outputs of a captured graph do not.
         return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
-    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: StepInputs) -> None:
-        self._execute(run_advance, state, GraphKey(0, in_order=True), (*inputs[1:], *kept_inputs))
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
+        self._execute(run_advance, state, GraphKey(0, in_order=True), inputs, kept_inputs)
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
         return {name: view.clone() for name, view in state.slot_views(slot).items()}
@@ -205,9 +208,20 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def _execute(
-        self, function: Callable[..., Any], state: HybridState, key: GraphKey, inputs: Tensors, slot: int | None = None
+        self,
+        function: Callable[..., Any],
+        state: HybridState,
+        key: GraphKey,
+        inputs: torch.Tensor,
+        kept_inputs: Tensors = (),
+        slot: int | None = None,
     ) -> Any:
-        """Run `run_step` or `run_advance`; with a slot, on views of its recurrent state."""
+        """Run `run_step` or `run_advance`; with a slot, on views of its recurrent state.
+
+        Args:
+            inputs: of `graph_inputs`, on the host.
+            kept_inputs: that `run_advance` takes.
+        """
 
         def run(*inputs: torch.Tensor) -> Any:
             tensors = state_tensors(state, slot)
@@ -218,15 +232,14 @@ class TorchRuntime(GraphRuntime):
 
         if not self._captures or (key.all_logits and not key.verifies):
             # Logits of a prompt are too large to keep memory for them.
-            return run(*(tensor.to(self.device) for tensor in inputs))
+            return run(inputs.to(self.device), *kept_inputs)
         captured = next(memory.captured for memory in self._memories if memory.user() is state)
-        capture = (function, key, tuple(tensor.shape for tensor in inputs))
+        capture = (function, key, inputs.shape)
         if capture not in captured:
-            # Rows without tokens, so that trying and capturing change nothing.
-            lengths = 2 if function is run_step else 1
-            idle = [torch.zeros_like(each) if at == lengths else each for at, each in enumerate(inputs)]
-            captured[capture] = CudaGraph(run, idle, self.device)
-        return captured[capture].replay(inputs)
+            idle = inputs.clone()
+            idle[:, LENGTH] = 0  # rows without tokens, so that trying and capturing change nothing
+            captured[capture] = CudaGraph(run, idle, kept_inputs, self.device)
+        return captured[capture].replay(inputs, kept_inputs)
 
     def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
         return to_host(logits) if self._captures else logits.cpu()
@@ -362,14 +375,14 @@ def run_step(
 
     Args:
         call: how each of the functions below is called.
-        inputs: input_ids and positions [rows, tokens], lengths and slots [rows]; int32.
+        inputs: one tensor, of `graph_inputs`.
         tensors: the state's, two for each layer.
     """
-    input_ids, *where = inputs
     # Steps that differ in what a function does not need share its graph.
     mamba_key = key._replace(kv_length=0, all_logits=False)
     attention_key = key._replace(looks_up=False, all_logits=False, verifies=False)
-    hidden_states, *rotary = call(embed, model, GraphKey(0), input_ids, *where)
+    hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
+    where = positions, lengths, slots
 
     def compute(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
@@ -392,14 +405,14 @@ def run_advance(
     """Compute `model.advance`; arguments as of `run_step`, but for `inputs`. What it returns is of no use.
 
     Args:
-        inputs: positions [rows, tokens], lengths and slots [rows]; then each Mamba layer's kept inputs.
+        inputs: the tensor of `graph_inputs`; then each Mamba layer's kept inputs.
     """
-    where, kept_inputs = inputs[:3], inputs[3:]
+    where, *kept_inputs = inputs
     layers = zip(_layers(model), tensors[::2], tensors[1::2], strict=True)
     mamba = [each for each in layers if each[0].is_mamba]
     return [
-        call(advance_layer, layer, key, inputs, *where, *state)
-        for (layer, *state), inputs in zip(mamba, kept_inputs, strict=True)
+        call(advance_layer, layer, key, kept, where, *state)
+        for (layer, *state), kept in zip(mamba, kept_inputs, strict=True)
     ]
 
 
@@ -409,12 +422,12 @@ def _layers(model: GraniteMoeHybridForCausalLM) -> Sequence[DecoderLayer]:
     return stack.layers
 
 
-def embed(
-    model: GraniteMoeHybridForCausalLM, key: GraphKey, input_ids: torch.Tensor, *where: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Return what enters the first layer; and rotary tables, if the model has them."""
-    step = _step(key, *where)
-    return model.model.embed(input_ids, step), *(model.model.rotary(step) or ())
+def embed(model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what enters the first layer; positions, lengths and slots; and rotary tables, if the model has them."""
+    input_ids, positions, lengths, slots = unpacked(inputs)
+    step = _step(key, positions, lengths, slots)
+    where = positions, lengths + 0, slots + 0  # a part of an input is no output
+    return model.model.embed(input_ids, step), *where, *(model.model.rotary(step) or ())
 
 
 def mamba_layer(
@@ -443,10 +456,22 @@ def attention_layer(
     return output
 
 
-def advance_layer(layer: DecoderLayer, key: GraphKey, inputs: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-    """Advance a Mamba layer's state; arguments as of `mamba_layer`, with its kept inputs in place of hidden_states."""
-    *where, conv_state, ssm_state = tensors
-    layer.advance(inputs, _step(key, *where), MambaState(conv_state, ssm_state))
+def advance_layer(
+    layer: DecoderLayer,
+    key: GraphKey,
+    kept_inputs: torch.Tensor,
+    inputs: torch.Tensor,
+    conv_state: torch.Tensor,
+    ssm_state: torch.Tensor,
+) -> torch.Tensor:
+    """Advance a Mamba layer's state.
+
+    Args:
+        kept_inputs: of this layer.
+        inputs: of `graph_inputs`.
+    """
+    _, *where = unpacked(inputs)
+    layer.advance(kept_inputs, _step(key, *where), MambaState(conv_state, ssm_state))
     return where[1] + 0  # a graph for Neuron has to have an output
 
 

@@ -19,8 +19,7 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors
-from granite4_neuron.runtime.interface import StepInputs
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 try:
@@ -70,13 +69,13 @@ class XLARuntime(GraphRuntime):
         _run_graph([], state.tensors())
 
     def _run(
-        self, state: HybridState, inputs: StepInputs, in_order: bool, kv_length: int, all_logits: bool
+        self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         logits = self.model(*self._where(inputs, in_order), state, kv_length=kv_length, all_logits=all_logits)
         _run_graph([logits], state.tensors())
         return logits
 
-    def _run_verify(self, state: HybridState, inputs: StepInputs, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+    def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         logits, kept_inputs = self.model.verify(*self._where(inputs, True), state, kv_length=kv_length)
         # They are views, and keep their base alive. It is not an output of this graph: a later sync would compute it,
         # from state whose memory has been donated by then.
@@ -84,7 +83,7 @@ class XLARuntime(GraphRuntime):
         _run_graph([logits, *kept_inputs], state.tensors(KeyValueState))
         return logits, kept_inputs
 
-    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: StepInputs) -> None:
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
         _, positions, lengths, slots = self._where(inputs, True)
         self.model.advance(kept_inputs, positions, lengths, slots, state)
         _run_graph([], state.tensors(MambaState))
@@ -99,10 +98,10 @@ class XLARuntime(GraphRuntime):
         _run_graph([], state.tensors())
 
     def _where(
-        self, inputs: StepInputs, in_order: bool
+        self, inputs: torch.Tensor, in_order: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the model's inputs on the device; without slots it takes all sequences in order."""
-        input_ids, positions, lengths, slots = (tensor.to(self.device) for tensor in inputs)
+        input_ids, positions, lengths, slots = unpacked(inputs.to(self.device))
         return input_ids, positions, lengths, None if in_order else slots
 
     def _slot(self, slot: int) -> torch.Tensor:

@@ -30,6 +30,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import (
 from granite4_neuron.neuron.analysis.live_set import LiveSet, live_set
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
 from granite4_neuron.ops.xla import XLA
+from granite4_neuron.runtime.graphs import TOKENS, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 # The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
@@ -307,14 +308,15 @@ class _Tracing:
     def _step(self, state: HybridState) -> list[torch.Tensor]:
         """Return logits, and the inputs kept for the commit."""
         if self.kind != VERIFY:
-            return [self.model(self._ids(), *self._where(), state)]
-        logits, kept_inputs = self.model.verify(self._ids(), *self._where(), state)
+            return [self.model(*self._inputs(), state)]
+        logits, kept_inputs = self.model.verify(*self._inputs(), state)
         return [logits, *kept_inputs]
 
     def _commit(self, state: HybridState) -> list[torch.Tensor]:
         """Return nothing: a commit only writes state."""
         kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
-        self.model.advance(kept_inputs, *self._where(), state)
+        _, positions, lengths, slots = self._inputs()
+        self.model.advance(kept_inputs, positions, lengths, slots, state)
         return []
 
     def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -364,6 +366,13 @@ class _Tracing:
             for layer in self.state.layers
         ]
         return replace(self.state, layers=layers)
+
+    def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return input_ids, positions, lengths and slots, of the one tensor in which the runtime brings them."""
+        input_ids, positions, lengths, slots = unpacked(
+            self.placeholder((self.rows, TOKENS + self.tokens), torch.int32)
+        )
+        return input_ids, positions, lengths, slots if self.kind == PREFILL else None
 
     def _ids(self) -> torch.Tensor:
         return self.placeholder((self.rows, self.tokens), torch.int32)

@@ -11,6 +11,8 @@ from torch import fx
 from granite4_neuron.neuron.analysis.graphs import COMMIT, PREFILL, VERIFY, Graph, Traced
 from granite4_neuron.neuron.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.ops.xla import LOOPS
+from granite4_neuron.runtime.graphs import graph_inputs
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import (
     GraphKey,
     call_inline,
@@ -52,21 +54,19 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
     model = model.to(graph.dtype)
     model.tie_weights()
     model = model.bind(LOOPS)
-    ids, positions = torch.empty(2, graph.rows, graph.tokens, dtype=torch.int32, device="meta")
-    lengths, slots = torch.empty(2, graph.rows, dtype=torch.int32, device="meta")
+    inputs = graph_inputs([Row(1, 0, [0])] * graph.rows, graph.tokens).to("meta")
     in_order = graph.kind != PREFILL
     tensors = state_tensors(state, None if in_order else 1)
     if graph.kind == COMMIT:
         sizes = graph.config.rank_dimensions(graph.tp_degree)
-        shape = (*ids.shape, sizes.mamba_conv_dim + sizes.mamba_heads)
+        shape = (graph.rows, graph.tokens, sizes.mamba_conv_dim + sizes.mamba_heads)
         kept_input = torch.empty(shape, dtype=graph.dtype, device="meta")
         kept_inputs = [kept_input] * sum(layer.is_mamba for layer in model.model.layers)
-        inputs = (positions, lengths, slots, *kept_inputs)
-        module = _graph(run_advance, model, GraphKey(0, in_order), inputs, tensors)
+        module = _graph(run_advance, model, GraphKey(0, in_order), (inputs, *kept_inputs), tensors)
     else:
         verifies = graph.kind == VERIFY
         key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies)
-        module = _graph(run_step, model, key, (ids, positions, lengths, slots), tensors)
+        module = _graph(run_step, model, key, (inputs,), tensors)
     return lower(module, graph.tp_degree)
 
 
