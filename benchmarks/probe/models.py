@@ -62,7 +62,7 @@ def verification(place: Place) -> Iterator[Finding]:
     cpu, ours = _runtimes(place, load_model(bundled_checkpoint(), torch.float32), 128)
     states = [runtime.allocate(2, MAX_LENGTH) for runtime in (cpu, ours)]
     started = time.perf_counter()
-    ours.warm_up(states[1], verifies=True)
+    ours.warm_up(states[1], verified_tokens=ours.tokens_per_verification)
     yield _compilations(ours, started)
     both = list(zip((cpu, ours), states, strict=True))
     for runtime, state in both:

@@ -121,7 +121,7 @@ class Engine:
         self.max_length = longest if max_length is None else min(max_length, longest)
         self.stats = GenerationStats()
         self._tokenizer = tokenizer
-        self._verifies = drafter is not None
+        self._verified_tokens = 0 if drafter is None else min(draft_tokens + 1, runtime.tokens_per_verification)
         set_aside = () if prefix_cache is None else prefix_cache.slots
         self._slots = Slots(runtime, num_sequences, self.max_length, memory_bytes, set_aside)
         self._prefixes = PrefixReuse(prefix_cache, runtime, self._slots, self.stats)
@@ -132,7 +132,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Have the runtime compile what steps need, so that no step waits for it; see `Runtime.warm_up`."""
-        self.runtime.warm_up(self._slots.state, verifies=self._verifies)
+        self.runtime.warm_up(self._slots.state, verified_tokens=self._verified_tokens)
 
     @property
     def has_work(self) -> bool:

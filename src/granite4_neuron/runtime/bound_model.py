@@ -81,7 +81,7 @@ class BoundModel:
         other.model = model
         return other
 
-    def warm_up(self, state: HybridState, verifies: bool = False) -> None:
+    def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
 
     def prepare_snapshot(self, is_wanted: bool) -> None:

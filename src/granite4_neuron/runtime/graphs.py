@@ -244,6 +244,11 @@ def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
     return min(padded, cut, key=lambda each: sum(each) + len(each) * _TOKENS_PER_PIECE)
 
 
+def buckets_up_to(length: int, buckets: Sequence[int]) -> Sequence[int]:
+    """Return the ascending buckets that lengths from 1 to `length` take; none for 0."""
+    return buckets[: bisect.bisect_left(buckets, length) + 1] if length else ()
+
+
 def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
     """Return a step's inputs as one tensor, [rows, 3 + tokens], so that one transfer brings them to the device.
 

@@ -131,9 +131,9 @@ class Runtime(Protocol[State]):
             UserError: the runtime has no room for so many or so long sequences.
         """
 
-    def warm_up(self, state: State, verifies: bool = False) -> None:
-        """Compile all that `step` needs with this state, and `verify` and `commit` if asked for, so that none of them
-        waits for it. No slot changes.
+    def warm_up(self, state: State, verified_tokens: int = 0) -> None:
+        """Compile all that `step` needs with this state, and `verify` and `commit` of rows of up to `verified_tokens`
+        tokens, so that none of them waits for it. No slot changes.
         """
 
     def step(self, state: State, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:

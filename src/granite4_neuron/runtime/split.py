@@ -105,9 +105,9 @@ class SplitRuntime(TorchRuntime):
         states = self._on_every_rank("allocate", super().allocate, num_sequences, max_length, answers=True)
         return states[0]
 
-    def warm_up(self, state: HybridState, verifies: bool = False) -> None:
+    def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """Implement `Runtime.warm_up`, on every rank."""
-        self._on_every_rank("warm_up", super().warm_up, state, verifies)
+        self._on_every_rank("warm_up", super().warm_up, state, verified_tokens)
 
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`; every rank has the logits."""

@@ -8,12 +8,12 @@ TorchNeuron makes them `input_output_aliases`.
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
@@ -33,7 +33,7 @@ from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
-from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS
+from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of
 from granite4_neuron.runtime.cuda_graph import CudaGraph, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
     LENGTH,
@@ -42,6 +42,7 @@ from granite4_neuron.runtime.graphs import (
     VERIFY_BUCKETS,
     GraphRuntime,
     Tensors,
+    buckets_up_to,
     cache_buckets,
     graph_inputs,
     unpacked,
@@ -84,8 +85,11 @@ class TorchRuntime(GraphRuntime):
         model: with weights, which are copied to the device; it is not changed.
         generation_config, prefill_buckets: as `GraphRuntime` takes them; None for the device's buckets.
         device: "cpu", "cuda" or "neuron"; also with an index: "cuda:1".
-        graphs: "layer" for one graph for each kind of layer, shared by all layers of that kind, one before and one
-            after them; "model" for a single graph, which takes much longer to compile.
+        graphs: of decode, verification and commit. "layer" for one graph for each kind of layer, shared by all layers
+            of that kind, one before and one after them; "model" for a single graph, which takes much longer to compile;
+            a number, such as "8", for graphs of so many layers, shared by those that have the same kinds in the same
+            order. None for the device's default: "model" on neuron, "layer" elsewhere. Prompts always have a graph for
+            each kind of layer: they compute long enough between two launches.
         compiler: a backend of torch.compile, or its name; None for the device's.
         kv_write: how keys and values are written to their cache, see `ops.xla.write_cache_as`.
         prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
@@ -103,14 +107,14 @@ class TorchRuntime(GraphRuntime):
         prefill_buckets: Sequence[int] | None = None,
         *,
         device: str = DEVICES[0],
-        graphs: str = GRAPHS[0],
+        graphs: str | None = None,
         compiler: str | Compiler | None = None,
         kv_write: str = KV_WRITES[0],
         prefill_by_view: bool | None = None,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
     ):
-        check_choice("graphs", graphs, GRAPHS)
+        graphs = graphs_of(graphs, device)
         check_choice("kv_write", kv_write, KV_WRITES)
         where = use_device(device)
         base = GPU if where.type == "cuda" else LOOPS
@@ -123,7 +127,7 @@ class TorchRuntime(GraphRuntime):
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
         self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
         self.num_compilations = 0
-        self._graph_per_layer = graphs == "layer"
+        self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = where.type == "cuda"
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
@@ -132,14 +136,17 @@ class TorchRuntime(GraphRuntime):
         self._is_warm = False
         self._memories: list[_Memory] = []
 
-    def warm_up(self, state: HybridState, verifies: bool = False) -> None:
+    def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """Implement `Runtime.warm_up`. Afterwards it is a RuntimeError if a step needs another graph."""
         nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
-        for kv_length in cache_buckets(state.max_length):
-            self._run(state, graph_inputs(nothing, 1), True, kv_length, False)
-            for tokens, all_logits in itertools.product(self.prefill_buckets, (False, True)):
-                self._run(state, graph_inputs(nothing[:1], tokens), False, kv_length, all_logits)
-            for tokens in VERIFY_BUCKETS if verifies else ():
+        # All steps share the head of all logits.
+        lengths = cache_buckets(state.max_length)
+        self._run(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), False, lengths[0], all_logits=True)
+        for kv_length in lengths:
+            self._run(state, graph_inputs(nothing, 1), True, kv_length, all_logits=False)
+            for tokens in self.prefill_buckets:
+                self._run(state, graph_inputs(nothing[:1], tokens), False, kv_length, all_logits=False)
+            for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
                 inputs = graph_inputs(nothing, tokens)
                 _, kept_inputs = self._run_verify(state, inputs, kv_length)
                 self._run_advance(state, kept_inputs, inputs)
@@ -186,9 +193,22 @@ class TorchRuntime(GraphRuntime):
         self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         key = GraphKey(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
-        slot = None if in_order or key.looks_up else int(inputs[0, SLOT])
-        logits, _ = self._execute(run_step, state, key, inputs, slot=slot)
-        return self._to_host(logits)
+        if in_order or (self._captures and not all_logits):
+            logits, _ = self._execute(run_step, state, key, inputs)
+            return self._to_host(logits)
+        slot = None if key.looks_up else int(inputs[0, SLOT])
+        hidden_states, *_ = self._execute(run_layers, state, key, inputs, slot=slot)
+        # Parts of one size, cut outside of the graphs: so prompts of all lengths share those of the head.
+        length = max(1, int(inputs[0, LENGTH]))
+        size = math.gcd(*self.prefill_buckets) if all_logits else 1
+        parts = [hidden_states[0, at : at + size] for at in range(0 if all_logits else length - 1, length, size)]
+        logits = torch.cat([self._to_host(self._head(part)) for part in parts])
+        return logits[None] if all_logits else logits
+
+    @torch.no_grad()
+    def _head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        with tensor_cores(self.device, self.model.dtype):
+            return self._call(head, self.model, GraphKey(0, all_logits=True), hidden_states)
 
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         key = GraphKey(kv_length, in_order=True, all_logits=True, verifies=True)
@@ -216,7 +236,7 @@ class TorchRuntime(GraphRuntime):
         kept_inputs: Tensors = (),
         slot: int | None = None,
     ) -> Any:
-        """Run `run_step` or `run_advance`; with a slot, on views of its recurrent state.
+        """Run `run_step`, `run_layers` or `run_advance`; with a slot, on views of its recurrent state.
 
         Args:
             inputs: of `graph_inputs`, on the host.
@@ -226,9 +246,10 @@ class TorchRuntime(GraphRuntime):
         def run(*inputs: torch.Tensor) -> Any:
             tensors = state_tensors(state, slot)
             with tensor_cores(self.device, self.model.dtype):
-                if self._graph_per_layer:
-                    return function(self._call, self.model, key, inputs, tensors)
-                return self._call(function, call_inline, self.model, key, inputs, tensors)
+                if key.in_order and self._layers_per_graph is None:
+                    return self._call(function, call_inline, self.model, key, inputs, tensors)
+                size = self._layers_per_graph if key.in_order and self._layers_per_graph else 1
+                return function(self._call, self.model, key, inputs, tensors, size)
 
         if not self._captures or (key.all_logits and not key.verifies):
             # Logits of a prompt are too large to keep memory for them.
@@ -352,7 +373,7 @@ def find_compiler(compiler: str | Compiler) -> Compiler:
 
 def compile_apart(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
     """Compile a function of a module. torch.compile keeps graphs, and tries them, by code object: this has its own."""
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
     return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
 
 
@@ -369,20 +390,66 @@ def state_tensors(state: HybridState, slot: int | None = None) -> list[torch.Ten
 
 
 def run_step(
-    call: Call, model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: Tensors, tensors: Tensors
+    call: Call,
+    model: GraniteMoeHybridForCausalLM,
+    key: GraphKey,
+    inputs: Tensors,
+    tensors: Tensors,
+    layers_per_graph: int = 1,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute `model.forward` or, with `key.verifies`, `model.verify`.
+    """Compute `model.forward` or, with `key.verifies`, `model.verify`; arguments as of `run_layers`."""
+    hidden_states, where, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
+    return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *where), kept_inputs
+
+
+def run_layers(
+    call: Call,
+    model: GraniteMoeHybridForCausalLM,
+    key: GraphKey,
+    inputs: Tensors,
+    tensors: Tensors,
+    layers_per_graph: int = 1,
+) -> tuple[torch.Tensor, Tensors, list[torch.Tensor]]:
+    """Compute what enters the head; with `key.verifies`, as for `model.verify`.
 
     Args:
         call: how each of the functions below is called.
         inputs: one tensor, of `graph_inputs`.
         tensors: the state's, two for each layer.
+        layers_per_graph: how many layers are called together.
+
+    Returns:
+        Hidden states [rows, tokens, hidden_size]; positions, lengths and slots; and with `key.verifies` each Mamba
+        layer's kept inputs.
     """
+    hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
+    where = positions, lengths, slots
+    kept_inputs: list[torch.Tensor] = []
+    states = list(zip(tensors[::2], tensors[1::2], strict=True))
+    for layers, states_of_layers in zip(
+        _groups(_layers(model), layers_per_graph), _groups(states, layers_per_graph), strict=True
+    ):
+        arguments = layers, key, hidden_states, where, states_of_layers, rotary
+        # A single layer is a graph by itself, of its own kind.
+        called = run_group(call, *arguments) if layers_per_graph == 1 else call(run_group, call_inline, *arguments)
+        hidden_states, kept = called
+        kept_inputs += kept
+    return hidden_states, where, kept_inputs
+
+
+def run_group(
+    call: Call,
+    layers: Sequence[DecoderLayer],
+    key: GraphKey,
+    hidden_states: torch.Tensor,
+    where: Tensors,
+    states: Sequence[Tensors],
+    rotary: Tensors,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compute some layers; return the output of the last, and what `through_layers` keeps."""
     # Steps that differ in what a function does not need share its graph.
     mamba_key = key._replace(kv_length=0, all_logits=False)
     attention_key = key._replace(looks_up=False, all_logits=False, verifies=False)
-    hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
-    where = positions, lengths, slots
 
     def compute(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
@@ -392,17 +459,18 @@ def run_step(
             return hidden_states, kept[0] if kept else None
         return call(attention_layer, layer, attention_key, hidden_states, *where, *state, *rotary), None
 
-    states = list(zip(tensors[::2], tensors[1::2], strict=True))
-    hidden_states, kept_inputs = through_layers(
-        compute, _layers(model), states, hidden_states, keep_inputs=key.verifies
-    )
-    return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *where), kept_inputs
+    return through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)
 
 
 def run_advance(
-    call: Call, model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: Tensors, tensors: Tensors
+    call: Call,
+    model: GraniteMoeHybridForCausalLM,
+    key: GraphKey,
+    inputs: Tensors,
+    tensors: Tensors,
+    layers_per_graph: int = 1,
 ) -> list[torch.Tensor]:
-    """Compute `model.advance`; arguments as of `run_step`, but for `inputs`. What it returns is of no use.
+    """Compute `model.advance`; arguments as of `run_layers`, but for `inputs`. What it returns is of no use.
 
     Args:
         inputs: the tensor of `graph_inputs`; then each Mamba layer's kept inputs.
@@ -410,10 +478,23 @@ def run_advance(
     where, *kept_inputs = inputs
     layers = zip(_layers(model), tensors[::2], tensors[1::2], strict=True)
     mamba = [each for each in layers if each[0].is_mamba]
-    return [
-        call(advance_layer, layer, key, kept, where, *state)
-        for (layer, *state), kept in zip(mamba, kept_inputs, strict=True)
-    ]
+    arguments = [(layer, key, kept, where, *state) for (layer, *state), kept in zip(mamba, kept_inputs, strict=True)]
+    if layers_per_graph == 1:
+        return [call(advance_layer, *each) for each in arguments]
+    return [call(advance_group, group) for group in _groups(arguments, layers_per_graph)]
+
+
+def advance_group(arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """Advance some Mamba layers' states; each has the arguments of `advance_layer`."""
+    return [advance_layer(*each) for each in arguments]
+
+
+Item = TypeVar("Item")
+
+
+def _groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Return the items in groups of a size; the last one may be smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _layers(model: GraniteMoeHybridForCausalLM) -> Sequence[DecoderLayer]:

@@ -109,7 +109,7 @@ class NeuronRuntime:
                 f"and {num_sequences} of {max_length} are asked for; ask for less, or compile it for more."
             )
 
-    def warm_up(self, state: None, verifies: bool = False) -> None:
+    def warm_up(self, state: None, verified_tokens: int = 0) -> None:
         """Implement `Runtime.warm_up`: every graph is there since the model was loaded."""
 
     @torch.inference_mode()

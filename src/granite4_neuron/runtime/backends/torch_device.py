@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.choices import KV_WRITES
+from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.backends.common import ARITHMETIC, PREFILL_BUCKETS
 from granite4_neuron.runtime.backends.declaration import Backend, Option
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda", "neuron")
 GRAPHS = ("layer", "model")
+_DEFAULT_GRAPHS = {"neuron": "model"}  # by kind of device, where it is not GRAPHS[0]
 _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backend here is {backend}."
 
 OPTIONS = (
@@ -33,11 +35,10 @@ OPTIONS = (
     ),
     Option(
         "graphs",
-        "for --backend torch: compile a graph for each kind of layer, or one for the whole model, which takes much "
-        "longer (default: %(default)s)",
+        "for --backend torch: what a graph of decode computes: layer (one layer), model (all layers, which takes much "
+        "longer to compile), or a number of layers (default: model on neuron, layer elsewhere)",
         _BELONGS,
-        default=GRAPHS[0],
-        choices=GRAPHS,
+        metavar="WHAT",
     ),
     Option(
         "tp_degree",
@@ -69,6 +70,20 @@ OPTIONS = (
 )
 
 
+def graphs_of(graphs: str | None, device: str) -> str:
+    """Return a choice of graphs, or the device's default for None.
+
+    Raises:
+        UserError: there is no such choice.
+    """
+    if graphs is None:
+        return _DEFAULT_GRAPHS.get(device.split(":")[0], GRAPHS[0])
+    is_number = isinstance(graphs, str) and graphs.isascii() and graphs.isdecimal() and int(graphs) > 0
+    if graphs not in GRAPHS and not is_number:
+        raise UserError(f"graphs is {graphs!r}; it must be one of {', '.join(GRAPHS)}, or a number of layers.")
+    return graphs
+
+
 def load(
     checkpoint: Checkpoint,
     generation_config: GenerationConfig,
@@ -80,6 +95,7 @@ def load(
     **options: Any,
 ) -> TorchRuntime:
     """Load a checkpoint into a `TorchRuntime`, or a `SplitRuntime`, which take the other options as they are."""
+    graphs_of(options["graphs"], options["device"])
     from granite4_neuron.checkpoint.loading import load_model
     from granite4_neuron.runtime.split import SplitRuntime
     from granite4_neuron.runtime.torch_device import TorchRuntime
