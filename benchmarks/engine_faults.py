@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine_faults
     python -m benchmarks.engine_faults --requests 100000 --seed 7
+    python -m benchmarks.engine_faults --on-device
 
 Requests of many kinds (greedy and sampled, with stop strings, log-probabilities, grammars and adapters) run on the
 bundled model in float32, with drafts, a prefix cache and its folder. Some bring code that fails. Others run while a
@@ -36,6 +37,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import granite4_neuron.engine
 from benchmarks.adapters import random_adapter
+from benchmarks.decoding_stand_in import DecodingRuntime
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
@@ -63,6 +65,12 @@ _MOST_LINES = 5000  # of the engine's files, within which an interrupt comes
 
 class TargetRuntime(CPURuntime):
     """The model's runtime. It cuts prompts every 16 tokens."""
+
+    tokens_per_step = 16
+
+
+class TargetOnDevice(DecodingRuntime):
+    """The model's runtime on a device that chooses tokens itself, and on which the engine runs ahead."""
 
     tokens_per_step = 16
 
@@ -259,9 +267,10 @@ class Fuzz:
 
     Args:
         folder: of the prefix cache.
+        on_device: on a device that chooses tokens itself, without drafts.
     """
 
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, seed: int, on_device: bool = False):
         self.report = Report()
         self._ended: set[int] = set()  # ids of sequences that have had their last output
         self._chance = random.Random(seed)
@@ -273,7 +282,9 @@ class Fuzz:
         invocation = tuple(self._tokenizer.encode("statement"))
         adapters["activated"] = replace(adapters["activated"], invocation=invocation)
         defaults = GenerationConfig.from_dict(read_object(checkpoint / "generation_config.json"))
-        self._runtime = TargetRuntime(model, defaults, adapters=adapters)
+        self._on_device = on_device
+        self._target: type[CPURuntime] = TargetOnDevice if on_device else TargetRuntime
+        self._runtime = self._target(model, defaults, adapters=adapters)
         draft_model = DraftModel(DraftRuntime(model, defaults), model.config.vocab_size, NUM_SEQUENCES, MAX_LENGTH)
         self._drafters = [
             UnreliableDrafter(each, self._chance, self._faults) for each in (NgramDrafter(1, 3), draft_model)
@@ -290,13 +301,13 @@ class Fuzz:
         """Run so many requests with faults, and then each kind of request without."""
         with ExitStack() as stack:
             for most, owner, *names in (
-                (NUM_SEQUENCES, TargetRuntime, "step", "verify", "commit"),
-                (1, TargetRuntime, "allocate"),
+                (NUM_SEQUENCES, self._target, "step", "decode", "verify", "commit"),
+                (1, self._target, "allocate"),
                 (1, Sampler, "mask", "choose", "allowed"),
                 (1, TextStream, "add", "finish"),
                 (1, RunningSequence, "append", "record_prompt_logprobs"),
                 # These only save time.
-                (0, TargetRuntime, "snapshot", "restore", "prepare_snapshot"),
+                (0, self._target, "snapshot", "restore", "prepare_snapshot"),
                 (0, DraftRuntime, "step", "verify", "commit"),
                 (0, Snapshot, "save", "load"),
             ):
@@ -313,7 +324,7 @@ class Fuzz:
             max_length=MAX_LENGTH,
             tokenizer=self._tokenizer,
             prefix_cache=self._cache,
-            drafter=self._chance.choice(self._drafters),
+            drafter=None if self._on_device else self._chance.choice(self._drafters),
             draft_tokens=self._chance.randrange(1, 6),
         )
 
@@ -470,12 +481,12 @@ def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[R
     grammars.close()
 
 
-def fuzz(num_requests: int, seed: int = 0, **options: Any) -> Report:
-    """Run the fuzz; see `Fuzz.run` for options."""
+def fuzz(num_requests: int, seed: int = 0, on_device: bool = False, **options: Any) -> Report:
+    """Run the fuzz; see `Fuzz` and, for options, `Fuzz.run`."""
     logging.disable()  # records keep the frames of what failed, and with them snapshots
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return Fuzz(Path(folder) / "prefixes", seed).run(num_requests, **options)
+            return Fuzz(Path(folder) / "prefixes", seed, on_device).run(num_requests, **options)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -485,8 +496,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=at_least(1), default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--on-device", action="store_true", help="on a stand-in for a device that chooses tokens itself"
+    )
     options = parser.parse_args(arguments)
-    report = fuzz(options.requests, options.seed, progress=lambda numbers: track(numbers, "requests"))
+    report = fuzz(
+        options.requests, options.seed, options.on_device, progress=lambda numbers: track(numbers, "requests")
+    )
     print(f"{options.requests} requests, {report.failed} of which failed, and {report.compared} texts compared")
     print(f"faults: {dict(report.faults.most_common())}")
     print(f"wrong: {len(report.wrong)}")

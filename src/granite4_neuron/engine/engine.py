@@ -12,7 +12,7 @@ import reprlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -26,12 +26,12 @@ from granite4_neuron.engine.prefix_reuse import PrefixReuse
 from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
 from granite4_neuron.engine.sampling_params import is_whole
 from granite4_neuron.engine.scheduler import ScheduledStep, Scheduler
-from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.interface import Runtime, Verification, require
+from granite4_neuron.runtime.interface import Decoded, Runtime, Verification, require
 
 # One count for all engines: a drafter that outlives its engine must not take a new sequence for an old one.
 _IDS = itertools.count()
@@ -51,6 +51,17 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *arguments, **options)
 
     return locked
+
+
+class _Launched(NamedTuple):
+    """A step of decode that the device runs."""
+
+    step: ScheduledStep
+    decoded: Decoded
+
+    def row_of(self, sequence: RunningSequence) -> int | None:
+        """Return the number of a sequence's row, if it has one."""
+        return next((row for row, each in enumerate(self.step.sequences) if each is sequence), None)
 
 
 class Engine:
@@ -128,6 +139,7 @@ class Engine:
         drafting = Drafting(drafter, runtime, draft_tokens)
         self._live = LiveSequences(self._prefixes, drafting, self.stats)
         self._scheduler = Scheduler(runtime, self._slots, self._live, self._prefixes, drafting, prompts_first)
+        self._ahead: _Launched | None = None  # begun before the tokens that it runs were known
         self._lock = threading.RLock()
 
     def warm_up(self) -> None:
@@ -207,6 +219,10 @@ class Engine:
         if not is_whole(id) or id not in self._live.running:
             raise UserError(f"id is {reprlib.repr(id)}, and must be that of a sequence that runs.")
         sequence = self._live.running[id]
+        row = None if self._ahead is None else self._ahead.row_of(sequence)
+        if self._ahead is not None and row is not None:  # the state has seen the last token too
+            sequence.stored += 1
+            sequence.logits = LogitsOnDevice(self._ahead.decoded, row)
         self._prefixes.keep(sequence)
         self._live.end(sequence)
         return sequence.text.finish()
@@ -224,10 +240,14 @@ class Engine:
         self._prefixes.keep_due(self._live.running.values())  # the last step's new tokens have not waited for these
         self._scheduler.admit()
         started, generated = time.perf_counter(), self.stats.generated_tokens
-        step = self._scheduler.schedule()
+        step = None if self._ahead is None else self._live_part(self._ahead.step)
+        if step is None or not step.rows:
+            self._ahead, step = None, self._scheduler.schedule()
         with self._live.guard(*step.sequences):
             if step.has_drafts:
                 self._accept(step, self._verify(step))
+            elif step.rows and not step.is_prefill and "decode" not in self.runtime.cannot:
+                self._decode(step)
             elif step.rows:
                 self._choose(step, self._run(step))
         self._record(step, self.stats.generated_tokens - generated, time.perf_counter() - started)
@@ -248,6 +268,46 @@ class Engine:
                 last = row_logits[len(row.tokens) - 1] if step.all_logits else row_logits
                 is_run = row.start + len(row.tokens) == len(sequence.tokens)
                 self._live.count(sequence, len(row.tokens), last, sequence.choose([last]) if is_run else [])
+
+    def _live_part(self, step: ScheduledStep) -> ScheduledStep:
+        """Return a step without the sequences that have ended."""
+        numbers = [number for number, each in enumerate(step.sequences) if each.id in self._live.running]
+        sequences = [step.sequences[number] for number in numbers]
+        return step._replace(sequences=sequences, rows=[step.rows[number] for number in numbers])
+
+    def _decode(self, step: ScheduledStep) -> None:
+        """Run a step of decode, or go on with one that has been launched; choose the next token of each sequence.
+
+        Before it waits for the tokens it has the device begin the step that runs them, if there may be such a step.
+        """
+        launched = self._ahead or _Launched(step, self._launch(step))
+        self._ahead = None
+        following = self._scheduler.following(step)
+        if following is not None:
+            with self._live.guard(*following.sequences):
+                self._ahead = _Launched(following, self._launch(following))
+        rows = {sequence.id: row for row, sequence in enumerate(launched.step.sequences)}
+        on_host = [each for each in step.sequences if not each.takes_likeliest]
+        logits = launched.decoded.logits([rows[each.id] for each in on_host]) if on_host else ()
+        logits_of = dict(zip((each.id for each in on_host), logits, strict=True))
+        tokens = launched.decoded.tokens() if len(on_host) < len(rows) else ()
+        if following is None or self._ahead is not None:
+            self._slots.failed_steps = 0
+        for sequence in step.sequences:
+            if sequence.id not in self._live.running:  # the step that follows has failed
+                continue
+            with self._live.guard(sequence):
+                row, row_logits = rows[sequence.id], logits_of.get(sequence.id)
+                if row_logits is None:
+                    outputs = [sequence.take(tokens[row])]
+                    self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
+                else:
+                    self._live.count(sequence, 1, row_logits, sequence.choose([row_logits]))
+
+    def _launch(self, step: ScheduledStep) -> Decoded:
+        """Have the device begin a step of decode."""
+        self._slots.failed_steps += 1
+        return self.runtime.decode(self._slots.state, step.rows)
 
     def _verify(self, step: ScheduledStep) -> Verification:
         """Run a step with drafts. It ends when `_accept` has committed the chosen tokens."""

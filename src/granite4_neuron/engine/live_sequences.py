@@ -12,7 +12,7 @@ from granite4_neuron.engine.drafting import Drafting
 from granite4_neuron.engine.prefix_reuse import PrefixReuse
 from granite4_neuron.engine.request import GenerationStats, Output
 from granite4_neuron.engine.sampling import RequestFault
-from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.errors import UserError, sentence_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,7 +53,11 @@ class LiveSequences:
         return _Guard(self, self._unfinished, sequences)
 
     def count(
-        self, sequence: RunningSequence, num_tokens: int, logits: torch.Tensor, outputs: Sequence[Output]
+        self,
+        sequence: RunningSequence,
+        num_tokens: int,
+        logits: torch.Tensor | LogitsOnDevice,
+        outputs: Sequence[Output],
     ) -> None:
         """Have a step count for a sequence: its state has seen so many more tokens, and these are its outputs. If they
         end it, keep a snapshot of it; else note whether one is due.

@@ -9,7 +9,7 @@ from granite4_neuron.engine.prefix_interface import AnyPrefixCache
 from granite4_neuron.engine.request import GenerationStats
 from granite4_neuron.engine.sampling import are_finite
 from granite4_neuron.engine.saving_time import SavingTime
-from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import Runtime
 
@@ -60,9 +60,9 @@ class PrefixReuse:
                 sequence.stored = sequence.cached_tokens = sequence.prefix.length
                 self._stats.cached_tokens += sequence.stored
 
-    def is_due(self, sequence: RunningSequence) -> bool:
-        """Return whether a snapshot of a sequence is to be kept at its current length."""
-        return self.cache is not None and sequence.is_kept(self.cache.interval)
+    def is_due(self, sequence: RunningSequence, more: int = 0) -> bool:
+        """Return whether a snapshot of a sequence is to be kept when it has so many more tokens than now."""
+        return self.cache is not None and sequence.is_kept(self.cache.interval, more)
 
     def keep_due(self, sequences: Iterable[RunningSequence]) -> None:
         """Keep the snapshots that are due since the last step."""
@@ -73,9 +73,13 @@ class PrefixReuse:
 
     def keep(self, sequence: RunningSequence) -> None:
         """Keep a snapshot of a sequence that has run tokens, if its logits are finite."""
-        if self.cache is None or sequence.logits is None or not are_finite(sequence.logits):
+        if self.cache is None or sequence.logits is None:
             return
         with self._saving_time:
+            if isinstance(sequence.logits, LogitsOnDevice):
+                sequence.logits = sequence.logits.read()
+            if not are_finite(sequence.logits):
+                return
             keys = sequence.keys[: sequence.stored]
             self.cache.insert(keys, self._slots.state, sequence.slot, sequence.logits)
             if not sequence.is_prompt:

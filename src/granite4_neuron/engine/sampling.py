@@ -26,6 +26,7 @@ from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.engine.sampling_params import SamplingParams, is_whole
 from granite4_neuron.errors import UserError, described
 
+NOT_FINITE = "no token can be chosen: the model's logits are not finite."
 _CONSTRAINT = "the request's constraint"
 
 
@@ -70,6 +71,11 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the token is always the one of the model's highest logit, of equal ones the first."""
+        return self._is_greedy and not self._processors and self._constraint is None
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append by the model's logits; see `mask` and `choose`."""
@@ -247,7 +253,7 @@ def are_finite(logits: torch.Tensor) -> bool:
 
 def _check_finite(logits: torch.Tensor) -> None:
     if not are_finite(logits):
-        raise UserError("no token can be chosen: the model's logits are not finite.")
+        raise UserError(NOT_FINITE)
 
 
 def _argmax(logits: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from granite4_neuron.engine.live_sequences import LiveSequences
 from granite4_neuron.engine.prefix_reuse import PrefixReuse
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slots import Slots
-from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.runtime.interface import MOST_STOPS, Row, Runtime
 
 
 class ScheduledStep(NamedTuple):
@@ -91,6 +91,29 @@ class Scheduler:
             return self._prefill(prompts)
         self._prompts_are_next = True
         return self._decode(others)
+
+    def following(self, step: ScheduledStep) -> ScheduledStep | None:
+        """Return the step of decode that may begin before the tokens of another one are known, if there is one.
+
+        Its rows run tokens that the device has chosen. It is the step that comes next whatever these are, except for
+        sequences that one of them ends. Nobody needs the state of such a sequence but a prefix cache, for which the
+        device leaves it as it is.
+        """
+        if self._drafting.drafter is not None or any(each.is_prompt for each in self._live.running.values()):
+            return None
+        if not all(self._may_go_ahead(sequence) for sequence in step.sequences):
+            return None
+        going_on = [each for each in step.sequences if len(each.tokens) + 1 < each.limit]
+        rows = [sequence.following_row() for sequence in going_on]
+        return ScheduledStep(going_on, rows, is_prefill=False) if rows else None
+
+    def _may_go_ahead(self, sequence: RunningSequence) -> bool:
+        """Return whether a sequence may run its next token before the host knows it."""
+        if not sequence.takes_likeliest or self._prefixes.is_due(sequence, more=1):
+            return False
+        request = sequence.request
+        # A stop string is found on the host.
+        return self._prefixes.cache is None or (not request.stop and len(request.stop_token_ids or ()) <= MOST_STOPS)
 
     def _prefill(self, prompts: Sequence[RunningSequence]) -> ScheduledStep:
         """Take one chunk of the first prompt, together with those of others that fit into the padded step."""

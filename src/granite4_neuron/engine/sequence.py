@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +14,21 @@ from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_interface import FoundPrefix
 from granite4_neuron.engine.request import Output, PromptReport, Request
-from granite4_neuron.engine.sampling import RequestFault, Sampler
+from granite4_neuron.engine.sampling import NOT_FINITE, RequestFault, Sampler
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import CHOSEN, MOST_STOPS, Decoded, Row
+
+
+class LogitsOnDevice(NamedTuple):
+    """The logits of a row that `Runtime.decode` has run, which stay on the device until they are read."""
+
+    decoded: Decoded
+    row: int
+
+    def read(self) -> torch.Tensor:
+        """Copy them to the host: [vocab_size]."""
+        return self.decoded.logits([self.row])[0]
 
 
 @dataclass(eq=False)
@@ -34,7 +46,7 @@ class RunningSequence:
     prefix: the cached prefix that was found for it, if any.
     cached_tokens: how many tokens of it the state has.
     backoff: when to draft for it.
-    logits: [vocab_size], after the last stored token; None before the first step.
+    logits: [vocab_size], after the last stored token, perhaps still on the device; None before the first step.
     is_due: whether a prefix cache is to keep a snapshot before the next step.
     prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
     """
@@ -52,7 +64,7 @@ class RunningSequence:
     has_begun: bool = False
     prefix: FoundPrefix | None = None
     cached_tokens: int = 0
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | LogitsOnDevice | None = None
     is_due: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
@@ -85,6 +97,11 @@ class RunningSequence:
         """Whether the next step's logits are for log-probabilities of the prompt."""
         return self.is_prompt and self.request.prompt_logprobs is not None
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the likeliest one, and nothing else of the logits is needed for it."""
+        return self.sampler.takes_likeliest and self.request.logprobs is None
+
     def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
         """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
         multiple of `chunk`.
@@ -105,6 +122,12 @@ class RunningSequence:
         """Return the tokens to run next, up to `stop`, followed by drafts."""
         return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts], self.adapter.at(self.stored))
 
+    def following_row(self) -> Row:
+        """Return the row that runs the token which `next_row` without drafts has the device choose."""
+        length = len(self.tokens)
+        stops = tuple(self.request.stop_token_ids or ())[:MOST_STOPS]
+        return Row(self.slot, length, [CHOSEN], self.adapter.at(length), stops)
+
     def most_drafts(self, most: int, interval: int | None) -> int:
         """Return how many drafts to ask for: `most`, but none in a pause, and none beyond the limit or a snapshot.
 
@@ -118,9 +141,9 @@ class RunningSequence:
             most = min(most, interval - self.stored % interval - 1)
         return max(0, most)
 
-    def is_kept(self, interval: int | None) -> bool:
-        """Return whether a prefix cache keeps a snapshot at the current length of a running sequence."""
-        return self._is_kept_at(self.stored, interval)
+    def is_kept(self, interval: int | None, more: int = 0) -> bool:
+        """Return whether a prefix cache keeps a snapshot of a running sequence with so many more tokens than now."""
+        return self._is_kept_at(self.stored + more, interval)
 
     def record_prompt_logprobs(self, row: Row, logits: torch.Tensor) -> None:
         """Record the prompt's log-probabilities, if the request asks for them, from logits [tokens, vocab_size] after
@@ -152,12 +175,18 @@ class RunningSequence:
                 break
         return outputs
 
-    def append(self, token: int, logits: torch.Tensor) -> Output:
-        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`."""
+    def take(self, token: int) -> Output:
+        """Add the likeliest token, of `Decoded.tokens`."""
+        if token < 0:
+            return Output(self.id, None, self.text.finish(), "error", NOT_FINITE)
+        return self.append(token)
+
+    def append(self, token: int, logits: torch.Tensor | None = None) -> Output:
+        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`; log-probabilities need them."""
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
             prompt = PromptReport(self.cached_tokens, self.prompt_logprobs)
-        if self.request.logprobs is not None:
+        if self.request.logprobs is not None and logits is not None:
             [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
         self.tokens.append(token)
         text, reason = "", None

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops.cpu.build import library_key
+from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout
@@ -29,6 +31,7 @@ class BoundModel:
     kernels: facts, for `facts_digest`, that tell its way of computing from others beside the model and the versions.
     """
 
+    cannot: Mapping[Ability, str] = {"decode": "this backend brings the logits of all steps to the host."}
     own_slots = 0
     is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
@@ -83,6 +86,14 @@ class BoundModel:
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
+
+    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
+        """Implement `Runtime.decode`.
+
+        Raises:
+            UserError: this runtime cannot.
+        """
+        raise UserError(self.cannot["decode"])
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
         """Implement `Runtime.prepare_snapshot`: memory is taken with the snapshot."""

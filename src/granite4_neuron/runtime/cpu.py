@@ -18,7 +18,6 @@ from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
-    Ability,
     Row,
     Verification,
     accepted_rows,
@@ -55,7 +54,6 @@ class CPURuntime(BoundModel):
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
     rows_per_step = 8
     tokens_per_verification = 64
-    cannot: Mapping[Ability, str] = {}
 
     def __init__(
         self,

@@ -80,10 +80,23 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor from a GPU, through memory that is faster for that, and wait for it."""
+    return start_copy(tensor)()
+
+
+def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a tensor from a GPU as `to_host` does; return what waits for the copy, and not for what is launched
+    after it.
+    """
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copied.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return copied
+    is_copied = torch.cuda.Event()
+    is_copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> torch.Tensor:
+        is_copied.synchronize()
+        return copied
+
+    return wait
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -21,7 +22,8 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.ops import Operators
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
-    Ability,
+    CHOSEN,
+    MOST_STOPS,
     Row,
     StepInputs,
     Verification,
@@ -40,10 +42,36 @@ SHORTEST_CACHE = 1024
 # H200 multiplies 206.
 _TOKENS_PER_PIECE = 256
 
-# The columns of a step's inputs: each row's start, its number of tokens and its slot, and then the tokens.
+# The columns of a step's inputs: each row's start, its number of tokens and its slot, and then the tokens; in decode
+# these are the token and the row's stops.
 START, LENGTH, SLOT, TOKENS = range(4)
 
 Tensors = Sequence[torch.Tensor]
+
+
+class DecodedOnDevice(NamedTuple):
+    """The `Decoded` of a device.
+
+    by_slot: each slot's logits [num_sequences, vocab_size], on the device or the host.
+    chosen: waits for the likeliest token of each slot, [num_sequences].
+    entries: of the rows in them.
+    """
+
+    by_slot: torch.Tensor
+    chosen: Callable[[], torch.Tensor]
+    entries: Sequence[int]
+
+    def tokens(self) -> Sequence[int]:
+        """Implement `Decoded.tokens`."""
+        chosen = self.chosen().tolist()
+        return [chosen[entry] for entry in self.entries]
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Implement `Decoded.logits`. Single rows are copied alone."""
+        entries = [self.entries[row] for row in rows]
+        if len(entries) == 1:
+            return self.by_slot[entries[0]].cpu()[None]
+        return self.by_slot.cpu()[entries]
 
 
 class GraphRuntime(BoundModel, ABC):
@@ -60,7 +88,6 @@ class GraphRuntime(BoundModel, ABC):
     rows_per_step = 1
     tokens_per_verification = VERIFY_BUCKETS[-1]
     state_dtype = torch.float32
-    cannot: Mapping[Ability, str] = {}
 
     def __init__(
         self,
@@ -127,7 +154,7 @@ class GraphRuntime(BoundModel, ABC):
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), bucket(longest, VERIFY_BUCKETS))
-        by_slot, kept_inputs = self._run_verify(state, inputs, _kv_length(rows, state))
+        by_slot, kept_inputs = self._run_verify(state, inputs, bucket_of_cache(rows, state))
         by_slot = by_slot.cpu()
         logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows])
         return Verification(rows, logits, kept_inputs)
@@ -157,16 +184,21 @@ class GraphRuntime(BoundModel, ABC):
         self._write_slot(state, {name: tensor.to(self.device) for name, tensor in tensors.items()}, slot)
 
     @abstractmethod
-    def _run(
-        self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
-    ) -> torch.Tensor:
-        """Run a graph of `model.forward`; return its logits, on the device or the host.
+    def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
+        """Run a graph of `model.forward` of a part of one prompt; return its logits, on the device or the host.
 
-        Its shapes depend on the number of rows and tokens and on the cache's bucket only.
+        Its shapes depend on the number of tokens and on the cache's bucket only.
 
         Args:
             inputs: of `graph_inputs`, on the host.
-            in_order: whether there is a row for each slot, in their order; otherwise there is one row.
+        """
+
+    @abstractmethod
+    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+        """Run a graph of `model.forward` of one token of all sequences; return its logits, on the device or the host.
+
+        Args:
+            inputs: of `decode_inputs`, on the host.
         """
 
     @abstractmethod
@@ -187,8 +219,8 @@ class GraphRuntime(BoundModel, ABC):
 
     def _decode(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row: [rows, vocab_size]. Slots without a row keep their state."""
-        inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), 1)
-        logits = self._run(state, inputs, True, _kv_length(rows, state), False).cpu()
+        inputs = decode_inputs(rows, state.num_sequences)
+        logits = self._decoded(state, inputs, bucket_of_cache(rows, state)).cpu()
         entries = [row.slot - 1 for row in rows]
         return logits[: len(rows)] if entries == list(range(len(rows))) else logits[entries]
 
@@ -199,7 +231,7 @@ class GraphRuntime(BoundModel, ABC):
         for tokens in pieces(len(row.tokens), self.prefill_buckets):
             piece = Row(row.slot, row.start + start, row.tokens[start : start + tokens])
             inputs = graph_inputs([piece], tokens)
-            output = self._run(state, inputs, False, _kv_length([piece], state), all_logits).cpu()
+            output = self._run_prefill(state, inputs, bucket_of_cache([piece], state), all_logits).cpu()
             logits.append(output[0, : len(piece.tokens)] if all_logits else output)
             start += tokens
         return torch.cat(logits) if all_logits else logits[-1]
@@ -260,6 +292,25 @@ def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
+    """Return `graph_inputs` of a row for every slot: [num_sequences, 4 + `MOST_STOPS`]."""
+    rows = _in_slot_order(rows, num_sequences)
+    stops = [[*row.stops, *[CHOSEN] * (MOST_STOPS - len(row.stops))] for row in rows]
+    return torch.cat([graph_inputs(rows, 1), torch.tensor(stops, dtype=torch.int32)], 1)
+
+
+def with_chosen(inputs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return `graph_inputs` of one token of `decode_inputs`, with the chosen tokens [rows] in their places; a row that
+    one of them stops has no token.
+    """
+    given, stops = inputs[:, TOKENS], inputs[:, TOKENS + 1 :]
+    is_chosen = given < 0
+    tokens = torch.where(is_chosen, chosen, given)
+    is_stop = (tokens[:, None] == stops).float().amax(-1) > 0
+    lengths = torch.where(is_chosen & ((tokens < 0) | is_stop), 0, inputs[:, LENGTH])
+    return torch.stack([inputs[:, START], lengths, inputs[:, SLOT], tokens.clamp(min=0)], 1)
+
+
 def unpacked(inputs: torch.Tensor) -> StepInputs:
     """Return what `interface.step_inputs` returns, of `graph_inputs`; within a graph, on the device."""
     input_ids, start = inputs[:, TOKENS:], inputs[:, START : START + 1]
@@ -277,5 +328,6 @@ def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
     return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
 
 
-def _kv_length(rows: Sequence[Row], state: HybridState) -> int:
+def bucket_of_cache(rows: Sequence[Row], state: HybridState) -> int:
+    """Return the length of cache that a step of rows visits."""
     return bucket(max(row.start + len(row.tokens) for row in rows), cache_buckets(state.max_length))

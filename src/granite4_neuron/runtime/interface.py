@@ -20,8 +20,10 @@ from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
-Ability = Literal["all_logits", "verify", "copy", "snapshot"]
+Ability = Literal["all_logits", "verify", "copy", "snapshot", "decode"]
 State = TypeVar("State", bound=HybridState | None)
+CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
+MOST_STOPS = 4  # of a row
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs`
 
 
@@ -33,12 +35,14 @@ class Row:
     start: the sequence's length so far.
     tokens: at least one new token.
     adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
+    stops: at most `MOST_STOPS` tokens; see `Runtime.decode`.
     """
 
     slot: int
     start: int
     tokens: Sequence[int]
     adapter: int = 0
+    stops: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,18 @@ class Verification:
     rows: Sequence[Row]
     logits: torch.Tensor
     kept_inputs: Sequence[torch.Tensor]
+
+
+class Decoded(Protocol):
+    """The result of `Runtime.decode`, on the device. It is read when it is asked for, also after later calls."""
+
+    def tokens(self) -> Sequence[int]:
+        """Return each row's likeliest token, of equal ones the first; -1 where the highest logit is not finite or one
+        is NaN. It waits for that step, and copies 4 bytes of each slot.
+        """
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return the float32 logits of rows, by their numbers: [len(rows), vocab_size]."""
 
 
 class Runtime(Protocol[State]):
@@ -77,7 +93,7 @@ class Runtime(Protocol[State]):
     @property
     def cannot(self) -> Mapping[Ability, str]:
         """A sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and `commit`),
-        "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
+        "copy", "snapshot" (and `slot_layout`, `restore`), "decode". See `require`.
         """
 
     @property
@@ -145,6 +161,15 @@ class Runtime(Protocol[State]):
 
         Raises:
             UserError: this runtime cannot do `all_logits`.
+        """
+
+    def decode(self, state: State, rows: Sequence[Row]) -> Decoded:
+        """Do as `step` for rows of one token whose sequences have begun, and leave the results on the device. It may
+        return before the device has finished.
+
+        A row's token may be `CHOSEN`: the likeliest one after the last call, which was this one, and in which the
+        sequence had a row. So a step can begin before the host knows its tokens. If that token is one of the row's
+        stops, or -1, nothing is added to the sequence, and the row's results are unspecified.
         """
 
     def verify(self, state: State, rows: Sequence[Row]) -> Verification:

@@ -23,7 +23,7 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
+from granite4_neuron.runtime.interface import Decoded, Row, Verification, accepted_rows, check_verification
 from granite4_neuron.runtime.rank_calls import NUMBERED, Call, OfRank, Refusal, decode, encode, result_or_refusal
 from granite4_neuron.runtime.ranks import RankProcesses, ShardSpec, check_devices, listen
 from granite4_neuron.runtime.torch_device import TorchRuntime
@@ -113,6 +113,11 @@ class SplitRuntime(TorchRuntime):
         """Implement `Runtime.step`; every rank has the logits."""
         [logits] = self._on_every_rank("step", super().step, state, rows, all_logits)
         return logits
+
+    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
+        """Implement `Runtime.decode`; every rank chooses the same tokens."""
+        [decoded] = self._on_every_rank("decode", super().decode, state, rows)
+        return decoded
 
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """Implement `Runtime.verify`; each rank keeps its own inputs."""

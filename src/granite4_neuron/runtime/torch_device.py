@@ -33,21 +33,26 @@ from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
+from granite4_neuron.ops.xla.topk import likeliest
 from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of
-from granite4_neuron.runtime.cuda_graph import CudaGraph, tensor_cores, to_host
+from granite4_neuron.runtime.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
     LENGTH,
     PREFILL_BUCKETS,
     SLOT,
     VERIFY_BUCKETS,
+    DecodedOnDevice,
     GraphRuntime,
     Tensors,
+    bucket_of_cache,
     buckets_up_to,
     cache_buckets,
+    decode_inputs,
     graph_inputs,
     unpacked,
+    with_chosen,
 )
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 if TYPE_CHECKING:
@@ -69,6 +74,7 @@ class GraphKey(NamedTuple):
     looks_up: whether the rows' recurrent state is looked up by slot; otherwise entry i of it is row i's.
     all_logits: logits of every token rather than of each row's last one.
     verifies: whether recurrent state is left as it is, and its inputs are returned.
+    chooses: whether it is of one token, may run those that were chosen on the device, and chooses the next ones.
     """
 
     kv_length: int
@@ -76,6 +82,7 @@ class GraphKey(NamedTuple):
     looks_up: bool = False
     all_logits: bool = False
     verifies: bool = False
+    chooses: bool = False
 
 
 class TorchRuntime(GraphRuntime):
@@ -99,6 +106,8 @@ class TorchRuntime(GraphRuntime):
     Raises:
         UserError: there is no such device here, or no such choice.
     """
+
+    cannot: Mapping[Ability, str] = {}
 
     def __init__(
         self,
@@ -141,11 +150,11 @@ class TorchRuntime(GraphRuntime):
         nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
-        self._run(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), False, lengths[0], all_logits=True)
+        self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
-            self._run(state, graph_inputs(nothing, 1), True, kv_length, all_logits=False)
+            self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
             for tokens in self.prefill_buckets:
-                self._run(state, graph_inputs(nothing[:1], tokens), False, kv_length, all_logits=False)
+                self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
             for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
                 inputs = graph_inputs(nothing, tokens)
                 _, kept_inputs = self._run_verify(state, inputs, kv_length)
@@ -185,15 +194,39 @@ class TorchRuntime(GraphRuntime):
                     f"{self.device} has no room for the state of {num_sequences:,} sequences of up to {length:,} "
                     "tokens; take fewer or shorter ones."
                 ) from None
-            fitting = [_Memory(state)]
+            fitting = [_Memory(state, torch.zeros(num_sequences, dtype=torch.int32, device=self.device))]
             self._memories += fitting
         return fitting[0].acquire()
 
-    def _run(
-        self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
-    ) -> torch.Tensor:
-        key = GraphKey(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
-        if in_order or (self._captures and not all_logits):
+    @torch.no_grad()
+    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
+        """Implement `Runtime.decode`."""
+        inputs = decode_inputs(rows, state.num_sequences)
+        logits, tokens = self._run_decode(state, inputs, bucket_of_cache(rows, state))
+        entries = [row.slot - 1 for row in rows]
+        if self._captures:  # its outputs do not outlive the next step
+            return DecodedOnDevice(logits.clone(), start_copy(tokens), entries)
+        return DecodedOnDevice(logits, tokens.cpu, entries)
+
+    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+        logits, _ = self._run_decode(state, inputs, kv_length)
+        return self._to_host(logits)
+
+    def _run_decode(
+        self, state: HybridState, inputs: torch.Tensor, kv_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the graph of decode; return logits, and each slot's likeliest token.
+
+        Args:
+            inputs: of `decode_inputs`, on the host.
+        """
+        key = GraphKey(kv_length, in_order=True, chooses=True)
+        logits, tokens, _ = self._execute(run_step, state, key, inputs)
+        return logits, tokens
+
+    def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
+        key = GraphKey(kv_length, looks_up=not self._prefill_by_view, all_logits=all_logits)
+        if self._captures and not all_logits:
             logits, _ = self._execute(run_step, state, key, inputs)
             return self._to_host(logits)
         slot = None if key.looks_up else int(inputs[0, SLOT])
@@ -243,8 +276,11 @@ class TorchRuntime(GraphRuntime):
             kept_inputs: that `run_advance` takes.
         """
 
+        memory = next(memory for memory in self._memories if memory.user() is state)
+        chosen = memory.chosen
+
         def run(*inputs: torch.Tensor) -> Any:
-            tensors = state_tensors(state, slot)
+            tensors = [*([chosen] if key.chooses else ()), *state_tensors(state, slot)]
             with tensor_cores(self.device, self.model.dtype):
                 if key.in_order and self._layers_per_graph is None:
                     return self._call(function, call_inline, self.model, key, inputs, tensors)
@@ -254,7 +290,7 @@ class TorchRuntime(GraphRuntime):
         if not self._captures or (key.all_logits and not key.verifies):
             # Logits of a prompt are too large to keep memory for them.
             return run(inputs.to(self.device), *kept_inputs)
-        captured = next(memory.captured for memory in self._memories if memory.user() is state)
+        captured = memory.captured
         capture = (function, key, inputs.shape)
         if capture not in captured:
             idle = inputs.clone()
@@ -300,9 +336,14 @@ class TorchRuntime(GraphRuntime):
 
 @dataclass(eq=False)
 class _Memory:
-    """A state's tensors, with the CUDA graphs that have their addresses. `user`: the state that has them now."""
+    """A state's tensors, with the CUDA graphs that have their addresses.
+
+    chosen: [num_sequences] in int32, the token that was chosen last for each slot.
+    user: the state that has them now.
+    """
 
     state: HybridState
+    chosen: torch.Tensor
     user: Callable[[], HybridState | None] = lambda: None
     captured: dict[tuple, CudaGraph] = field(default_factory=dict)
 
@@ -396,9 +437,15 @@ def run_step(
     inputs: Tensors,
     tensors: Tensors,
     layers_per_graph: int = 1,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute `model.forward` or, with `key.verifies`, `model.verify`; arguments as of `run_layers`."""
+) -> tuple[torch.Tensor | list[torch.Tensor], ...]:
+    """Compute `model.forward` or, with `key.verifies`, `model.verify`; arguments as of `run_layers`.
+
+    Returns:
+        Logits; with `key.chooses` each row's likeliest token, [rows] in int32; kept inputs as of `run_layers`.
+    """
     hidden_states, where, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
+    if key.chooses:
+        return *call(choosing_head, model, GraphKey(0), hidden_states, *where, tensors[0]), kept_inputs
     return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *where), kept_inputs
 
 
@@ -414,14 +461,17 @@ def run_layers(
 
     Args:
         call: how each of the functions below is called.
-        inputs: one tensor, of `graph_inputs`.
-        tensors: the state's, two for each layer.
+        inputs: one tensor, of `graph_inputs`; with `key.chooses` of `decode_inputs`.
+        tensors: the state's, two for each layer; with `key.chooses` before them the tokens chosen last, [rows].
         layers_per_graph: how many layers are called together.
 
     Returns:
         Hidden states [rows, tokens, hidden_size]; positions, lengths and slots; and with `key.verifies` each Mamba
         layer's kept inputs.
     """
+    if key.chooses:
+        chosen, *tensors = tensors
+        inputs = *inputs, chosen
     hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
     where = positions, lengths, slots
     kept_inputs: list[torch.Tensor] = []
@@ -448,8 +498,8 @@ def run_group(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Compute some layers; return the output of the last, and what `through_layers` keeps."""
     # Steps that differ in what a function does not need share its graph.
-    mamba_key = key._replace(kv_length=0, all_logits=False)
-    attention_key = key._replace(looks_up=False, all_logits=False, verifies=False)
+    mamba_key = key._replace(kv_length=0, all_logits=False, chooses=False)
+    attention_key = key._replace(looks_up=False, all_logits=False, verifies=False, chooses=False)
 
     def compute(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
@@ -503,8 +553,16 @@ def _layers(model: GraniteMoeHybridForCausalLM) -> Sequence[DecoderLayer]:
     return stack.layers
 
 
-def embed(model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what enters the first layer; positions, lengths and slots; and rotary tables, if the model has them."""
+def embed(
+    model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: torch.Tensor, chosen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return what enters the first layer; positions, lengths and slots; and rotary tables, if the model has them.
+
+    Args:
+        inputs: of `graph_inputs`; or of `decode_inputs`, with the tokens that were chosen last.
+    """
+    if chosen is not None:
+        inputs = with_chosen(inputs, chosen)
     input_ids, positions, lengths, slots = unpacked(inputs)
     step = _step(key, positions, lengths, slots)
     where = positions, lengths + 0, slots + 0  # a part of an input is no output
@@ -562,6 +620,21 @@ def head(
     """Return the logits."""
     hidden_states = model.model.norm(hidden_states)
     return model.head(hidden_states if key.all_logits else last_tokens(hidden_states, _step(key, *where)))
+
+
+def choosing_head(
+    model: GraniteMoeHybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits and the likeliest tokens, which it writes to the chosen ones where a row has a token.
+
+    Args:
+        tensors: positions, lengths, slots, and the chosen tokens [rows].
+    """
+    *where, chosen = tensors
+    logits = head(model, key, hidden_states, *where)
+    tokens = likeliest(logits)
+    chosen.copy_(torch.where(where[1] > 0, tokens, chosen))
+    return logits, tokens
 
 
 def _step(key: GraphKey, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> DenseStep:

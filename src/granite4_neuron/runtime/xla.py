@@ -19,7 +19,7 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors, unpacked
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, TOKENS, GraphRuntime, Tensors, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 try:
@@ -68,10 +68,13 @@ class XLARuntime(GraphRuntime):
         state.copy(self._slot(source), self._slot(destination), state.max_length)
         _run_graph([], state.tensors())
 
-    def _run(
-        self, state: HybridState, inputs: torch.Tensor, in_order: bool, kv_length: int, all_logits: bool
-    ) -> torch.Tensor:
-        logits = self.model(*self._where(inputs, in_order), state, kv_length=kv_length, all_logits=all_logits)
+    def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
+        logits = self.model(*self._where(inputs, False), state, kv_length=kv_length, all_logits=all_logits)
+        _run_graph([logits], state.tensors())
+        return logits
+
+    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+        logits = self.model(*self._where(inputs[:, : TOKENS + 1], True), state, kv_length=kv_length)
         _run_graph([logits], state.tensors())
         return logits
 

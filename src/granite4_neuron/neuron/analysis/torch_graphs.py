@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from granite4_neuron.neuron.analysis.graphs import COMMIT, PREFILL, VERIFY, Graph, Traced
+from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, Traced
 from granite4_neuron.neuron.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.ops.xla import LOOPS
-from granite4_neuron.runtime.graphs import graph_inputs
+from granite4_neuron.runtime.graphs import decode_inputs, graph_inputs
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import (
     GraphKey,
@@ -65,7 +65,10 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
         module = _graph(run_advance, model, GraphKey(0, in_order), (inputs, *kept_inputs), tensors)
     else:
         verifies = graph.kind == VERIFY
-        key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies)
+        key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies, chooses=graph.kind == DECODE)
+        if key.chooses:
+            inputs = decode_inputs([], graph.rows).to("meta")
+            tensors = [torch.empty(graph.rows, dtype=torch.int32, device="meta"), *tensors]
         module = _graph(run_step, model, key, (inputs,), tensors)
     return lower(module, graph.tp_degree)
 

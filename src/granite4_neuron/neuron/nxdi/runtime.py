@@ -48,6 +48,7 @@ class NeuronRuntime:
             "all_logits": "NxD Inference's graphs return logits after a prompt's last token only.",
             "snapshot": "NxD Inference keeps the state on the device: a sequence can be copied to another slot there, "
             "but not to the host.",
+            "decode": "NxD Inference's graphs bring the logits of all steps to the host.",
         }
         if not neuron_config.speculation_length:
             cannot["verify"] = "the model was compiled without graphs that verify; compile it with --verify."
@@ -164,6 +165,9 @@ class NeuronRuntime:
 
     def snapshot(self, state: None, slot: int, length: int, start: int = 0) -> NoReturn:
         self._refuse("snapshot")
+
+    def decode(self, state: None, rows: Sequence[Row]) -> NoReturn:
+        self._refuse("decode")
 
     def prepare_snapshot(self, is_wanted: bool) -> NoReturn:
         self._refuse("snapshot")

@@ -1,4 +1,6 @@
-"""The router's choice in plain torch, without a sort, which the compiler for Trainium does not handle."""
+"""The router's choice and the likeliest token, in plain torch without a sort, which the compiler for Trainium does not
+handle.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,20 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
     choose = _by_comparison if len(logits) <= _MOST_IN_PAIRS else _one_after_another
     top_logits, experts = choose(logits, top_k)
     return top_logits.softmax(-1), experts.int().clamp(max=num_experts - 1)
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the token of each row's highest logit, of equal ones the first: [rows, vocab_size] to [rows] in int32.
+
+    It is -1 for a row whose highest logit is not finite, or that has a NaN.
+    """
+    vocab_size = logits.shape[-1]
+    top = logits.amax(-1, keepdim=True)
+    tokens = torch.arange(vocab_size, dtype=torch.float32, device=logits.device)
+    first = torch.where(logits == top, tokens, float(vocab_size)).amin(-1)
+    # Whether a maximum of NaN is NaN depends on the device; a comparison with it is false on all.
+    is_finite = ((logits <= top).float().amin(-1) > 0) & (top[:, 0].abs() < math.inf)
+    return torch.where(is_finite, first, -1.0).int()
 
 
 def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,74 @@
+"""A CPU runtime that decodes as a device does: it leaves logits where they are, and runs tokens that it has chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import CHOSEN, Ability, Decoded, Row
+from granite4_neuron.state.hybrid_state import HybridState
+
+
+class _Decoded(NamedTuple):
+    """The `Decoded` of the stand-in: [rows] and [rows, vocab_size]."""
+
+    chosen: Sequence[int]
+    row_logits: torch.Tensor
+
+    def tokens(self) -> Sequence[int]:
+        """See `Decoded.tokens`."""
+        return self.chosen
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """See `Decoded.logits`."""
+        return self.row_logits[list(rows)]
+
+
+class DecodingRuntime(CPURuntime):
+    """Implements `Runtime.decode` with `step`. What is unspecified there is NaN, or a token.
+
+    ahead: rows that have run tokens which only this runtime knew. stopped: those that one of their stops left alone.
+    """
+
+    cannot: Mapping[Ability, str] = {}
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.ahead = self.stopped = 0
+        self._chosen: dict[int, int] = {}  # by slot
+
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """Forget what was chosen: no other call may come between two of `decode` of which one takes it up."""
+        self._chosen.clear()
+        return super().step(state, rows, all_logits)
+
+    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
+        """Implement `Runtime.decode`."""
+        assert all(row.start > 0 and len(row.tokens) == 1 for row in rows)
+        known = [self._known(row) for row in rows]
+        running = [number for number, row in enumerate(known) if row is not None]
+        logits = torch.full((len(rows), self.config.vocab_size), math.nan)
+        tokens = [1] * len(rows)
+        if running:
+            logits[running] = super().step(state, [row for row in known if row is not None])
+        for number in running:
+            likeliest = int(logits[number].numpy().argmax())
+            tokens[number] = likeliest if math.isfinite(logits[number, likeliest]) else -1
+        self._chosen = {rows[number].slot: tokens[number] for number in running}
+        return _Decoded(tokens, logits)
+
+    def _known(self, row: Row) -> Row | None:
+        """Return a row with its token; None if its token stops it."""
+        if row.tokens[0] != CHOSEN:
+            return row
+        token = self._chosen[row.slot]
+        if token < 0 or token in row.stops:
+            self.stopped += 1
+            return None
+        self.ahead += 1
+        return replace(row, tokens=[token])
