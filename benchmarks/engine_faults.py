@@ -86,12 +86,15 @@ class Report:
     """faults: those that came to pass, by place.
     compared: texts that were to be those of the sequence alone.
     failed: sequences that ended with an error.
+    ahead: tokens that ran before the engine knew them. stopped: stop tokens that a device did not run.
     wrong: what is not as it must be, in words.
     """
 
     faults: Counter = field(default_factory=Counter)
     compared: int = 0
     failed: int = 0
+    ahead: int = 0
+    stopped: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -293,6 +296,8 @@ class Fuzz:
         self._cache = PrefixCache(self._runtime, _CACHE_BYTES, 16, at_branches=True, folder=self._folder)
         self._requests = list(_requests(self._tokenizer, model.config.vocab_size))
         self._expected = [self._alone(request) for request in self._requests]
+        if on_device:
+            self._add_kinds_that_run_ahead()
         self._engine = self._new_engine()
 
     def run(
@@ -315,7 +320,18 @@ class Fuzz:
             self._run_with_faults(progress(range(num_requests)))
         self._run_all_kinds()
         self._folder.close()
+        if isinstance(self._runtime, TargetOnDevice):
+            self.report.ahead, self.report.stopped = self._runtime.ahead, self._runtime.stopped
         return self.report
+
+    def _add_kinds_that_run_ahead(self) -> None:
+        """Have most requests be of kinds whose tokens a device chooses; some end at a token, within a string or not."""
+        plain = [number for number, each in enumerate(self._requests) if _is_plain(each)]
+        for number in plain:
+            request, tokens = self._requests[number], self._expected[number].tokens
+            stops = [tokens[len(tokens) // 2], self._tokenizer.eos_token_id]
+            self._requests += [request] * 4 + [replace(request, stop_token_ids=stops)] * 4
+            self._expected += [self._expected[number]] * 4 + [self._alone(self._requests[-1])] * 4
 
     def _new_engine(self) -> Engine:
         return Engine(
@@ -481,6 +497,12 @@ def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[R
     grammars.close()
 
 
+def _is_plain(request: Request) -> bool:
+    """Return whether no option says how the tokens of a request are chosen, or where they end."""
+    options = replace(request, tokens=[0], max_tokens=1, adapter=None, snapshots_at=None)
+    return options == Request([0], 1)
+
+
 def fuzz(num_requests: int, seed: int = 0, on_device: bool = False, **options: Any) -> Report:
     """Run the fuzz; see `Fuzz` and, for options, `Fuzz.run`."""
     logging.disable()  # records keep the frames of what failed, and with them snapshots
@@ -505,6 +527,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"{options.requests} requests, {report.failed} of which failed, and {report.compared} texts compared")
     print(f"faults: {dict(report.faults.most_common())}")
+    if options.on_device:
+        print(
+            f"tokens that ran before the engine knew them: {report.ahead}, and {report.stopped} that ended a sequence"
+        )
     print(f"wrong: {len(report.wrong)}")
     for wrong in report.wrong[:5]:
         print(wrong)
