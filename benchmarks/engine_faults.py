@@ -325,13 +325,25 @@ class Fuzz:
         return self.report
 
     def _add_kinds_that_run_ahead(self) -> None:
-        """Have most requests be of kinds whose tokens a device chooses; some end at a token, within a string or not."""
+        """Have most requests be of kinds whose tokens a device chooses: some end at a token or a string, and for each
+        there is one that goes on with its text, from a snapshot of its end or of a place within it.
+        """
         plain = [number for number, each in enumerate(self._requests) if _is_plain(each)]
         for number in plain:
             request, tokens = self._requests[number], self._expected[number].tokens
-            stops = [tokens[len(tokens) // 2], self._tokenizer.eos_token_id]
-            self._requests += [request] * 4 + [replace(request, stop_token_ids=stops)] * 4
-            self._expected += [self._expected[number]] * 4 + [self._alone(self._requests[-1])] * 4
+            middle = tokens[len(tokens) // 2]
+            ended = (
+                request,
+                replace(request, stop_token_ids=[middle, self._tokenizer.eos_token_id]),
+                replace(request, stop=[self._tokenizer.decode([middle])]),
+            )
+            for each in ended:
+                answer = self._alone(each).tokens
+                further = self._tokenizer.encode(" and")
+                goes_on = replace(request, tokens=[*request.tokens, *answer[:-1], *further], snapshots_at=None)
+                for kind in (each, replace(goes_on, tokens=[*request.tokens, *answer, *further]), goes_on):
+                    self._requests.append(kind)
+                    self._expected.append(self._alone(kind))
 
     def _new_engine(self) -> Engine:
         return Engine(
