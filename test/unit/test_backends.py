@@ -27,6 +27,8 @@ def another_value(option):
         return next(choice for choice in reversed(option.choices) if choice != option.default)
     if option.is_flag:
         return False
+    if option.is_list:
+        return [option.least + 1]
     return "folder" if option.least is None else option.default + 1
 
 
