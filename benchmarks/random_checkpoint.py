@@ -1,6 +1,7 @@
 """Writes a checkpoint for benchmarks: a family member's dimensions, random weights, the bundled model's tokenizer.
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
+python -m benchmarks.random_checkpoint h-small FOLDER --layers mamba attention --experts 16
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.errors import reports_errors
+from granite4_neuron import UserError
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.commands.options import at_least
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.generation import bundled_checkpoint
 
@@ -27,16 +33,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="of the family member")
     parser.add_argument("folder", type=Path, help="new or empty")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        choices=(MAMBA, ATTENTION),
+        metavar="KIND",
+        help="layers of these kinds in place of the member's, and the bundled model's vocabulary",
+    )
+    parser.add_argument("--experts", type=at_least(1), metavar="N", help="N experts a layer, of the same width")
     options = parser.parse_args(arguments)
-    write_random(options.name, options.folder, getattr(torch, options.dtype))
+    config = _part(GraniteMoeHybridConfig.from_family(options.name), options.layers, options.experts)
+    _write(config, options.folder, getattr(torch, options.dtype))
     return 0
+
+
+def _part(config: GraniteMoeHybridConfig, layers: Sequence[str] | None, experts: int | None) -> GraniteMoeHybridConfig:
+    """Return a config with other layers, or with fewer experts."""
+    changes: dict[str, Any] = {}
+    if layers is not None:
+        bundled = open_checkpoint(bundled_checkpoint()).config
+        same = {name: getattr(bundled, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        changes |= dict(layer_types=tuple(layers), num_hidden_layers=len(layers), **same)
+    if experts is not None:
+        if not config.num_experts_per_tok <= experts <= config.num_local_experts:
+            raise UserError(
+                f"--experts is {experts}; a token has {config.num_experts_per_tok} of {config.num_local_experts}."
+            )
+        changes["num_local_experts"] = experts
+    return replace(config, **changes)
 
 
 def write_random(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a checkpoint with the dimensions of a family member; return its folder."""
-    model = random_model(GraniteMoeHybridConfig.from_family(name), dtype=dtype)
-    save_model(model, folder, files_from=bundled_checkpoint())
+    _write(GraniteMoeHybridConfig.from_family(name), folder, dtype)
     return folder
+
+
+def _write(config: GraniteMoeHybridConfig, folder: Path, dtype: torch.dtype) -> None:
+    save_model(random_model(config, dtype=dtype), folder, files_from=bundled_checkpoint())
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class TestCpu:
         for report in found:
             for gap in (report.prefill, report.decode):
                 assert 0 < gap.maximum <= 1e-4 and 0 < gap.relative <= 1e-5
-            assert not report.is_off
+            assert not report.is_off and report.r_ratio is None
 
     @pytest.mark.parametrize(
         "layer, weight",
@@ -71,9 +71,11 @@ class TestCpu:
 
     def test_bfloat16_is_judged_by_transformers_own_difference(self, texting_folder, tmp_path, kernels):
         options = dict(cpu_kernels=kernels, dtype=torch.bfloat16)
-        assert first_off(reports(texting_folder, **options)) is None
+        right = reports(texting_folder, **options)
+        assert first_off(right) is None and all(0 < report.r_ratio < 1.2 for report in right)
         wrong = wrong_copy(texting_folder, tmp_path / "wrong", "model.layers.2.mamba.out_proj.weight", 1.2)
-        assert first_off(reports(texting_folder, of=wrong, **options)) == 2
+        found = reports(texting_folder, of=wrong, **options)
+        assert first_off(found) == 2 and found[1].r_ratio < 1.2 < found[2].r_ratio
 
     def test_a_wrong_step_of_decode(self, texting_folder, kernels, monkeypatch):
         """Prompts are right, but a layer carries a wrong state from step to step."""

@@ -363,15 +363,17 @@ class TestCheck:
         assert status == 0 and "passed" in output
         for part in ("max diff", "mean diff", "top-1", "Pearson", "position 0", "positions 4-7", "prefill", "decode"):
             assert part in output
+        assert output.count("100.0%") >= 4 and "R-ratio" not in output and "not passed" not in output
 
     def test_bfloat16_is_compared_with_transformers_own_error(self, run, texting_folder):
         status, output, _ = run("check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16")
         assert status == 0 and "transformers in this dtype" in output
+        assert "transformers in bfloat16" in output and re.search(r"R-ratio 0\.\d\d: passed \(", output)
 
     def test_int8_is_judged_by_its_top_tokens(self, run, texting_folder, monkeypatch):
         command = ("check", "--model", texting_folder, "--tokens", 5, "--quantize", "int8")
         status, output, _ = run(*command)
-        assert status == 0 and "quantized weights" in output
+        assert status == 0 and "quantized weights" in output and "not passed" not in output
         assert "passed (quantized: the same top token for 90% of the tokens at least)" in output
         original = load_model
 
@@ -393,7 +395,9 @@ class TestCheck:
 
         monkeypatch.setattr("granite4_neuron.checkpoint.loading.load_model", without_D)
         status, output, _ = run("check", "--model", texting_folder, "--tokens", 5)
-        assert status == 1 and "FAILED" in output
+        assert status == 1 and "FAILED" in output and output.count("not passed") == 4
+        status, output, _ = run("check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16")
+        assert status == 1 and re.search(r"R-ratio \d+\.\d\d: not passed \(", output)
 
 
 WIDE_TABLES = {

@@ -34,7 +34,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="compare logits with transformers",
         description="Compare logits with transformers, token by token. float32 passes when no logit is further off "
         "than the tolerance; other dtypes when the mean error to float32 is not above that of transformers there; "
-        "quantized weights, and SSM states in 16 bits, when the likeliest token is the same nine times in ten. With "
+        "quantized weights, and SSM states in 16 bits, when the likeliest token is the same nine times in ten. It also "
+        "prints what AWS judges ports by: the R-ratio, and tolerances for the k likeliest tokens. With "
         "--backend nxdi, only the last token of a prompt is compared. --layers compares the hidden states after each "
         "layer, and so shows in which layer a wrong logit begins.",
     )
@@ -101,6 +102,13 @@ def run(options: argparse.Namespace) -> int:
             return _print_layers(reports, bound)
         report = accuracy.measure(folder, prompts, options.tokens, runtime, progress)
     print_table(_accuracy_table(report, runtime.dtype))
+    print_table(_top_k_table(report, runtime.dtype))
+    if (ratio := report.r_ratio()) is not None:
+        most = accuracy.MOST_R_RATIO
+        verdict = "" if report.is_compressed else ": " + ("passed" if ratio < most else "not passed")
+        write(
+            f"R-ratio {ratio:.2f}{verdict} (our error over that of transformers in this dtype; AWS asks for < {most})"
+        )
     passed = report.passed(options.tolerance)
     write(f"{'passed' if passed else 'FAILED'} ({report.criterion(options.tolerance)})")
     return 0 if passed else EXIT_CHECK_FAILED
@@ -140,6 +148,29 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
     return table
 
 
+def _top_k_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Table:
+    from rich.table import Table
+
+    table = Table("top-k", "tolerance", "largest error", "tokens within", "")
+    table.title = "logits after teacher-forced tokens, relative to the largest of the top k, by AWS's tolerances"
+    of_transformers = report.transformers_top_k_errors()
+    if of_transformers is not None:
+        table.add_column(f"transformers in {str(dtype).removeprefix('torch.')}")
+        table.add_column("tokens within")
+    for number, error in enumerate(report.top_k_errors()):
+        row = ["all" if error.k is None else f"{error.k:,}", str(error.tolerance)]
+        verdict = "" if report.is_compressed else "passed" if error.passed else "not passed"
+        row += [*_largest_and_within(error), verdict]
+        if of_transformers is not None:
+            row += _largest_and_within(of_transformers[number])
+        table.add_row(*row)
+    return table
+
+
+def _largest_and_within(error: accuracy.TopKError) -> list[str]:
+    return [f"{max(error.largest, 0):.2g}", f"{error.within:.1%}"]
+
+
 def _print_layers(reports: Sequence[LayerReport], runtime: BoundRuntime) -> int:
     """Print a table, then the operators of each kind of layer; return the exit status."""
     from rich.table import Table
@@ -147,14 +178,16 @@ def _print_layers(reports: Sequence[LayerReport], runtime: BoundRuntime) -> int:
     from granite4_neuron.evaluation.layers import operators_of_layers
 
     first_off = next((number for number, report in enumerate(reports) if report.is_off), None)
-    columns = ("layer", "", "prefill\nmax diff", "\nrelative", "decode\nmax diff", "\nrelative", "\nlimit", "")
-    table = Table(*columns)
+    columns = ["layer", "", "prefill\nmax diff", "\nrelative", "decode\nmax diff", "\nrelative", "\nlimit", ""]
+    has_ratios = reports[0].r_ratio is not None
+    table = Table(*columns, *(["\nR-ratio"] if has_ratios else []))
     table.title = "hidden states after each layer against transformers in float32"
     for number, report in enumerate(reports):
         values = [value for gap in (report.prefill, report.decode) for value in (gap.maximum, gap.relative)]
         limit = "" if report.limit is None else f"{report.limit:.1e}"
         mark = "<-" if number == first_off else ""
-        table.add_row(str(number), report.kind, *(f"{value:.1e}" for value in values), limit, mark)
+        ratio = [] if report.r_ratio is None else [f"{report.r_ratio:.2f}"]
+        table.add_row(str(number), report.kind, *(f"{value:.1e}" for value in values), limit, mark, *ratio)
     print_table(table)
     for kind in dict.fromkeys(runtime.config.layer_types):
         write(f"{kind} layers: {', '.join(operators_of_layers(runtime, kind))}")

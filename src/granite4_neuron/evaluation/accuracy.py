@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,13 @@ from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 
 COMPRESSED_AGREEMENT = 0.9  # of the top tokens, with less exact weights or states
+# AWS accepts ports below this R-ratio; above 10 a formula is wrong. Source: the Neuron SDK's page on its skill
+# neuron-framework-equivalence.
+MOST_R_RATIO = 1.2
+# What AWS allows the logits of the k likeliest tokens, None for those of all; and what is taken off a difference first.
+# Source: the Neuron SDK's page on the logit validation of vLLM Neuron.
+TOP_K_TOLERANCES = {5: 0.011, 50: 0.02, 1000: 0.03, None: 0.05}
+_ABSOLUTE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,51 @@ class Difference:
             top1_agreement=(logits.argmax(-1) == reference.argmax(-1)).double().mean().item(),
             pearson=torch.corrcoef(torch.stack([logits.flatten(), reference.flatten()]).double())[0, 1].item(),
         )
+
+
+@dataclass(frozen=True)
+class TopKError:
+    """The error of the logits of the k likeliest tokens.
+
+    k: None for all tokens.
+    tolerance: AWS's for this k.
+    largest: error of a logit, relative to the largest absolute one of those k.
+    within: the share of positions at which no error is above the tolerance.
+    """
+
+    k: int | None
+    tolerance: float
+    largest: float
+    within: float
+
+    @property
+    def passed(self) -> bool:
+        return self.largest <= self.tolerance
+
+
+def top_k_errors(logits: torch.Tensor, reference: torch.Tensor) -> list[TopKError]:
+    """Return errors as AWS judges them for `TOP_K_TOLERANCES`, of logits after the same tokens, [tokens, vocab_size].
+
+    The reference says which tokens are the likeliest. A position's constant shift, the intercept of the regression on
+    the reference's logits, is no error.
+    """
+    expected, found = reference.double(), logits.double()
+    centred = expected - expected.mean(-1, keepdim=True)
+    slope = (centred * found).sum(-1, keepdim=True) / centred.square().sum(-1, keepdim=True)
+    found = found - (found.mean(-1, keepdim=True) - slope * expected.mean(-1, keepdim=True))
+    errors = []
+    for k, tolerance in TOP_K_TOLERANCES.items():
+        values, tokens = expected.topk(min(k or expected.shape[-1], expected.shape[-1]), dim=-1)
+        difference = (found.gather(-1, tokens) - values).abs().amax(-1) - _ABSOLUTE_TOLERANCE
+        error = difference / values.abs().amax(-1)
+        errors.append(TopKError(k, tolerance, error.max().item(), (error <= tolerance).double().mean().item()))
+    return errors
+
+
+def r_ratio(ours: torch.Tensor, reference: torch.Tensor, reference_in_dtype: torch.Tensor) -> float:
+    """Return the norm of our error over that of the reference in our dtype, both against the reference in float32."""
+    own, error = ((each.double() - reference.double()).norm().item() for each in (reference_in_dtype, ours))
+    return error / own if own else math.inf
 
 
 @dataclass(frozen=True)
@@ -87,9 +140,31 @@ class AccuracyReport:
             return None
         return self._difference(self.reference_in_dtype, [slice(None)] * len(self.ours))
 
+    def r_ratio(self) -> float | None:
+        """Return `r_ratio` over all tokens; None in float32."""
+        if self.reference_in_dtype is None:
+            return None
+        return r_ratio(*map(torch.cat, (self.ours, self.reference, self.reference_in_dtype)))
+
+    def top_k_errors(self) -> list[TopKError]:
+        """Return the errors of the logits from each prompt's last token on: those that choose the new tokens."""
+        return self._top_k_errors(self.ours)
+
+    def transformers_top_k_errors(self) -> list[TopKError] | None:
+        """Return the same errors of transformers in our dtype; None in float32."""
+        return None if self.reference_in_dtype is None else self._top_k_errors(self.reference_in_dtype)
+
+    def _top_k_errors(self, logits: list[torch.Tensor]) -> list[TopKError]:
+        firsts = [length - 1 - start for length, start in zip(self.prompt_lengths, self._starts, strict=True)]
+        generated = [
+            torch.cat([one[first:] for one, first in zip(each, firsts, strict=True)])
+            for each in (logits, self.reference)
+        ]
+        return top_k_errors(*generated)
+
     def passed(self, tolerance: float = FLOAT32_TOLERANCE) -> bool:
         """Return whether `criterion` holds."""
-        if self._is_compressed:
+        if self.is_compressed:
             return self.overall().top1_agreement >= COMPRESSED_AGREEMENT
         transformers_error = self.transformers_error()
         if transformers_error is None:
@@ -98,7 +173,7 @@ class AccuracyReport:
 
     def criterion(self, tolerance: float = FLOAT32_TOLERANCE) -> str:
         """The condition that `passed` checks."""
-        if self._is_compressed:
+        if self.is_compressed:
             what = "quantized" if self.is_quantized else "SSM states in 16 bits"
             return f"{what}: the same top token for {COMPRESSED_AGREEMENT:.0%} of the tokens at least"
         if self.reference_in_dtype is None:
@@ -106,7 +181,8 @@ class AccuracyReport:
         return "mean difference not above that of transformers in this dtype"
 
     @property
-    def _is_compressed(self) -> bool:
+    def is_compressed(self) -> bool:
+        """Whether weights or states are less exact than the dtype: such errors are not the port's."""
         return self.is_quantized or self.state_dtype != torch.float32
 
     @property

@@ -59,12 +59,14 @@ class LayerReport:
     kind: "mamba" or "attention".
     prefill, decode: over the tokens of prompts, and over those that were decoded one by one.
     limit: of the relative difference; None where it is not judged, with quantized weights and SSM states in 16 bits.
+    r_ratio: the error over that of transformers in the same dtype, as in `accuracy.r_ratio`; None in float32.
     """
 
     kind: str
     prefill: Gap
     decode: Gap
     limit: float | None
+    r_ratio: float | None
 
     @property
     def is_off(self) -> bool:
@@ -99,21 +101,22 @@ def compare_layers(
     sequences = [greedy(reference, prompt, new_tokens) for prompt in prompts]
     expected = _reference_hidden_states(reference, sequences)
     del reference
-    limits: list[float | None] = [tolerance] * len(expected)
-    if runtime.is_quantized or runtime.state_dtype != torch.float32:
-        limits = [None] * len(expected)
-    elif runtime.dtype != torch.float32:
+    own: list[float] | None = None
+    if runtime.dtype != torch.float32:
         in_dtype = Reference.from_pretrained(folder, dtype=runtime.dtype).eval()
         pairs = zip(_reference_hidden_states(in_dtype, sequences), expected, strict=True)
-        limits = [_MARGIN * Gap.between(*pair).relative for pair in pairs]
+        own = [Gap.between(*pair).relative for pair in pairs]
         del in_dtype
+    is_judged = not runtime.is_quantized and runtime.state_dtype == torch.float32
     lengths = [len(prompt) for prompt in prompts]
     phases = [slice(None, n) for n in lengths], [slice(n, None) for n in lengths]
-    for layer, (kind, limit) in enumerate(zip(runtime.config.layer_types, limits, strict=True)):
+    for layer, kind in enumerate(runtime.config.layer_types):
         part = _with_layers(runtime, slice(layer + 1), runtime.model.operators)
         ours = [_hidden_states(part, tokens, n) for tokens, n in zip(sequences, lengths, strict=True)]
         prefill, decode = (Gap.between(_parts(ours, phase), _parts(expected[layer], phase)) for phase in phases)
-        yield LayerReport(kind, prefill, decode, limit)
+        limit = tolerance if own is None else _MARGIN * own[layer]
+        ratio = None if own is None else Gap.between(ours, expected[layer]).relative / own[layer]
+        yield LayerReport(kind, prefill, decode, limit if is_judged else None, ratio)
 
 
 def operators_of_layers(runtime: BoundRuntime, kind: str) -> list[str]:
