@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
@@ -14,18 +12,19 @@ from granite4_neuron.commands.options import (
     dtype_of,
     number_in,
 )
-from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.config import family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_context_buckets
-from granite4_neuron.neuron_sdk import INSTANCES, KERNELS
+from granite4_neuron.neuron_sdk import INSTANCES
 
 if TYPE_CHECKING:
     from granite4_neuron.config import GraniteMoeHybridConfig
     from granite4_neuron.neuron.analysis import plan
+    from granite4_neuron.neuron.analysis.graph_memory import GraphMemory
 
-EXIT_DOES_NOT_FIT = 1
+EXIT_DOES_NOT_FIT, EXIT_OPEN = 1, 3
 _LATENCY_DEFAULTS: dict[str, Any] = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
 _LATENCY_CONTEXT = 2048
 _MOST_DRAFTED = 1024
@@ -36,8 +35,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "plan",
         help="what fits into the memory of a Trainium2 core, and how fast it would be",
         description="Add up what each core of an instance holds of a model: weights, state, cache and logits, and "
-        "estimates of what a step of prefill and each compiled graph need besides. Without --model: a line for each "
-        "member of the family. With --latency: how long steps are predicted to take, which is no measurement.",
+        "estimates of what a step and each compiled graph need besides, with their upper ends. It exits with 0 if all "
+        "of it fits, with 1 if it does not, and with 3 if that is open. Without --model: a line for each member of the "
+        "family. With --latency: how long steps are predicted to take, which is no measurement.",
     )
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
@@ -177,67 +177,85 @@ def _plan_model(options: argparse.Namespace) -> int:
 
     planned = _planned(options.model, options)
     batch_size, context = planned.batch_size, planned.context
-    table = Table("per logical core", f"GB, of {plan.CORE_BYTES / 1e9:.0f}", "of that")
+    table = Table("per logical core", f"GiB, of {_gibibytes(plan.CORE_BYTES)}", "at most", "")
     table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
-    table.add_row("weights", _gigabytes(planned.weights))
-    table.add_row(f"Mamba state of {batch_size}", _gigabytes(batch_size * planned.state))
-    table.add_row(f"KV cache of {batch_size} x {context:,} tokens", _gigabytes(batch_size * context * planned.token))
-    table.add_row("logits", _gigabytes(batch_size * planned.logits))
-    table.add_row("attention scores of a continued prompt", _gigabytes(context * planned.scores))
-    alone = _of_step(planned.temporaries, batch_size, "torch_xla and jax")
-    with_kernels = _of_step(_temporaries_with_kernels(planned), batch_size, "NxD Inference")
-    table.add_row("other temporaries of a step", alone, f"with --kernels nki {with_kernels}")
+
+    def add(name: str, count: int, at_most: float = 1, remark: str = "") -> None:
+        table.add_row(name, _gibibytes(count), _gibibytes(round(count * at_most)), remark)
+
+    add("weights", planned.weights)
+    add(f"Mamba state of {batch_size}", batch_size * planned.state)
+    add(f"KV cache of {batch_size} x {context:,} tokens", batch_size * context * planned.token)
+    add("logits", batch_size * planned.logits)
     if planned.draft is not None:
-        table.add_row(f"{escape(options.draft_model)}, with its graphs", _gigabytes(planned.draft.resident))
+        add(f"{escape(options.draft_model)}, its weights and sequences", planned.draft.tensors)
     table.add_section()
-    table.add_row("microcode, at most", _gigabytes(graph_memory.MICROCODE_BYTES))
-    for memory in planned.graphs:
-        name = f"graph, estimated: {memory.graph.kind} {memory.graph.bucket:,}"
-        parts = {"code": memory.code, "DMA rings": memory.dma_rings, "collectives": memory.collectives}
-        listed = ", ".join(f"{part} {_gigabytes(count)}" for part, count in parts.items())
-        table.add_row(name, _gigabytes(memory.total), listed)
+    add("temporaries of a step", planned.temporaries, plan.TEMPORARIES_AT_MOST, "estimated")
+    add("microcode", graph_memory.MICROCODE_BYTES)
+    for kind, graphs in _by_kind(planned).items():
+        count = sum(graph.total for graph in graphs)
+        one = graphs[0]
+        parts = {"code": one.code, "DMA rings": one.dma_rings, "collectives": one.collectives}
+        listed = ", ".join(f"{part} {_gibibytes(each)}" for part, each in parts.items())
+        buckets = ", ".join(f"{graph.graph.bucket:,}" for graph in graphs)
+        add(f"{_counted_graphs(len(graphs), kind)}: {buckets}", count, graph_memory.GRAPHS_AT_MOST, f"each: {listed}")
+    if planned.draft is not None:
+        count = sum(graph.total for graph in planned.draft.graphs)
+        name = f"{_counted_graphs(len(planned.draft.graphs))} of {escape(options.draft_model)}"
+        add(name, count, graph_memory.GRAPHS_AT_MOST)
     table.add_section()
-    table.add_row("sum", _gigabytes(planned.total))
-    table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
-    table.add_row("largest batch of this context", f"{planned.largest_batch:,}")
+    table.add_row("sum", _gibibytes(planned.total), _gibibytes(planned.at_most), "")
+    table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens", "", "")
+    table.add_row("largest batch of this context", f"{planned.largest_batch:,}", "", "")
     write(planned.verdict())
     print_table(table)
+    _write_live_sets(planned)
     write(f"To compile: {_counted(planned)}.")
     if planned.draft is not None:
         write(f"Also those of {options.draft_model}: {_counted(planned.draft)}.")
-    return 0 if planned.fits else EXIT_DOES_NOT_FIT
+    return {plan.FITS: 0, plan.OPEN: EXIT_OPEN, plan.DOES_NOT_FIT: EXIT_DOES_NOT_FIT}[planned.outcome]
 
 
-def _temporaries_with_kernels(planned: plan.Plan) -> plan.Temporaries | None:
-    """Count the temporaries of NxD Inference's graphs with the NKI kernels; None where it is not."""
-    from granite4_neuron.neuron.analysis.plan import find_temporaries
-    from granite4_neuron.neuron.stand_ins import why_not_importable
+def _write_live_sets(planned: plan.Plan) -> None:
+    """Print the live set of each graph for prompts, and what spills."""
+    from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES, live_set
 
-    if why_not_importable():
-        return None
-    from granite4_neuron.neuron.nxdi.graph_costs import report
+    lengths = planned.prompt_lengths
+    lives = {tokens: live_set(planned.config, planned.tp_degree, planned.dtype, tokens) for tokens in lengths}
+    listed = ", ".join(f"{size(live.live)} for {tokens:,}" for tokens, live in lives.items())
+    write(f"Live set of the graphs for prompts, of {size(SBUF_BYTES)} of SBUF, by estimate: {listed} tokens.")
+    for tokens, live in lives.items():
+        if spill := live.spill():
+            write(f"Prompts of {tokens:,}: {spill}")
 
-    with_kernels = partial(report, kernels=KERNELS["nki"])
-    return find_temporaries(planned.config, planned.tp_degree, planned.context, with_kernels)
 
-
-def _of_step(temporaries: plan.Temporaries | None, batch_size: int, needed: str) -> str:
-    return f"unknown without {needed}" if temporaries is None else _gigabytes(temporaries.of(batch_size))
+def _by_kind(planned: plan.Plan) -> dict[str, list[GraphMemory]]:
+    """Return the graphs by their kind; those of a kind have the same memory."""
+    kinds: dict[str, list[GraphMemory]] = {}
+    for memory in planned.graphs:
+        kinds.setdefault(memory.graph.kind, []).append(memory)
+    return kinds
 
 
 def _counted(planned: plan.Plan) -> str:
     """Return "3 graphs: 1 context, 1 continuation, 1 token"."""
-    kinds = Counter(memory.graph.kind for memory in planned.graphs)
-    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"{len(planned.graphs)} graphs: {listed}"
+    listed = ", ".join(f"{len(graphs)} {kind}" for kind, graphs in _by_kind(planned).items())
+    return f"{_counted_graphs(len(planned.graphs))}: {listed}"
+
+
+def _counted_graphs(count: int, kind: str = "") -> str:
+    return f"{count} {kind}{' ' if kind else ''}graph{'' if count == 1 else 's'}"
 
 
 def _plan_family(options: argparse.Namespace) -> int:
     """Print a line for each member: what fits at its whole context, or at the requested one."""
     from rich.table import Table
 
-    table = Table("model", "weights", "context", "state and cache of a sequence", "graphs", "sum", "", "largest batch")
-    table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GB per logical core"
+    table = Table(
+        *("model", "weights", "context", "state and cache of a sequence", "graphs", "sum", "at most", ""),
+        "largest batch",
+    )
+    table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GiB per logical core"
     refusals = []
     for name in family_names():
         try:
@@ -248,11 +266,12 @@ def _plan_family(options: argparse.Namespace) -> int:
         sequence = planned.state + planned.context * planned.token
         table.add_row(
             name.removeprefix("granite-4.0-"),
-            _gigabytes(planned.weights),
+            _gibibytes(planned.weights),
             f"{planned.context:,}",
-            _gigabytes(sequence),
+            _gibibytes(sequence),
             str(len(planned.graphs)),
-            _gigabytes(planned.total),
+            _gibibytes(planned.total),
+            _gibibytes(planned.at_most),
             _fit(planned),
             f"{planned.largest_batch:,}",
         )
@@ -264,9 +283,11 @@ def _plan_family(options: argparse.Namespace) -> int:
 
 
 def _fit(planned: plan.Plan) -> str:
-    if planned.fits:
-        return "fits"
-    return "fits with fewer graphs" if planned.with_fewest_graphs.fits else "does not fit"
+    from granite4_neuron.neuron.analysis.plan import FITS
+
+    if planned.outcome == FITS or planned.with_fewest_graphs.outcome != FITS:
+        return planned.outcome
+    return f"{planned.outcome}; fits with fewer graphs"
 
 
 def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
@@ -292,5 +313,5 @@ def _ascending(buckets: list[int] | None) -> list[int] | None:
     return None if buckets is None else sorted(set(buckets))
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3f}"
+def _gibibytes(count: int) -> str:
+    return f"{count / 2**30:.2f}"

@@ -43,6 +43,11 @@ class GraphOptions:
     context_buckets: Sequence[int] | None = None
     token_buckets: Sequence[int] | None = None
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the largest graph for prompts."""
+        return max(self.context_buckets or [self.max_context_length])
+
     def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
         """Return the graphs for sequences of up to seq_len tokens. A draft model has them too, from its own config."""
         context = list(self.context_buckets or default_context_buckets(min(self.max_context_length, seq_len)))

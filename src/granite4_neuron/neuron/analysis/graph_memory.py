@@ -30,6 +30,9 @@ MICROCODE_BYTES = LOGICAL_CORE_SIZE * 96 * _MEBIBYTE
 _STEP_CODE, _STEP_RINGS = ((126 + 4) * _MEBIBYTE / 15.1e9, 12 * _MEBIBYTE / 15.1e9)
 _PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 45, 49 * _MEBIBYTE / 45)
 _COLLECTIVES = 71 * 2**10
+# What all graphs of a model take at most, as a multiple of the estimate. Graphs for prompts as in the first of the logs
+# would take 1.4 times, if each had the most that is given there; of the others there is one each.
+GRAPHS_AT_MOST = 2
 
 
 @dataclass(frozen=True)

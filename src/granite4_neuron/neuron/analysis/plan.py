@@ -1,9 +1,13 @@
-"""Adds up the memory of a Trainium2 core: a model's weights, state and cache, its graphs, and a step's temporaries."""
+"""Adds up the memory of a Trainium2 core: a model's weights, state and cache, its graphs, and a step's temporaries.
+
+Tensors are exact. Graphs and temporaries are estimates, and each has an upper end: so a plan has a sum, and what it is
+at most. It fits if the latter does.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,30 +15,33 @@ import torch
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
-from granite4_neuron.neuron.analysis import graphs
-from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES, GraphMemory, graph_memory
-from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
-from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.neuron.analysis.graph_memory import GRAPHS_AT_MOST, MICROCODE_BYTES, GraphMemory, graph_memory
+from granite4_neuron.neuron.analysis.live_set import live_set
+from granite4_neuron.neuron.compiled_graphs import CONTEXT, CONTINUATION, GraphOptions
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, INSTANCES
+from granite4_neuron.ops.attention import block_length
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
-# Memory of a logical core: 24 GiB of a chip's 96 ("Trainium2 architecture" in the Neuron SDK's documentation), less 7 %
-# that are left free, because allocations are aligned and must be in one piece.
-CORE_BYTES = 24 * 10**9
-# Tokens of a prefill step, with which its temporaries grow linearly.
-PREFILL_TOKENS = 2048
+GIBIBYTE = 2**30
+# A logical core has 24 GiB, and no part of another one's: the compiler compares with 25,769,803,776 bytes. "Usable
+# ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
+CORE_BYTES = 47 * GIBIBYTE // 2
 
+FITS, OPEN, DOES_NOT_FIT = "fits", "open", "does not fit"
 
-@dataclass(frozen=True)
-class Temporaries:
-    """The largest temporaries of a step in bytes: of prefill, and of decode by the number of sequences."""
-
-    prefill: int
-    decode: int
-    decode_of_a_sequence: int
-
-    def of(self, batch_size: int) -> int:
-        return max(self.prefill, self.decode + batch_size * self.decode_of_a_sequence)
+# A step's temporaries by XLA's compiler for a CPU, of this package's graphs in float32 with one layer of each kind. A
+# prompt's are 10 to 24 times its graph's live set in bfloat16, for every model of the family on four ranks, with 512
+# tokens and the longest context. With fewer and more tokens, on one rank, and with a shorter context none is larger.
+# Decode copies a block of keys and values of each sequence, 1.04 times what they take in float32, and for few tokens
+# the chosen experts, 1.42 times.
+_OF_PROMPT, _OF_KEYS_AND_VALUES, _OF_EXPERTS = 25, 1.05, 1.5
+# Temporaries by the compiler for Trainium2, as a multiple of those. One figure is known: another port of h-small (pull
+# request 69 of NxD Inference) needs 24.46 GiB for prompts of 256 tokens, of which 15.4 are inputs and outputs. Its scan
+# makes tensors of [tokens, heads, head_dim, d_state] in float32, of 1 GiB each, of all 128 heads on each rank. XLA's
+# compiler needs 2.05 GiB for it, as if two were live at a time, and Neuron's nine. The runtime adds to this: it gives a
+# tensor of more than 512 MiB memory of its own beside the scratchpad that all graphs share ("Neuron Device Memory" in
+# the SDK's documentation). This package has no such tensors.
+TEMPORARIES_AT_MOST = (24.46 - 15.4) / 2.05
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,12 @@ class Plan:
     """Bytes on one logical core.
 
     state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
-    the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. scores: per token of
-    context, in NxD Inference's attention while a prompt is continued. temporaries: of this package's own graphs,
-    without kernels; None without torch_xla. draft: of a draft model that is loaded too; a step's temporaries are those
-    of the larger model.
+    the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. options: which graphs there
+    are. draft: of a draft model that is loaded too; a step's temporaries are those of the larger model.
     """
 
     config: GraniteMoeHybridConfig
+    dtype: torch.dtype
     tp_degree: int
     batch_size: int
     context: int
@@ -56,18 +62,32 @@ class Plan:
     state: int
     token: int
     logits: int
-    scores: int
-    temporaries: Temporaries | None
     options: GraphOptions
     draft: Plan | None = None
 
     @property
-    def total(self) -> int:
-        return self._bytes(self.batch_size, self.context)
+    def tensors(self) -> int:
+        """Bytes of weights and sequences; those of the draft model too. These are no estimates."""
+        return self._tensors(self.batch_size, self.context)
 
     @property
-    def fits(self) -> bool:
-        return self.total <= CORE_BYTES
+    def temporaries(self) -> int:
+        return self._temporaries(self.batch_size, self.context)
+
+    @property
+    def total(self) -> int:
+        return self._total(self.batch_size, self.context)
+
+    @property
+    def at_most(self) -> int:
+        return self._at_most(self.batch_size, self.context)
+
+    @property
+    def outcome(self) -> str:
+        """FITS if it does at most; DOES_NOT_FIT if the sum does not; OPEN between the two."""
+        if self.at_most <= CORE_BYTES:
+            return FITS
+        return DOES_NOT_FIT if self.total > CORE_BYTES else OPEN
 
     @property
     def max_context(self) -> int:
@@ -80,9 +100,18 @@ class Plan:
         return self._graphs(self.batch_size, self.context)
 
     @property
+    def prompt_lengths(self) -> list[int]:
+        """The tokens of the graphs for prompts, ascending."""
+        kinds = {graph.graph.kind for graph in self.graphs}
+        lengths = {graph.graph.bucket for graph in self.graphs if graph.graph.kind == CONTEXT}
+        if CONTINUATION in kinds:
+            lengths.add(min(self._longest_bucket, CONTINUATION_TOKENS))
+        return sorted(lengths)
+
+    @property
     def resident(self) -> int:
-        """Bytes of weights, sequences and graphs, which stay there between steps; those of the draft model too."""
-        return self._resident(self.batch_size, self.context)
+        """Bytes of tensors and graphs, which stay there between steps; those of the draft model too."""
+        return self.tensors + self._graph_bytes(self.batch_size, self.context)
 
     @property
     def with_fewest_graphs(self) -> Plan:
@@ -93,52 +122,89 @@ class Plan:
 
     @property
     def _longest_bucket(self) -> int:
-        return min(max(self.options.context_buckets or [self.options.max_context_length]), self.context)
+        return min(self.options.longest_prompt, self.context)
 
     @property
     def longest_context(self) -> int:
         """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
-        return _largest(self.max_context, lambda context: self._bytes(self.batch_size, context) <= CORE_BYTES)
+        return _largest(self.max_context, lambda context: self._at_most(self.batch_size, context) <= CORE_BYTES)
 
     @property
     def largest_batch(self) -> int:
         """The most sequences of this context that fit; 0 for none."""
         enough = CORE_BYTES // (self.state + self.context * self.token + self.logits)
-        return _largest(enough, lambda batch_size: self._bytes(batch_size, self.context) <= CORE_BYTES)
+        return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= CORE_BYTES)
 
     def verdict(self) -> str:
-        """Return one sentence: it fits, or why it does not and what would fit."""
-        gigabytes = f"{self.total / 1e9:.1f} of {CORE_BYTES / 1e9:.0f} GB"
-        if self.fits:
-            return f"It fits: {gigabytes} per core."
-        fewest = self.with_fewest_graphs
-        alone = fewest._bytes(0, 1)
-        if alone >= CORE_BYTES:
-            need = f"{alone / 1e9:.1f} GB"
-            return f"It does not fit: weights and the temporaries of a step need {need}; split it over more ranks."
-        if fewest.fits:
-            return (
-                f"It does not fit: {gigabytes} per core; with fewer graphs it does, {fewest.total / 1e9:.1f} GB with "
-                f"--context-buckets {self._longest_bucket} --token-buckets {self.context}."
-            )
-        return (
-            f"It does not fit: {gigabytes} per core; up to {self.longest_context:,} tokens do at this batch size, or "
-            f"{self.largest_batch} sequences of this context."
+        """Return whether it fits, how sure that is, and what would fit."""
+        capacity = f"of {_shown(CORE_BYTES)} GiB per core"
+        known = (
+            f"{_shown(self.tensors)} GiB are tensors; with what is estimated the sum is {_shown(self.total)}, at most "
+            f"{_shown(self.at_most)}, {capacity}"
         )
+        if self.outcome == FITS:
+            return f"It fits: {known}."
+        if self.tensors > CORE_BYTES:
+            alone = f"weights and sequences alone are {_shown(self.tensors)} {capacity}"
+            return f"It does not fit: {alone}.{self._what_fits()}"
+        says = "It is open whether it fits" if self.outcome == OPEN else "By estimate it does not fit"
+        return f"{says}: {known}.{self._what_fits()}"
+
+    def _what_fits(self) -> str:
+        fewest = self.with_fewest_graphs
+        if fewest.outcome == FITS:
+            return (
+                f" With fewer graphs it does, at most {_shown(fewest.at_most)} GiB with --context-buckets "
+                f"{self._longest_bucket} --token-buckets {self.context}."
+            )
+        if fewest._at_most(1, 1) > CORE_BYTES:
+            return " Split it over more ranks."
+        longest, largest = self.longest_context, self.largest_batch
+        if not longest and not largest:
+            return " Take fewer graphs, by --context-buckets and --token-buckets, and shorter sequences."
+        return f" {longest:,} tokens do at this batch size, or {largest:,} sequences of this context."
 
     def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
         made = self.options.graphs(self.config, batch_size, context)
         layers = len(self.config.layer_types)
         return [graph_memory(graph, layers, self.weights, self.tp_degree) for graph in made]
 
-    def _resident(self, batch_size: int, context: int) -> int:
-        sequences = batch_size * (self.state + context * self.token + self.logits)
-        own = self.weights + sequences + sum(graph.total for graph in self._graphs(batch_size, context))
-        return own if self.draft is None else own + self.draft._resident(batch_size, context)
+    def _graph_bytes(self, batch_size: int, context: int) -> int:
+        own = sum(graph.total for graph in self._graphs(batch_size, context))
+        return own if self.draft is None else own + self.draft._graph_bytes(batch_size, context)
 
-    def _bytes(self, batch_size: int, context: int) -> int:
-        temporaries = 0 if self.temporaries is None else self.temporaries.of(batch_size)
-        return MICROCODE_BYTES + self._resident(batch_size, context) + context * self.scores + temporaries
+    def _tensors(self, batch_size: int, context: int) -> int:
+        own = self.weights + batch_size * (self.state + context * self.token + self.logits)
+        return own if self.draft is None else own + self.draft._tensors(batch_size, context)
+
+    def _temporaries(self, batch_size: int, context: int) -> int:
+        """Estimate the largest temporaries of a step: of the longest graph of a prompt, or of decode."""
+        config, rank = self.config, self.config.rank_dimensions(self.tp_degree)
+        prompt = live_set(config, self.tp_degree, torch.bfloat16, min(self.options.longest_prompt, context)).live
+        decode = 0.0
+        if ATTENTION in config.layer_types:
+            keys = min(block_length(1, context), context)
+            block = 2 * keys * rank.key_value_heads * config.head_dim
+            decode += _OF_KEYS_AND_VALUES * batch_size * block * torch.float32.itemsize
+        if config.num_local_experts:
+            chosen = 3 * rank.intermediate_size * config.hidden_size * config.num_experts_per_tok
+            decode += _OF_EXPERTS * chosen * torch.float32.itemsize
+        own = max(_OF_PROMPT * prompt, round(decode))
+        return own if self.draft is None else max(own, self.draft._temporaries(batch_size, context))
+
+    def _total(self, batch_size: int, context: int) -> int:
+        estimated = self._graph_bytes(batch_size, context) + self._temporaries(batch_size, context)
+        return self._tensors(batch_size, context) + MICROCODE_BYTES + estimated
+
+    def _at_most(self, batch_size: int, context: int) -> int:
+        graphs, temporaries = self._graph_bytes(batch_size, context), self._temporaries(batch_size, context)
+        estimated = GRAPHS_AT_MOST * graphs + round(TEMPORARIES_AT_MOST * temporaries)
+        return self._tensors(batch_size, context) + MICROCODE_BYTES + estimated
+
+
+def _shown(count: int) -> str:
+    """Return GiB."""
+    return f"{count / GIBIBYTE:.1f}"
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -176,9 +242,9 @@ def plan(
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
     # NxD Inference stores a tied head a second time.
     table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
-    heads = config.rank_dimensions(tp_degree).attention_heads if ATTENTION in config.layer_types else 0
     return Plan(
         config,
+        dtype,
         tp_degree,
         batch_size,
         context,
@@ -186,8 +252,6 @@ def plan(
         state=sequence_bytes(config, dtype.itemsize, tp_degree),
         token=token_bytes(config, dtype.itemsize, tp_degree),
         logits=config.vocab_size * torch.float32.itemsize * 2,
-        scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
-        temporaries=find_temporaries(config, tp_degree, context),
         options=options,
         draft=draft,
     )
@@ -201,37 +265,3 @@ def check_ranks(instance: str, tp_degree: int) -> None:
     """
     if tp_degree > INSTANCES[instance]:
         raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
-
-
-def find_temporaries(
-    config: GraniteMoeHybridConfig,
-    tp_degree: int,
-    context: int,
-    report: Callable[..., Iterator[graphs.GraphReport]] = graphs.report,
-) -> Temporaries | None:
-    """Count graphs of one layer of each kind: layers run one after another and share their temporaries.
-
-    The graphs are in float32, as is most of a step's arithmetic with any dtype; in bfloat16, XLA's CPU compiler would
-    count float32 copies of weights.
-
-    Args:
-        report: `graphs.report`, or NxD Inference's `graph_costs.report` with kernels.
-
-    Returns:
-        None where torch_xla or jax is not installed.
-    """
-    kinds = tuple(dict.fromkeys(config.layer_types))
-    layers = replace(config, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=tp_degree)
-    few, many = 1, 9
-
-    def prefill_and_decode(batch_size: int) -> tuple[graphs.GraphReport, graphs.GraphReport]:
-        """Return the first graph and that of decode; those after it are not traced."""
-        reports = report(layers, torch.float32, tp_degree, batch_size, (min(PREFILL_TOKENS, context),), context)
-        return next(reports), next(each for each in reports if each.graph.startswith("decode"))
-
-    try:
-        (prefill, decode), (_, more) = prefill_and_decode(few), prefill_and_decode(many)
-    except ToolsMissing:
-        return None
-    per_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
-    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * per_sequence, per_sequence)
