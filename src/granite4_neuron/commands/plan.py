@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
@@ -16,12 +17,13 @@ from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.config import family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_context_buckets
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import INSTANCES
 
 if TYPE_CHECKING:
     from granite4_neuron.config import GraniteMoeHybridConfig
     from granite4_neuron.neuron.analysis import plan
+    from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
     from granite4_neuron.neuron.analysis.graph_memory import GraphMemory
 
 EXIT_DOES_NOT_FIT, EXIT_OPEN = 1, 3
@@ -42,6 +44,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
     )
+    planner.add_argument(
+        "--backend",
+        choices=("nxdi", "torch"),
+        default="nxdi",
+        help="whose graphs: those that compile makes for NxD Inference, or those of PyTorch's device neuron with "
+        "--graphs model, where --prefill-buckets is what --context-buckets is here (default: %(default)s)",
+    )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
     add_ranks_and_sequences(planner, tp_degree=4)
@@ -54,9 +63,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--max-context-length",
         type=at_least(2),
-        default=GraphOptions.max_context_length,
         metavar="N",
-        help="tokens of the largest graph for prompts, as for compile (default: %(default)s)",
+        help=f"tokens of the largest graph for prompts, as for compile (default: {GraphOptions.max_context_length})",
     )
     add_buckets(planner)
     planner.add_argument(
@@ -111,6 +119,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from granite4_neuron.neuron.analysis import latency, plan, published_latency
+    from granite4_neuron.neuron.analysis.live_set import live_set
+    from granite4_neuron.runtime.graphs import pieces
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
@@ -126,7 +136,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
         for name, default in _LATENCY_DEFAULTS.items()
     )
     context = _LATENCY_CONTEXT if options.context is None else options.context
-    buckets = _ascending(options.context_buckets) or default_context_buckets(options.max_context_length)
+    graphs = _graph_options(options)
+    buckets = graphs.prompt_lengths(max(prompt, graphs.longest_prompt))
     model = (config, options.tp_degree, dtype)
     lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets)
     if options.count_graphs:
@@ -154,6 +165,9 @@ def _plan_latency(options: argparse.Namespace) -> int:
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
         f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
     )
+    for tokens in sorted(set(pieces(prompt, buckets))):
+        if spill := live_set(*model, tokens).spill():
+            write(f"A graph for {tokens:,} tokens of a prompt: {spill} That is in the bound.")
     names = {"times per token": published_latency.TOKENS, "times to the first token": published_latency.FIRST_TOKENS}
     distances = (
         f"{least:.2f} to {most:.2f} of {len(figures)} {name}"
@@ -185,20 +199,20 @@ def _plan_model(options: argparse.Namespace) -> int:
 
     add("weights", planned.weights)
     add(f"Mamba state of {batch_size}", batch_size * planned.state)
-    add(f"KV cache of {batch_size} x {context:,} tokens", batch_size * context * planned.token)
+    length = planned.options.cache_length(planned.config, context)
+    add(f"KV cache of {batch_size} x {length:,} tokens", batch_size * length * planned.token)
     add("logits", batch_size * planned.logits)
     if planned.draft is not None:
         add(f"{escape(options.draft_model)}, its weights and sequences", planned.draft.tensors)
     table.add_section()
     add("temporaries of a step", planned.temporaries, plan.TEMPORARIES_AT_MOST, "estimated")
     add("microcode", graph_memory.MICROCODE_BYTES)
-    for kind, graphs in _by_kind(planned).items():
+    for name, graphs in _like_graphs(planned).items():
         count = sum(graph.total for graph in graphs)
         one = graphs[0]
         parts = {"code": one.code, "DMA rings": one.dma_rings, "collectives": one.collectives}
         listed = ", ".join(f"{part} {_gibibytes(each)}" for part, each in parts.items())
-        buckets = ", ".join(f"{graph.graph.bucket:,}" for graph in graphs)
-        add(f"{_counted_graphs(len(graphs), kind)}: {buckets}", count, graph_memory.GRAPHS_AT_MOST, f"each: {listed}")
+        add(name, count, graph_memory.GRAPHS_AT_MOST, f"each: {listed}")
     if planned.draft is not None:
         count = sum(graph.total for graph in planned.draft.graphs)
         name = f"{_counted_graphs(len(planned.draft.graphs))} of {escape(options.draft_model)}"
@@ -229,17 +243,23 @@ def _write_live_sets(planned: plan.Plan) -> None:
             write(f"Prompts of {tokens:,}: {spill}")
 
 
-def _by_kind(planned: plan.Plan) -> dict[str, list[GraphMemory]]:
-    """Return the graphs by their kind; those of a kind have the same memory."""
-    kinds: dict[str, list[GraphMemory]] = {}
+def _like_graphs(planned: plan.Plan) -> dict[str, list[GraphMemory]]:
+    """Return graphs that differ in their bucket only, and so have the same memory, by a name for them."""
+    alike: dict[tuple[str, int | None], list[GraphMemory]] = {}
     for memory in planned.graphs:
-        kinds.setdefault(memory.graph.kind, []).append(memory)
-    return kinds
+        alike.setdefault((memory.graph.kind, memory.graph.tokens), []).append(memory)
+    named = {}
+    for (kind, tokens), graphs in alike.items():
+        of_tokens = "" if tokens is None else f" of {tokens:,}"
+        buckets = ", ".join(f"{each.graph.bucket:,}" for each in graphs)
+        named[f"{_counted_graphs(len(graphs), kind)}{of_tokens}: {buckets}"] = graphs
+    return named
 
 
 def _counted(planned: plan.Plan) -> str:
     """Return "3 graphs: 1 context, 1 continuation, 1 token"."""
-    listed = ", ".join(f"{len(graphs)} {kind}" for kind, graphs in _by_kind(planned).items())
+    kinds = Counter(memory.graph.kind for memory in planned.graphs)
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{_counted_graphs(len(planned.graphs))}: {listed}"
 
 
@@ -298,8 +318,7 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     models = [config_and_dtype(each) for each in names]
     longest = min(config.max_position_embeddings for config, _ in models)
     context = longest if options.context is None else options.context
-    buckets = (_ascending(options.context_buckets), _ascending(options.token_buckets))
-    graphs = GraphOptions(options.max_context_length, options.verify, *buckets)
+    graphs = _graph_options(options)
     sizes = (options.instance, options.tp_degree, options.batch_size, context)
 
     def plan_one(config: GraniteMoeHybridConfig, stored_dtype: str, draft: plan.Plan | None = None) -> plan.Plan:
@@ -307,6 +326,19 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
 
     model, *drafts = models
     return plan_one(*model, *(plan_one(*draft) for draft in drafts))
+
+
+def _graph_options(options: argparse.Namespace) -> GraphOptions | DeviceGraphOptions:
+    prompts, cache = _ascending(options.context_buckets), _ascending(options.token_buckets)
+    if options.backend == "nxdi":
+        longest = options.max_context_length or GraphOptions.max_context_length
+        return GraphOptions(longest, options.verify, prompts, cache)
+    from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
+
+    for name in ("max_context_length", "token_buckets", "draft_model"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --backend nxdi; leave it out.")
+    return DeviceGraphOptions(prompts or DeviceGraphOptions.context_buckets, bool(options.verify))
 
 
 def _ascending(buckets: list[int] | None) -> list[int] | None:

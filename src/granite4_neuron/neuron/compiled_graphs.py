@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
@@ -23,10 +24,13 @@ _SHORTEST_BUCKET = 128
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """kind: one of the above. bucket: tokens of the prompt, or entries of the cache that a step sees."""
+    """kind: one of the above. bucket: tokens of the prompt, or entries of the cache that a step sees. tokens: that it
+    takes of each sequence, if graphs of a kind and bucket differ in that.
+    """
 
     kind: str
     bucket: int
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,35 @@ class GraphOptions:
     context_buckets: Sequence[int] | None = None
     token_buckets: Sequence[int] | None = None
 
+    # NxD Inference stores a tied head a second time.
+    holds_tied_head_twice: ClassVar[bool] = True
+
     @property
     def longest_prompt(self) -> int:
         """Tokens of the largest graph for prompts."""
         return max(self.context_buckets or [self.max_context_length])
 
+    def prompt_lengths(self, context: int) -> list[int]:
+        """Return the tokens of the graphs for prompts, ascending: of their first part, and of each further one."""
+        first = self._context_buckets(context)
+        return sorted({*first, min(first[-1], CONTINUATION_TOKENS)} if first[-1] < context else first)
+
+    def cache_length(self, config: GraniteMoeHybridConfig, context: int) -> int:
+        """Return the length of the cache for sequences of up to `context` tokens."""
+        return context
+
+    def fewest(self, context: int) -> tuple[GraphOptions, str]:
+        """Return the options for one graph of each kind, and what they are on the command line."""
+        longest = min(self.longest_prompt, context)
+        options = replace(self, context_buckets=(longest,), token_buckets=(context,))
+        return options, f"--context-buckets {longest} --token-buckets {context}"
+
+    def _context_buckets(self, seq_len: int) -> list[int]:
+        return list(self.context_buckets or default_context_buckets(min(self.max_context_length, seq_len)))
+
     def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
         """Return the graphs for sequences of up to seq_len tokens. A draft model has them too, from its own config."""
-        context = list(self.context_buckets or default_context_buckets(min(self.max_context_length, seq_len)))
+        context = self._context_buckets(seq_len)
         token = list(self.token_buckets or default_token_buckets(seq_len))
         shortest = min(context[-1], CONTINUATION_TOKENS)
         buckets = {

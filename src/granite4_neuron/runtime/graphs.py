@@ -118,8 +118,7 @@ class GraphRuntime(BoundModel, ABC):
         """Implement `Runtime.allocate`, on the device. The cache's length is rounded up to a bucket, so that states of
         different lengths share their graphs.
         """
-        length = bucket(max_length, cache_buckets(max(max_length, self.config.max_position_embeddings)))
-        return self._allocate(num_sequences, length)
+        return self._allocate(num_sequences, cache_length(max_length, self.config.max_position_embeddings))
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:
         dtype, degree = self.model.dtype, self.model.parallel.degree
@@ -243,6 +242,11 @@ def cache_buckets(max_length: int) -> list[int]:
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
     return buckets
+
+
+def cache_length(max_length: int, longest: int) -> int:
+    """Return the length of the cache of a state for max_length tokens, of a model for sequences of up to `longest`."""
+    return bucket(max_length, cache_buckets(max(max_length, longest)))
 
 
 def bucket(length: int, buckets: Sequence[int]) -> int:

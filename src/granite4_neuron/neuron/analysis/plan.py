@@ -15,10 +15,11 @@ import torch
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
+from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.neuron.analysis.graph_memory import GRAPHS_AT_MOST, MICROCODE_BYTES, GraphMemory, graph_memory
 from granite4_neuron.neuron.analysis.live_set import live_set
-from granite4_neuron.neuron.compiled_graphs import CONTEXT, CONTINUATION, GraphOptions
-from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, INSTANCES
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.neuron_sdk import INSTANCES
 from granite4_neuron.ops.attention import block_length
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
@@ -62,7 +63,7 @@ class Plan:
     state: int
     token: int
     logits: int
-    options: GraphOptions
+    options: GraphOptions | DeviceGraphOptions
     draft: Plan | None = None
 
     @property
@@ -102,11 +103,7 @@ class Plan:
     @property
     def prompt_lengths(self) -> list[int]:
         """The tokens of the graphs for prompts, ascending."""
-        kinds = {graph.graph.kind for graph in self.graphs}
-        lengths = {graph.graph.bucket for graph in self.graphs if graph.graph.kind == CONTEXT}
-        if CONTINUATION in kinds:
-            lengths.add(min(self._longest_bucket, CONTINUATION_TOKENS))
-        return sorted(lengths)
+        return self.options.prompt_lengths(self.context)
 
     @property
     def resident(self) -> int:
@@ -116,13 +113,9 @@ class Plan:
     @property
     def with_fewest_graphs(self) -> Plan:
         """The plan with one graph of each kind."""
-        options = replace(self.options, context_buckets=(self._longest_bucket,), token_buckets=(self.context,))
+        options, _ = self.options.fewest(self.context)
         draft = None if self.draft is None else replace(self.draft, options=options)
         return replace(self, options=options, draft=draft)
-
-    @property
-    def _longest_bucket(self) -> int:
-        return min(self.options.longest_prompt, self.context)
 
     @property
     def longest_context(self) -> int:
@@ -132,7 +125,7 @@ class Plan:
     @property
     def largest_batch(self) -> int:
         """The most sequences of this context that fit; 0 for none."""
-        enough = CORE_BYTES // (self.state + self.context * self.token + self.logits)
+        enough = CORE_BYTES // self._sequence(self.context)
         return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= CORE_BYTES)
 
     def verdict(self) -> str:
@@ -154,14 +147,14 @@ class Plan:
         fewest = self.with_fewest_graphs
         if fewest.outcome == FITS:
             return (
-                f" With fewer graphs it does, at most {_shown(fewest.at_most)} GiB with --context-buckets "
-                f"{self._longest_bucket} --token-buckets {self.context}."
+                f" With fewer graphs it does, at most {_shown(fewest.at_most)} GiB with "
+                f"{self.options.fewest(self.context)[1]}."
             )
         if fewest._at_most(1, 1) > CORE_BYTES:
             return " Split it over more ranks."
         longest, largest = self.longest_context, self.largest_batch
         if not longest and not largest:
-            return " Take fewer graphs, by --context-buckets and --token-buckets, and shorter sequences."
+            return " Take fewer graphs and shorter sequences."
         return f" {longest:,} tokens do at this batch size, or {largest:,} sequences of this context."
 
     def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
@@ -173,8 +166,11 @@ class Plan:
         own = sum(graph.total for graph in self._graphs(batch_size, context))
         return own if self.draft is None else own + self.draft._graph_bytes(batch_size, context)
 
+    def _sequence(self, context: int) -> int:
+        return self.state + self.options.cache_length(self.config, context) * self.token + self.logits
+
     def _tensors(self, batch_size: int, context: int) -> int:
-        own = self.weights + batch_size * (self.state + context * self.token + self.logits)
+        own = self.weights + batch_size * self._sequence(context)
         return own if self.draft is None else own + self.draft._tensors(batch_size, context)
 
     def _temporaries(self, batch_size: int, context: int) -> int:
@@ -219,7 +215,7 @@ def plan(
     tp_degree: int,
     batch_size: int,
     context: int,
-    options: GraphOptions,
+    options: GraphOptions | DeviceGraphOptions,
     draft: Plan | None = None,
 ) -> Plan:
     """Plan the memory of a model on a core of `instance`.
@@ -240,8 +236,8 @@ def plan(
     check_ranks(instance, tp_degree)
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
-    # NxD Inference stores a tied head a second time.
-    table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
+    is_tied = config.tie_word_embeddings and not options.holds_tied_head_twice
+    table = parameters(replace(config, tie_word_embeddings=is_tied), tp_degree)
     return Plan(
         config,
         dtype,

@@ -144,6 +144,10 @@ def test_command(capsys):
     output = capsys.readouterr().out
     assert "Predicted, not measured" in output and "drafted" in output
     assert "0.26 to 1.27 of 12 times per token and 0.01 to 0.65 of 14 times to the first token" in output
+    assert "spills" not in output
+    sizes = ["--prompt", "1800", "--max-context-length", "2048"]
+    assert main(["plan", "--latency", "--model", "h-small", *sizes]) == 0
+    assert "A graph for 2,048 tokens of a prompt: it spills by estimate: 49.5 MiB" in capsys.readouterr().out
     assert main(["plan", "--latency"]) == 2
     assert "--latency needs --model" in capsys.readouterr().err
     assert main(["plan", "--latency", "--model", "h-small", "--tp-degree", "8"]) == 2

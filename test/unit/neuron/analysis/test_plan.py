@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.neuron.analysis import plan
+from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES
-from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_context_buckets
+from granite4_neuron.neuron.compiled_graphs import COMMIT, CONTEXT, GraphOptions, default_context_buckets
+from granite4_neuron.runtime.torch_device import TorchRuntime
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
 
@@ -262,3 +266,46 @@ def test_graphs_of_prompts_that_spill_are_named(capsys):
     output = capsys.readouterr().out
     assert "3.094 MiB for 128, 12.38 MiB for 512, 24.75 MiB for 1,024, 49.5 MiB for 2,048 tokens." in output
     assert output.count("it spills by estimate") == 1 and "Prompts of 2,048: it spills by estimate: 49.5 MiB" in output
+
+
+def test_graphs_of_a_pytorch_device(capsys):
+    """There is one head where it is tied, and the cache is rounded up to a length that graphs are made for."""
+    config = GraniteMoeHybridConfig.from_family("h-tiny")
+    assert config.tie_word_embeddings
+    ours, theirs = (
+        planned("h-tiny", context=5000, options=options) for options in (DeviceGraphOptions(), GraphOptions())
+    )
+    assert theirs.weights - ours.weights == config.vocab_size // 4 * config.hidden_size * 2
+    assert ours.tensors - ours.weights - (theirs.tensors - theirs.weights) == (16384 - 5000) * ours.token
+    arguments = ["plan", "--backend", "torch", "--model", "h-small"]
+    assert main([*arguments, "--context", "16384", "--context-buckets", "512", "128", "--verify", "4"]) == 0
+    output = capsys.readouterr().out
+    assert "3 context graphs of 128: 1,024, 4,096, 16,384" in output
+    assert "To compile: 21 graphs: 6 context, 3 token, 9 verification, 3 commit." in output
+    assert main([*arguments, "--batch-size", "5"]) == 3
+    assert "with --prefill-buckets 512." in capsys.readouterr().out
+    assert main([*arguments, "--token-buckets", "512"]) == 2
+    assert "--token-buckets belongs to --backend nxdi" in capsys.readouterr().err
+
+
+def test_graphs_of_a_pytorch_device_are_those_that_a_server_makes(monkeypatch):
+    """Before the first request it makes them all; and others for logits of whole prompts, which it may not need."""
+    model = random_model(small_config(layer_types=("mamba", "attention"), max_position_embeddings=5000))
+    runtime = TorchRuntime(model, GenerationConfig(), (16, 64), compiler="eager", graphs="model")
+    made = set()
+
+    def execute(function, state, key, inputs, slot=None):
+        if key.verifies or not key.all_logits:
+            made.add((function.__name__, inputs[0].shape[1], key.kv_length, key.in_order))
+        return torch.zeros(2, 1, 8), []
+
+    monkeypatch.setattr(runtime, "_execute", execute)
+    runtime.warm_up(runtime.allocate(2, 3000), verifies=True)
+    listed = DeviceGraphOptions((16, 64), verifies=True).graphs(model.config, 2, 3000)
+    expected = set()
+    for graph in listed:
+        if graph.kind == COMMIT:
+            expected.add(("run_advance", graph.tokens, 0, True))
+        else:
+            expected.add(("run_step", graph.tokens or 1, graph.bucket, graph.kind != CONTEXT))
+    assert made == expected and len(listed) == len(expected)

@@ -1,0 +1,49 @@
+"""The graphs of `runtime.torch_device.TorchRuntime` on a Neuron device, listed without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.neuron.compiled_graphs import COMMIT, CONTEXT, TOKEN, VERIFICATION, CompiledGraph
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, cache_buckets, cache_length
+
+
+@dataclass(frozen=True)
+class DeviceGraphOptions:
+    """As `compiled_graphs.GraphOptions`, for a PyTorch device and graphs of the whole model.
+
+    context_buckets: tokens of the pieces of prompts, ascending. verifies: whether there is speculation.
+    """
+
+    context_buckets: Sequence[int] = PREFILL_BUCKETS
+    verifies: bool = False
+
+    holds_tied_head_twice: ClassVar[bool] = False
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.context_buckets[-1]
+
+    def prompt_lengths(self, context: int) -> list[int]:
+        return list(self.context_buckets)
+
+    def cache_length(self, config: GraniteMoeHybridConfig, context: int) -> int:
+        return cache_length(context, config.max_position_embeddings)
+
+    def fewest(self, context: int) -> tuple[DeviceGraphOptions, str]:
+        longest = self.longest_prompt
+        return replace(self, context_buckets=(longest,)), f"--prefill-buckets {longest}"
+
+    def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
+        """Return the graphs that texts take. Logits of whole prompts, which only `evaluate` needs, take more."""
+        lengths = cache_buckets(self.cache_length(config, seq_len))
+        verified = VERIFY_BUCKETS if self.verifies else ()
+        graphs = [CompiledGraph(CONTEXT, length, tokens) for tokens in self.context_buckets for length in lengths]
+        graphs += [CompiledGraph(TOKEN, length) for length in lengths]
+        graphs += [CompiledGraph(VERIFICATION, length, tokens) for tokens in verified for length in lengths]
+        if MAMBA in config.layer_types:
+            graphs += [CompiledGraph(COMMIT, lengths[-1], tokens) for tokens in verified]
+        return graphs
