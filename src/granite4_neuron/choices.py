@@ -17,6 +17,8 @@ KV_WRITES = ("index", "rows", "select")
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
 DECODE_KERNELS = ("torch", "nki")
+# How compiled graphs compute the experts of decoded tokens, see `ops.select_operators`.
+EXPERTS_DECODE = ("kernel", "all", "gather")
 # The environment variable that names a folder of tuned launch parameters.
 FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 

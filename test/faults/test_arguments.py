@@ -81,6 +81,7 @@ LOADS = {
     "adapters": ("x", ["x"], None, {"a": 3}, {1: "x"}),
     "prefill_scan": ("fast", None),
     "decode_kernel": ("fast", None),
+    "experts_decode": ("fast", "all"),  # "all": of a CPU
     "cpu_kernels": ("fast", None),
     "backend": ("gpu", None),
     "quantize": ("int3", 8),

@@ -16,8 +16,8 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.neuron.analysis import graphs
-from granite4_neuron.neuron.analysis.hlo_cost import count
+from granite4_neuron.neuron.analysis import graphs, hlo_lint
+from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_text
 from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
 from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
 from granite4_neuron.ops.xla import expert_path
@@ -208,6 +208,27 @@ class TestStableHLO:
             assert sorted(module.donated.values()) == list(range(len(written_inputs(graph.module))))
             for number, result in module.donated.items():
                 assert graph.arguments[number].shape == graph.results[result].shape
+
+
+class TestExpertsOfDecodedTokens:
+    """h-small's decode on a rank of four, in StableHLO, at its real sizes."""
+
+    def found(self, batch_size, *form):
+        needs_tools()
+        config = GraniteMoeHybridConfig.from_family("h-small")
+        one_layer = replace(config, layer_types=(ATTENTION,), num_hidden_layers=1, vocab_size=1024)
+        traced = trace_torch(graphs.Graph("decode", 1, one_layer, torch.bfloat16, 4, batch_size, 1024, *form))
+        return hlo_lint.findings(hlo_text(traced.proto), widens_places=True, num_experts=config.num_local_experts)
+
+    @pytest.mark.parametrize("batch_size", [1, 8])
+    def test_the_default_fetches_no_weights_by_index(self, batch_size):
+        assert self.found(batch_size) == []
+
+    def test_the_gather_is_found(self):
+        found = self.found(1, "gather")
+        assert [finding.partition(" ")[2] for finding in found] == [
+            "is a gather of experts' weights at places that depend on data."
+        ] * 2
 
 
 class TestReport:

@@ -200,6 +200,17 @@ class TestKernels:
         assert kernels("prefill") == ["conv1d_prefill", "ssd_chunk_scan"]
         assert kernels("decode") == ["mamba_decode"]
 
+    def test_the_experts_of_few_tokens(self):
+        """By the kernel, with its own layout of weights, from prompts on that are one bucket; on the CPU, as ever."""
+        backend = backend_of(compiler="aot_eager", experts_decode="kernel")
+        config = small_config(layer_types=("attention",), hidden_size=128, mamba_n_heads=16, num_local_experts=12)
+        cpu, ours = backend.runtimes(lambda: random_model(config))
+        assert ours.model.operators.fused_experts is not cpu.model.operators.fused_experts
+        states = [runtime.allocate(2, 60) for runtime in (cpu, ours)]
+        for row in (Row(1, 0, [3, 4, 5]), Row(1, 3, [7])):
+            expected, logits = (runtime.step(state, [row]) for runtime, state in zip((cpu, ours), states, strict=True))
+            assert (logits - expected).abs().max() <= backend.tolerance
+
 
 class TestOperatorsOfAGPU:
     """With their definitions, on the CPU: decode of one sequence has joined operators, decode of two has not."""

@@ -17,6 +17,7 @@ from granite4_neuron.commands.compiled_options import (
     add_buckets,
     add_compiled_state_dtype,
     add_expert_path,
+    add_experts_decode,
     add_ranks_and_sequences,
 )
 from granite4_neuron.commands.options import (
@@ -46,6 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     compiler.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face id")
     add_arithmetic(compiler)
     add_expert_path(compiler)
+    add_experts_decode(compiler)
     add_compiled_state_dtype(compiler)
     compiler.add_argument(
         "--attention",
@@ -128,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
             verified_tokens=options.verify,
             jobs=options.jobs,
             **kernels_of(options, options.kernels),
+            experts_decode=options.experts_decode,
             state_dtype=options.state_dtype,
             attention=options.attention,
         )

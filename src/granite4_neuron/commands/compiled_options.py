@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS
 
@@ -14,6 +15,16 @@ def add_expert_path(parser: argparse.ArgumentParser) -> None:
         choices=EXPERT_PATHS,
         help="how NxD Inference multiplies with the experts' weights: in torch, with this package's NKI kernels, or "
         "with NxD's kernels (default: that of --kernels)",
+    )
+
+
+def add_experts_decode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--experts-decode",
+        choices=EXPERTS_DECODE,
+        help="how decoded tokens' experts are computed where --expert-path is torch or nki: with an NKI kernel that "
+        "reads each chosen expert once (kernel), all experts for every token (all), or with weights fetched by index "
+        "(gather) (default: kernel with --expert-path nki, otherwise all)",
     )
 
 

@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.commands.compiled_options import add_compiled_state_dtype, add_expert_path, add_ranks_and_sequences
+from granite4_neuron.commands.compiled_options import (
+    add_compiled_state_dtype,
+    add_expert_path,
+    add_experts_decode,
+    add_ranks_and_sequences,
+)
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_model,
@@ -56,6 +61,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_arithmetic(graph, takes_several=True)
     add_expert_path(graph)
+    add_experts_decode(graph)
     add_compiled_state_dtype(graph)
     add_ranks_and_sequences(graph, tp_degree=1)
     graph.add_argument(
@@ -114,6 +120,7 @@ def _reports(
     options: argparse.Namespace, kernels: Mapping[str, str], config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
     from granite4_neuron.neuron.analysis import graphs
+    from granite4_neuron.ops import default_experts_decode
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     if options.backend != "nxdi":
@@ -122,17 +129,24 @@ def _reports(
                 "--kernels, --prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi "
                 "here."
             )
-        if options.backend == "xla":
-            return graphs.report(config, dtype, *sizes, options.verify)
-        from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
+        if options.experts_decode == "kernel":
+            raise UserError(
+                "--experts-decode kernel is counted with --backend nxdi only, where kernels have their costs."
+            )
+        trace = graphs.trace_xla
+        if options.backend == "torch":
+            from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
 
-        return graphs.report(config, dtype, *sizes, options.verify, trace_torch)
+            trace = trace_torch
+        form = options.experts_decode or default_experts_decode(kernels["decode_kernel"])
+        return graphs.report(config, dtype, *sizes, options.verify, trace, form)
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
     from granite4_neuron.neuron.nxdi.graph_costs import report
 
-    return report(config, dtype, *sizes, {**kernels, "state_dtype": options.state_dtype}, options.verify)
+    of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
+    return report(config, dtype, *sizes, {**kernels, **of_experts, "state_dtype": options.state_dtype}, options.verify)
 
 
 def _add_graph(table: Table, report: graphs.GraphReport) -> None:

@@ -21,6 +21,7 @@ from granite4_neuron.model.decoder_layer import DecoderLayer, decoder_layer
 from granite4_neuron.model.forms import forms_of
 from granite4_neuron.model.fused import FusedLayers, why_not_fused, why_not_one_call
 from granite4_neuron.model.linear import Linear, Matrix
+from granite4_neuron.model.moe import StackedWeights
 from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.model.step import DenseStep, NullSlotStep, Step
@@ -103,9 +104,9 @@ class GraniteMoeHybridForCausalLM(Module):
     ) -> GraniteMoeHybridForCausalLM:
         """Return a model with this one's present weights, which computes with `operators`; this one is not changed.
 
-        Its weights are fixed. It shares tensors with this model, but for two cases. With a device other than theirs
+        Its weights are fixed. It shares tensors with this model, but for these cases. With a device other than theirs
         they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
-        in that layout already.
+        in that layout already; on a device, those that exchange the axes of experts' weights have copies of these.
 
         Adapters, numbered from 1 on, are for rows of steps that name them.
 
@@ -116,6 +117,8 @@ class GraniteMoeHybridForCausalLM(Module):
         set_operators(bound, operators)
         if operators.pack is not None:
             bound._pack(operators.pack)
+        if operators.input_first_experts:
+            bound._put_inputs_first()
         if device is not None:
             bound._copy_to(device)
         bound._choose_forms(adapters)
@@ -144,11 +147,18 @@ class GraniteMoeHybridForCausalLM(Module):
         for module in self.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
-                    module._parameters[name] = nn.Parameter(weight.to(device), requires_grad=False)
+                    module._parameters[name] = nn.Parameter(weight.contiguous().to(device), requires_grad=False)
             module._buffers = {
                 name: value if value is None else value.to(device) for name, value in module._buffers.items()
             }
         self.tie_weights()
+
+    def _put_inputs_first(self) -> None:
+        """Exchange the axes of each expert's matrices: a view, which a copy to a device makes contiguous there."""
+        for module in self.modules():
+            if isinstance(module, StackedWeights):
+                weight = module.get_parameter("weight")
+                module._parameters["weight"] = nn.Parameter(weight.transpose(1, 2), requires_grad=False)
 
     def _pack(self, pack: Pack) -> None:
         """Lay out all matrices as products read them, and copy the other weights."""

@@ -39,8 +39,8 @@ class SparseMoe(Module):
         width = config.rank_dimensions(parallel.degree).intermediate_size
         self.top_k = config.num_experts_per_tok
         self.router = _Router(hidden, experts)
-        self.input_linear = _StackedWeights(experts, 2 * width, hidden)
-        self.output_linear = _StackedWeights(experts, hidden, width)
+        self.input_linear = StackedWeights(experts, 2 * width, hidden)
+        self.output_linear = StackedWeights(experts, hidden, width)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
@@ -63,5 +63,5 @@ class _RouterWeights(Linear):
     may_be_quantized = False
 
 
-class _StackedWeights(Matrix):
+class StackedWeights(Matrix):
     """Weights of all experts in one tensor, [num_experts, rows, columns], under the checkpoint's name."""

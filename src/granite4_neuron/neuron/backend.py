@@ -23,7 +23,7 @@ OPTIONS = (
         metavar="DIR",
     ),
 )
-_CHOSEN_BEFORE = ("dtype", "state_dtype", "prefill_scan", "decode_kernel")
+_CHOSEN_BEFORE = ("dtype", "state_dtype", "prefill_scan", "decode_kernel", "experts_decode")
 
 
 def load(

@@ -19,7 +19,7 @@ from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.quantization import embedding, linear
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
-from granite4_neuron.ops.selection import select_operators
+from granite4_neuron.ops.selection import default_experts_decode, select_operators
 from granite4_neuron.ops.selective_state_step import selective_state_step
 from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, as_tensor, is_quantized
@@ -41,6 +41,7 @@ __all__ = [
     "as_tensor",
     "cached_attention",
     "causal_conv1d",
+    "default_experts_decode",
     "embedding",
     "fused_experts",
     "is_quantized",

@@ -49,6 +49,7 @@ class Operators:
     mamba_quadratic: used in place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
+    input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
     token_layer: `ops.gpu.token_layer`, where decode of few sequences has operators that fuse products with their
         neighbours; None where it is computed as other steps are.
     launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
@@ -67,6 +68,7 @@ class Operators:
     router_logits: Operator = router_logits
     topk_softmax: Callable[..., tuple[torch.Tensor, torch.Tensor]] = topk_softmax
     fused_experts: Operator = fused_experts
+    input_first_experts: bool = False
     write_cache: Callable[..., None] = write_cache
     cached_attention: Operator = cached_attention
     embedding: Operator = embedding

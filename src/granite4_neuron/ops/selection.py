@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from granite4_neuron.choices import DECODE_KERNELS, NKI_PREFILL_SCANS, PREFILL_SCANS
+import torch
+
+from granite4_neuron.choices import DECODE_KERNELS, EXPERTS_DECODE, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
+from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
 from granite4_neuron.ops.operators import Operators
+from granite4_neuron.ops.xla.moe import fused_experts, fused_experts_without_gather
 
 
 def select_operators(
@@ -18,8 +22,9 @@ def select_operators(
     tp_degree: int = 1,
     prefill_scan: str = PREFILL_SCANS[0],
     decode_kernel: str = DECODE_KERNELS[0],
+    experts_decode: str | None = None,
 ) -> Operators:
-    """Return `base` with the Mamba kernels that are asked for, without the operators that do not work beside them.
+    """Return `base` with the kernels that are asked for, without the operators that do not work beside them.
 
     The NKI kernels run compiled on a Neuron device and in NKI's simulator on a CPU, which is for tests.
 
@@ -31,6 +36,9 @@ def select_operators(
             "scan" (token by token).
         decode_kernel: for steps of one token: "torch", as the base has it, or "nki", which is also for steps of a few
             tokens, such as verifications.
+        experts_decode: for the experts of few tokens, in place of the base's form: "kernel", an NKI kernel that reads
+            each chosen expert's weights once; "all", which multiplies every token with all experts; "gather", which
+            fetches the weights of each choice by index where that moves less than all.
 
     Raises:
         UserError: there is no such implementation; or it needs the package nki, which is not installed or too old, or
@@ -39,9 +47,38 @@ def select_operators(
     check_choice("prefill_scan", prefill_scan, PREFILL_SCANS)
     check_choice("decode_kernel", decode_kernel, DECODE_KERNELS)
     operators = base
+    if experts_decode is not None:
+        check_choice("experts_decode", experts_decode, EXPERTS_DECODE)
+        operators = _with_experts(operators, config, tp_degree, experts_decode)
     if (prefill_scan, decode_kernel) != (PREFILL_SCANS[0], DECODE_KERNELS[0]):
         operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)
     return operators
+
+
+def default_experts_decode(decode_kernel: str) -> str:
+    """Return the form of experts for decoded tokens on a Neuron device. It is never the gather: other ports report that
+    a data-dependent `index_select` of weights is slow there, and that it was compiled wrongly without a message.
+    """
+    return "kernel" if decode_kernel == "nki" else "all"
+
+
+def _with_experts(base: Operators, config: GraniteMoeHybridConfig, tp_degree: int, form: str) -> Operators:
+    if not config.num_local_experts:
+        return base
+    if form == "gather":
+        return replace(base, fused_experts=fused_experts)
+    if form == "all":
+        return replace(base, fused_experts=fused_experts_without_gather)
+    require_nki()
+    # Not at the top: the package works without nki.
+    from granite4_neuron.ops.nki.experts import MAX_TOKENS
+    from granite4_neuron.ops.nki.experts import fused_experts as by_kernel
+    from granite4_neuron.ops.nki.experts_decode import check_experts_decode
+
+    slots = num_slots(MAX_TOKENS, config.num_experts_per_tok, config.num_local_experts)
+    width = config.rank_dimensions(tp_degree).intermediate_size
+    check_experts_decode(MAX_TOKENS, slots, config.hidden_size, width, getattr(torch, config.torch_dtype).itemsize)
+    return replace(base, fused_experts=by_kernel, input_first_experts=True)
 
 
 def uses_nki(prefill_scan: str, decode_kernel: str) -> bool:

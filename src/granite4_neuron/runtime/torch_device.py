@@ -30,7 +30,7 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import (
     through_layers,
 )
 from granite4_neuron.model.step import DenseStep
-from granite4_neuron.ops import select_operators
+from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.ops.xla.topk import likeliest
@@ -101,7 +101,7 @@ class TorchRuntime(GraphRuntime):
         kv_write: how keys and values are written to their cache, see `ops.xla.write_cache_as`.
         prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
             device's choice. Not on a GPU: a CUDA graph has the addresses of its inputs.
-        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
+        prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for the device's own.
 
     Raises:
         UserError: there is no such device here, or no such choice.
@@ -122,19 +122,28 @@ class TorchRuntime(GraphRuntime):
         prefill_by_view: bool | None = None,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
+        experts_decode: str | None = None,
     ):
         graphs = graphs_of(graphs, device)
         check_choice("kv_write", kv_write, KV_WRITES)
-        where = use_device(device)
+        where, kind = use_device(device), _kind_of_device(device)
+        if kind == "cuda" and experts_decode is not None:
+            raise UserError(
+                f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
+                "else is to be chosen."
+            )
+        if kind == "neuron":
+            experts_decode = experts_decode or default_experts_decode(decode_kernel)
         base = GPU if where.type == "cuda" else LOOPS
-        operators = select_operators(base, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        degree = model.parallel.degree
+        operators = select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
-        kind = _kind_of_device(device)
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
         compiler = compiler or COMPILERS[kind]
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
         self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
+        self.kernels = *self.kernels, experts_decode
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = where.type == "cuda"

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
-from granite4_neuron.ops import select_operators
+from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, TOKENS, GraphRuntime, Tensors, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
@@ -34,7 +34,7 @@ class XLARuntime(GraphRuntime):
     Args:
         model: with weights, which are copied to the device; it is not changed.
         generation_config, prefill_buckets: as `GraphRuntime` takes them; None for `PREFILL_BUCKETS`.
-        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
+        prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for what suits a Neuron device.
 
     Raises:
         UserError: torch_xla is not installed, or the Mamba kernels cannot run.
@@ -48,13 +48,16 @@ class XLARuntime(GraphRuntime):
         *,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
+        experts_decode: str | None = None,
     ):
         if torch_xla is None:
             raise UserError(f"the xla backend needs torch_xla, which is not installed; {INSTALL_TORCH_XLA}.")
         device = torch_xla.device()
-        operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        experts_decode = experts_decode or default_experts_decode(decode_kernel)
+        degree = model.parallel.degree
+        operators = select_operators(XLA, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         super().__init__(model, operators, generation_config, prefill_buckets or PREFILL_BUCKETS, device)
-        self.kernels = "xla", torch_xla.runtime.device_type(), prefill_scan, decode_kernel
+        self.kernels = "xla", torch_xla.runtime.device_type(), prefill_scan, decode_kernel, experts_decode
         torch_xla.sync()
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:

@@ -29,6 +29,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import (
 )
 from granite4_neuron.neuron.analysis.live_set import LiveSet, live_set
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
+from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import TOKENS, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
@@ -49,7 +50,7 @@ class Graph:
     kind: "prefill", "decode", "verify" or "commit".
     tokens: of each row.
     config, dtype: of a model that is traced whole.
-    tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
+    tp_degree, num_sequences, max_length, experts_decode: as `report` takes them; attention visits all of the cache.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Graph:
     tp_degree: int
     num_sequences: int
     max_length: int
+    experts_decode: str = "all"
 
     @property
     def rows(self) -> int:
@@ -156,6 +158,7 @@ def report(
     max_length: int,
     verified_tokens: int | None = None,
     trace_graph: Callable[[Graph], Traced] = trace_xla,
+    experts_decode: str = "all",
 ) -> Iterator[GraphReport]:
     """Report the graphs of a runtime: prefill of one sequence per bucket, and decode of the whole batch.
 
@@ -172,6 +175,7 @@ def report(
         max_length: of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
         trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
+        experts_decode: "all", the default on a Neuron device, or "gather"; see `ops.select_operators`.
 
     Raises:
         ToolsMissing: what traces or counts the graphs is not installed.
@@ -187,7 +191,7 @@ def report(
 
         def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            return trace_graph(Graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length))
+            return trace_graph(Graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length, experts_decode))
 
         if kind == COMMIT:
             least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
@@ -195,11 +199,16 @@ def report(
             context = 0 if kind == PREFILL else max_length - tokens
             least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == VERIFY)
         live = live_set(config, tp_degree, dtype, tokens) if kind == PREFILL else None
-        yield replace(graph_report(name, config.layer_types, trace, least), live_set=live)
+        num_experts = config.num_local_experts if kind == DECODE else 0
+        yield replace(graph_report(name, config.layer_types, trace, least, num_experts), live_set=live)
 
 
 def graph_report(
-    name: str, layer_types: Sequence[str], trace: Callable[[Sequence[str]], Traced], least: Minimum
+    name: str,
+    layer_types: Sequence[str],
+    trace: Callable[[Sequence[str]], Traced],
+    least: Minimum,
+    num_experts: int = 0,
 ) -> GraphReport:
     """Report a model's graph, from graphs of few layers.
 
@@ -207,6 +216,7 @@ def graph_report(
         layer_types: of the model.
         trace: makes the graph of a model with other `layer_types`.
         least: the minimum cost of the graph.
+        num_experts: as `hlo_lint.findings` takes it.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -237,7 +247,7 @@ def graph_report(
         cost=cost,
         components=_components(few, layer_types, cost),
         minimum=least,
-        findings=(*hlo_lint.findings(text, few.widens_places), *of_layers),
+        findings=(*hlo_lint.findings(text, few.widens_places, num_experts), *of_layers),
         few=few,
         notes=_notes(collectives, cost) if cost.collectives else (),
     )
@@ -286,7 +296,8 @@ class _Tracing:
             for name, value in module.named_buffers(recurse=False):
                 setattr(module, name, self.placeholder(tuple(value.shape), value.dtype))
         model.tie_weights()
-        self.model = model.bind(XLA)
+        operators = select_operators(XLA, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
+        self.model = model.bind(operators)
 
     @torch.no_grad()
     def traced(self) -> Traced:

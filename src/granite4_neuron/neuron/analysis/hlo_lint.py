@@ -112,7 +112,7 @@ def _split_at_end(rest: str) -> tuple[str, str]:
     return rest, ""
 
 
-def findings(hlo_text: str, widens_places: bool = False) -> list[str]:
+def findings(hlo_text: str, widens_places: bool = False, num_experts: int = 0) -> list[str]:
     """Return one sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
     The rules: no tensor of rank above 4, and no operand of a product above 3; no shape that is known only while the
@@ -122,21 +122,22 @@ def findings(hlo_text: str, widens_places: bool = False) -> list[str]:
     rows of its first axes (a slot, an expert, a token's embedding) and never places in a sequence; no gather or scatter
     at places that are known when the graph is made, where a slice would do. A scatter at places that depend on data is
     how a cache is written, and is let through. A loop over tokens that was unrolled while tracing cannot be told from
-    other instructions: count them for two lengths.
+    other instructions: count them for two lengths. With `num_experts` also: no gather of experts' weights at places
+    that depend on data.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.
         widens_places: whether what made it has places in 64 bits of its own accord, as torch-mlir has. Then integers of
             64 bits break no rule.
+        num_experts: of a step of decode, if experts' weights are not to be fetched by index; 0 to allow it. Other ports
+            report that such a gather is slow on a Trainium2, and that it was compiled wrongly without a message.
     """
     module = instructions(hlo_text)
     rules = [_faults] if widens_places else [_faults, _faults_of_integers]
-    return [
-        f"{instruction.name} {fault}."
-        for instruction in module.values()
-        for rule in rules
-        for fault in rule(instruction, module)
-    ]
+    faults = [(each.name, fault) for each in module.values() for rule in rules for fault in rule(each, module)]
+    gathers = [each for each in module.values() if num_experts and _fetches_experts(each, module, num_experts)]
+    faults += [(each.name, "is a gather of experts' weights at places that depend on data") for each in gathers]
+    return [f"{name} {fault}." for name, fault in faults]
 
 
 def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
@@ -184,6 +185,14 @@ def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:
                 return True
             pending.extend(module[name].operands)
     return False
+
+
+def _fetches_experts(instruction: Instruction, module: dict[str, Instruction], num_experts: int) -> bool:
+    """Return whether it picks whole matrices of a stack of one for each expert."""
+    if instruction.opcode != "gather" or not _picks_rows(instruction, module):
+        return False
+    operand, moved = module[instruction.operands[0]].shapes[0][1], instruction.shapes[0][1]
+    return len(operand) == 3 and operand[0] == num_experts and moved[-2:] == operand[1:]
 
 
 def _picks_rows(gather: Instruction, module: dict[str, Instruction]) -> bool:

@@ -10,6 +10,7 @@ from torch import fx
 
 from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, Traced
 from granite4_neuron.neuron.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
+from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import LOOPS
 from granite4_neuron.runtime.graphs import decode_inputs, graph_inputs
 from granite4_neuron.runtime.interface import Row
@@ -53,7 +54,8 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
     model, state = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None), graph.meta_state()
     model = model.to(graph.dtype)
     model.tie_weights()
-    model = model.bind(LOOPS)
+    operators = select_operators(LOOPS, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
+    model = model.bind(operators)
     inputs = graph_inputs([Row(1, 0, [0])] * graph.rows, graph.tokens).to("meta")
     in_order = graph.kind != PREFILL
     tensors = state_tensors(state, None if in_order else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
-from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.neuron_sdk import (
@@ -66,6 +66,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     Args:
         prefill_scan, decode_kernel: by keyword; see `ops.select_operators`.
         expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
+        experts_decode: by keyword, one of `choices.EXPERTS_DECODE`, for the experts of few tokens where expert_path is
+            this package's; None for "kernel" with its kernels, and "all" in torch.
         state_dtype: by keyword, of SSM states: "float32", or "bfloat16" with the NKI kernel for decode, which rounds as
             the hardware does.
 
@@ -77,6 +79,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     prefill_scan = "chunked"
     decode_kernel = "torch"
     expert_path = "torch"
+    experts_decode: str | None = None
     state_dtype = "float32"
 
     @property
@@ -89,6 +92,17 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         """Operators of this package's layers, with the kernels that prefill_scan and decode_kernel name."""
         return select_operators(XLA, self.granite, self.neuron_config.tp_degree, self.prefill_scan, self.decode_kernel)
 
+    def form_of_experts(self, tokens: int) -> str:
+        """Return how a graph of that many tokens computes the experts: one of `choices.EXPERTS_DECODE`; "blocks" of
+        rows, in torch or "nki blocks" by kernel; or "nxd".
+        """
+        is_by_kernel = self.expert_path == "nki"
+        if self.expert_path == "nxd":
+            return "nxd"
+        if tokens > SLOT_TOKENS:
+            return "nki blocks" if is_by_kernel else "blocks"
+        return self.experts_decode or ("kernel" if is_by_kernel else "all")
+
     def notes(self, tokens: int) -> tuple[str, ...]:
         """Return a sentence for each choice made for a graph of that many tokens, with the reason."""
         if not self.granite.num_local_experts:
@@ -96,14 +110,16 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         return (*self.operators.fallbacks, f"experts: {self._path_of_experts(tokens)}.")
 
     def _path_of_experts(self, tokens: int) -> str:
-        if self.expert_path == "nxd":
+        form = self.form_of_experts(tokens)
+        if form == "nxd":
             return "NxD's, by neuron_config.blockwise_matmul_config"
-        if self.expert_path == "nki":
-            rows = "all rows at once" if tokens <= SLOT_TOKENS else "blocks of rows"
+        if form in ("kernel", "nki blocks"):
+            rows = "all rows at once" if form == "kernel" else "blocks of rows"
             return f"by an NKI kernel over {rows}, which reads each chosen one once"
         granite = self.granite
         width = granite.rank_dimensions(self.neuron_config.tp_degree).intermediate_size
-        path = expert_path(tokens, granite.num_experts_per_tok, granite.num_local_experts, width)
+        gathers = form == "gather"
+        path = expert_path(tokens, granite.num_experts_per_tok, granite.num_local_experts, width, gathers)
         return f"{path}, in torch, as {path.reason}"
 
     def add_derived_config(self) -> None:
@@ -199,12 +215,22 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         }
         for name, choices in option_choices.items():
             check_choice(name, getattr(self, name), choices)
+        if self.experts_decode is not None:
+            check_choice("experts_decode", self.experts_decode, EXPERTS_DECODE)
+            if self.expert_path == "nxd":
+                raise UserError(
+                    f"experts_decode is {self.experts_decode}; with expert_path='nxd' NxD's kernels decide. Leave one out."
+                )
         if self.state_dtype != "float32" and self.decode_kernel != "nki":
             raise UserError(
                 f"SSM states in {self.state_dtype} need decode_kernel='nki', which rounds them as the hardware does."
             )
         cores = self.neuron_config.logical_nc_config
-        is_nki = uses_nki(self.prefill_scan, self.decode_kernel) or self.expert_path == "nki"
+        is_nki = (
+            uses_nki(self.prefill_scan, self.decode_kernel)
+            or self.expert_path == "nki"
+            or self.experts_decode == "kernel"
+        )
         if is_nki:
             require_nki()
         if is_nki and cores != LOGICAL_CORE_SIZE:
@@ -216,7 +242,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def _check_experts(self) -> None:
         if self.expert_path == "nxd":
             self._check_kernel_of_nxd()
-        elif self.expert_path == "nki":
+        elif self.expert_path == "nki" or self.experts_decode == "kernel":
             self._check_kernel_for_experts()
 
     def _check_kernel_for_experts(self) -> None:

@@ -47,7 +47,7 @@ class NeuronExperts(nn.Module):
         granite = config.granite
         self.top_k = granite.num_experts_per_tok
         self.num_experts = granite.num_local_experts
-        self.path = config.expert_path
+        self.form_of = config.form_of_experts
         self.router = _Router(granite.hidden_size, self.num_experts)
         self.expert_mlps = initialize_moe_module(config).expert_mlps
 
@@ -63,12 +63,13 @@ class NeuronExperts(nn.Module):
         """
         x = hidden_states.flatten(0, 1)
         weights, chosen = topk_softmax(router_logits(x, self.router.layer.weight), self.top_k)
-        if self.path == "nxd":
+        form = self.form_of(len(x))
+        if form == "nxd":
             output = self.expert_mlps(x, self._affinities(weights, chosen), chosen, seq_len=hidden_states.shape[1])
-        elif self.path == "nki":
+        elif form in ("kernel", "nki blocks"):
             output = self._by_kernel(x, weights, chosen.where(is_real.view(-1, 1), self.num_experts))
         else:
-            output = fused_experts(x, *self._weights(), weights, chosen, input_first=True)
+            output = fused_experts(x, *self._weights(), weights, chosen, input_first=True, gathers=form == "gather")
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,8 @@ def report(
         verifies = kind == "verification_model"
         context = bucket - tokens
         least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=verifies, state_dtype=state_dtype)
-        reported = graph_report(name, config.layer_types, traced, least)
+        experts = config.num_local_experts if kind == "token_generation_model" else 0
+        reported = graph_report(name, config.layer_types, traced, least, experts)
         is_of_prompt = kind in ("context_encoding_model", "prefill_continuation_model")
         return replace(
             reported,

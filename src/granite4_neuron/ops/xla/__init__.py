@@ -9,7 +9,7 @@ from dataclasses import replace
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
-from granite4_neuron.ops.xla.moe import expert_path, fused_experts
+from granite4_neuron.ops.xla.moe import expert_path, fused_experts, fused_experts_without_gather
 from granite4_neuron.ops.xla.topk import topk_softmax
 
 XLA = Operators(
@@ -22,4 +22,12 @@ XLA = Operators(
 # For compilers that fuse element-wise operations into one loop, and do not update operands of products in place.
 LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
 
-__all__ = ["LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]
+__all__ = [
+    "LOOPS",
+    "XLA",
+    "expert_path",
+    "fused_experts",
+    "fused_experts_without_gather",
+    "topk_softmax",
+    "write_cache_as",
+]

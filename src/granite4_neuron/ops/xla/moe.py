@@ -50,7 +50,7 @@ class ExpertPath:
         """The reason for this path, to follow "as"."""
         return {
             CHOSEN: "so few tokens choose less than all weights",
-            ALL: "to arrange these tokens by expert would take longer than to multiply them with all",
+            ALL: "to arrange or fetch weights for these tokens would take longer, or is not asked for",
             BLOCKS: "that takes the least time and drops no token",
         }[self.name]
 
@@ -60,7 +60,7 @@ class ExpertPath:
         return f"{self.capacity} tokens per expert, {self.num_blocks} further blocks of {self.capacity}"
 
 
-def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: int) -> ExpertPath:
+def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: int, gathers: bool = True) -> ExpertPath:
     """Choose the path that takes the least time on a device, for `tokens` tokens that choose `top_k` experts each.
 
     A step takes the time of what it moves or of what it multiplies, whichever is longer. All experts multiply most and
@@ -69,12 +69,15 @@ def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: in
 
     Args:
         intermediate_size: of an expert, on one rank.
+        gathers: whether few tokens may fetch the weights that they choose.
     """
     choices = tokens * top_k
     # Here the further blocks' weights and the experts' own rows move as much.
     best = math.sqrt(_FETCHED * choices * 3 * intermediate_size / (_MOVES_OF_ROW * num_experts))
     capacity = max(1, round(best / _CAPACITY_STEP)) * _CAPACITY_STEP
-    paths = [ExpertPath(CHOSEN), ExpertPath(ALL), with_capacity(choices, capacity)]
+    paths = [ExpertPath(ALL), with_capacity(choices, capacity)]
+    if gathers:
+        paths.insert(0, ExpertPath(CHOSEN))
     times = [_time(path, tokens, choices, num_experts, intermediate_size) for path in paths]
     return paths[times.index(min(times))]
 
@@ -109,22 +112,34 @@ def fused_experts(
     *,
     path: ExpertPath | None = None,
     input_first: bool = False,
+    gathers: bool = True,
 ) -> torch.Tensor:
     """Compute `ops.fused_experts` of weights that are not quantized: no graph has others.
 
     Args:
-        path: None for `expert_path`'s.
+        path: None for `expert_path`'s, which has `gathers` as this function.
         input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size] and
             w2 [num_experts, intermediate_size, hidden_size].
     """
     tokens, top_k = topk_ids.shape
-    path = path or expert_path(tokens, top_k, w1.shape[0], w2.shape[1 if input_first else 2])
+    path = path or expert_path(tokens, top_k, w1.shape[0], w2.shape[1 if input_first else 2], gathers)
     weights = _Weights(w1, w2, input_first)
     if path.name == CHOSEN:
         return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
     if path.name == ALL:
         return _all_experts(hidden_states, weights, topk_weights, topk_ids)
     return _experts_in_blocks(hidden_states, weights, topk_weights, topk_ids, path)
+
+
+def fused_experts_without_gather(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Compute `fused_experts`; few tokens multiply with all experts, and fetch no weights by index."""
+    return fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, gathers=False)
 
 
 @dataclass(frozen=True)

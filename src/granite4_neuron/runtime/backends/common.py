@@ -1,6 +1,6 @@
 """Options of several backends."""
 
-from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFILL_SCANS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.runtime.backends.declaration import Option
 
@@ -29,5 +29,13 @@ PREFILL_BUCKETS = Option(
     metavar="N",
     least=1,
     is_list=True,
+)
+EXPERTS = Option(
+    "experts_decode",
+    "how graphs compute the experts of decoded tokens: with an NKI kernel that reads each chosen expert once (kernel), "
+    "with all experts for every token (all), or with weights fetched by index (gather); default: on Neuron devices "
+    "all, or kernel with the decode kernel nki; elsewhere the device's own",
+    "experts_decode belongs to the backends torch and xla, which compile graphs; the backend here is {backend}.",
+    choices=EXPERTS_DECODE,
 )
 ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)

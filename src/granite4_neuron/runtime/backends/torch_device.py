@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.backends.common import ARITHMETIC, PREFILL_BUCKETS
+from granite4_neuron.runtime.backends.common import ARITHMETIC, EXPERTS, PREFILL_BUCKETS
 from granite4_neuron.runtime.backends.declaration import Backend, Option
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backen
 
 OPTIONS = (
     *ARITHMETIC,
+    EXPERTS,
     PREFILL_BUCKETS,
     Option(
         "device",

@@ -43,6 +43,19 @@ def routed(tokens, top_k, bias, seed=0):
 UNIFORM, ONE, FEW = [0.0] * 6, [0.0, 0.0, 99.0, 0.0, 0.0, 0.0], [50.0, 50.0, 0.0, 0.0, 0.0, 25.0]
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_forms_of_few_tokens(tokens, gathers, monkeypatch):
+    """The gather is for as few tokens as choose less than all weights, and without it nothing is fetched by index."""
+    form = moe.fused_experts if gathers else moe.fused_experts_without_gather
+    x, (w1, w2), (weights, ids) = torch.randn(tokens, HIDDEN), weights_of_experts(), routed(tokens, 1, UNIFORM)
+    fetched = []
+    select = torch.Tensor.index_select
+    monkeypatch.setattr(torch.Tensor, "index_select", lambda *a: fetched.append(a[0].shape) or select(*a))
+    assert relative_error(form(x, w1, w2, weights, ids), definition(x, w1, w2, weights, ids)) <= 1e-5
+    assert fetched == ([w1.shape, w2.shape] if gathers and tokens == 1 else [])
+
+
 @pytest.mark.parametrize("input_first", [False, True])
 @pytest.mark.parametrize("bias", [UNIFORM, ONE, FEW], ids=["uniform", "all to one", "a few"])
 @pytest.mark.parametrize("tokens", [1, 7, 33])

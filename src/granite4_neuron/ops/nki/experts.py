@@ -1,0 +1,35 @@
+"""The NKI kernel for the experts of few tokens, with the arguments and results of the plain definition."""
+
+from __future__ import annotations
+
+import torch
+
+from granite4_neuron.ops.expert_slots import expert_slots
+from granite4_neuron.ops.nki.common import MAX_PARTITIONS
+from granite4_neuron.ops.nki.experts_decode import experts_decode, experts_decode_torch
+from granite4_neuron.ops.nki.launch import launcher
+from granite4_neuron.ops.xla.moe import fused_experts as fused_experts_of_fixed_shapes
+
+MAX_TOKENS = MAX_PARTITIONS  # of the kernel
+
+_decode = launcher(experts_decode, experts_decode_torch)
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Compute `ops.fused_experts` by the kernel, which reads each chosen expert once; of more tokens in plain torch.
+
+    Args:
+        w1: [num_experts, hidden_size, 2 * intermediate_size], gate first.
+        w2: [num_experts, intermediate_size, hidden_size].
+    """
+    if len(hidden_states) > MAX_TOKENS:
+        arguments = hidden_states, w1, w2, topk_weights, topk_ids
+        return fused_experts_of_fixed_shapes(*arguments, input_first=True, gathers=False)
+    first, *others = _decode(hidden_states, w1, w2, *expert_slots(topk_ids, topk_weights, len(w2)))
+    return sum(others, first).to(hidden_states.dtype)
