@@ -235,6 +235,14 @@ class TestCpuMode:
             _, x, *_, slots, _ = launches[-1]
             assert len(x) == 3 and (slots < 8).sum() <= model.config.granite.num_experts_per_tok
 
+    @pytest.mark.parametrize("form", ["kernel", "gather"])
+    def test_experts_of_decoded_tokens(self, form, random_checkpoints):
+        """As for the default, which is all experts at once; prompts of one bucket of few tokens have the form too."""
+        sizes = dict(layer_types=("attention",), hidden_size=128, mamba_n_heads=16, num_local_experts=24)
+        folder = random_checkpoints(Case("forms_of_experts", sizes))
+        model = nxdi.cpu_model(folder, {"experts_decode": form})
+        assert difference(folder, model, [5]) <= TOLERANCE
+
     def test_experts_by_nxd(self, moe_folder):
         """NxD's own module multiplies block by block in torch in CPU mode."""
         model = nxdi.cpu_model(moe_folder, {"expert_path": "nxd"})

@@ -103,6 +103,10 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             return "nki blocks" if is_by_kernel else "blocks"
         return self.experts_decode or ("kernel" if is_by_kernel else "all")
 
+    @property
+    def _uses_kernel_for_experts(self) -> bool:
+        return self.expert_path == "nki" or self.experts_decode == "kernel"
+
     def notes(self, tokens: int) -> tuple[str, ...]:
         """Return a sentence for each choice made for a graph of that many tokens, with the reason."""
         if not self.granite.num_local_experts:
@@ -219,18 +223,15 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             check_choice("experts_decode", self.experts_decode, EXPERTS_DECODE)
             if self.expert_path == "nxd":
                 raise UserError(
-                    f"experts_decode is {self.experts_decode}; with expert_path='nxd' NxD's kernels decide. Leave one out."
+                    f"experts_decode is {self.experts_decode}; with expert_path='nxd' NxD's kernels decide. Leave one "
+                    "of them out."
                 )
         if self.state_dtype != "float32" and self.decode_kernel != "nki":
             raise UserError(
                 f"SSM states in {self.state_dtype} need decode_kernel='nki', which rounds them as the hardware does."
             )
         cores = self.neuron_config.logical_nc_config
-        is_nki = (
-            uses_nki(self.prefill_scan, self.decode_kernel)
-            or self.expert_path == "nki"
-            or self.experts_decode == "kernel"
-        )
+        is_nki = uses_nki(self.prefill_scan, self.decode_kernel) or self._uses_kernel_for_experts
         if is_nki:
             require_nki()
         if is_nki and cores != LOGICAL_CORE_SIZE:
@@ -242,7 +243,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def _check_experts(self) -> None:
         if self.expert_path == "nxd":
             self._check_kernel_of_nxd()
-        elif self.expert_path == "nki" or self.experts_decode == "kernel":
+        elif self._uses_kernel_for_experts:
             self._check_kernel_for_experts()
 
     def _check_kernel_for_experts(self) -> None:

@@ -58,6 +58,9 @@ def folder(random_checkpoints):
         (dict(is_continuous_batching=True, batch_size=2, ctx_batch_size=2), "ctx_batch_size must be 1"),
         (dict(kv_cache_batch_size=3), "kv_cache_batch_size must be what it is by default"),
         (dict(kernels=dict(prefill_scan="foo")), "prefill_scan is 'foo'; it must be one of chunked, quadratic"),
+        (dict(kernels=dict(experts_decode="foo")), "experts_decode is 'foo'; it must be one of kernel, all, gather"),
+        (dict(kernels=dict(experts_decode="all", expert_path="nxd")), "with expert_path='nxd' NxD's kernels decide"),
+        (dict(kernels=dict(experts_decode="kernel"), logical_nc_config=1), "logical_nc_config is 1; with NKI kernels"),
         (dict(kernels=dict(decode_kernel="nki"), logical_nc_config=1), "logical_nc_config is 1; with NKI kernels"),
     ],
 )
