@@ -25,7 +25,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
 from benchmarks.probe.remedies import advice
 from granite4_neuron.choices import KV_WRITES, NKI_PREFILL_SCANS
-from granite4_neuron.commands.options import add_declared, check_folder_of, command_line, write_json
+from granite4_neuron.commands.options import add_declared, at_least, check_folder_of, command_line, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
 from granite4_neuron.runtime.backends import torch_device
@@ -67,6 +67,17 @@ STEPS = (
     Step("benchmarks.probe.models:verification", _GRAPHS),
     Step("benchmarks.probe.models:fallbacks", _GRAPHS),
     *(Step("benchmarks.probe.models:kernels", _GRAPHS, (scan,)) for scan in NKI_PREFILL_SCANS),
+    *(
+        Step(f"benchmarks.probe.ranks:{name}", _GRAPHS, (*case, degree))
+        for name, *case in (
+            ("group",),
+            ("all_reduce",),
+            ("all_gather",),
+            *(("layer", kind) for kind in ("mamba", "attention", "experts")),
+            ("text",),
+        )
+        for degree in ("2", "4")
+    ),
 )
 
 
@@ -88,6 +99,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="also run benchmark_latency.py with random weights of these sizes, for example h-350m",
     )
+    parser.add_argument(
+        "--tp-degree", type=at_least(1), default=1, metavar="N", help="split --models over N devices, default: 1"
+    )
     parser.add_argument("--step", metavar="NAME", help="run this step only, in this process, and write no file")
     add_declared(parser.add_argument_group("of the steps that run a model"), MODEL_OPTIONS)
     return parser
@@ -107,8 +121,9 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
     """
     options = parser().parse_args(arguments)
     for name in options.models:
-        GraniteMoeHybridConfig.from_family(name)  # if there is such a model
-    steps = (*steps, *(Step("benchmarks.probe.models:latency", _BENCHMARK, (name,)) for name in options.models))
+        GraniteMoeHybridConfig.from_family(name).rank_dimensions(options.tp_degree)  # if there is such a model
+    degree = str(options.tp_degree)
+    steps = (*steps, *(Step("benchmarks.probe.models:latency", _BENCHMARK, (name, degree)) for name in options.models))
     if options.step is not None:
         named = {step.name: step for step in steps}
         check_choice("step", options.step, named)
@@ -130,7 +145,8 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
 
 def _command(step: Step, options: argparse.Namespace, module: str) -> list[str]:
     command = [sys.executable, "-m", module, "--step", step.name, "--device", options.device]
-    command += ["--models", *options.models] if options.models else []
+    if options.models:
+        command += ["--models", *options.models, "--tp-degree", str(options.tp_degree)]
     return command + command_line(MODEL_OPTIONS, vars(options))
 
 

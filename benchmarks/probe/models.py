@@ -37,7 +37,7 @@ MAX_LENGTH = 3000  # of a cache that has two lengths of graphs
 
 def layer(place: Place, kind: str) -> Iterator[Finding]:
     """A model of one layer, with fewer experts' channels and a small vocabulary."""
-    yield from _steps(*_runtimes(place, _layer(kind), 128))
+    yield from steps(*_runtimes(place, layer_model(kind), 128))
 
 
 def kernels(place: Place, prefill_scan: str) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def kernels(place: Place, prefill_scan: str) -> Iterator[Finding]:
     if importlib.util.find_spec("nki") is None:
         yield Finding("kernels", FACT, message="no package nki here")
         return
-    yield from _steps(*_runtimes(place, _layer("mamba"), 128, prefill_scan=prefill_scan, decode_kernel="nki"))
+    yield from steps(*_runtimes(place, layer_model("mamba"), 128, prefill_scan=prefill_scan, decode_kernel="nki"))
 
 
 def bucket(place: Place, tokens: str) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def bucket(place: Place, tokens: str) -> Iterator[Finding]:
     started = time.perf_counter()
     ours.warm_up(ours.allocate(2, MAX_LENGTH))
     yield _compilations(ours, started)
-    yield from _steps(cpu, ours)
+    yield from steps(cpu, ours)
 
 
 def verification(place: Place) -> Iterator[Finding]:
@@ -77,13 +77,16 @@ def verification(place: Place) -> Iterator[Finding]:
 
 def text(place: Place) -> Iterator[Finding]:
     """Greedy texts of the bundled model."""
+    yield texts(_on_device(place, load_model(bundled_checkpoint(), torch.float32), 128))
+
+
+def texts(ours: TorchRuntime) -> Finding:
+    """Compare texts of the bundled model with those of the CPU."""
     cpu, tokenizer = load(dtype=torch.float32)
-    ours = _on_device(place, load_model(bundled_checkpoint(), torch.float32), 128)
     expected, found = (generate(each, tokenizer, _PROMPTS, max_tokens=24, temperature=0) for each in (cpu, ours))
     if found == expected:
-        yield Finding("text", EQUAL, message="as on the CPU")
-    else:
-        yield Finding("text", WRONG, message=f"{found}, not {expected}")
+        return Finding("text", EQUAL, message="as on the CPU")
+    return Finding("text", WRONG, message=f"{found}, not {expected}")
 
 
 def warm_up(place: Place) -> Iterator[Finding]:
@@ -126,12 +129,13 @@ def fallbacks(place: Place) -> Iterator[Finding]:
     yield Finding("fallbacks", WRONG if names else EQUAL, message=", ".join(names), numbers={"operators": names})
 
 
-def latency(place: Place, name: str) -> Iterator[Finding]:
+def latency(place: Place, name: str, tp_degree: str) -> Iterator[Finding]:
     """benchmark_latency.py on a model with random weights, in its own dtype."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "latency.json"
         command = [sys.executable, str(ROOT / "benchmark_latency.py"), "--random-weights", name, "--backend", "torch"]
-        command += ["--device", place.device, *command_line(torch_device.OPTIONS, _chosen(place))]
+        command += ["--device", place.device, "--tp-degree", tp_degree]
+        command += command_line(torch_device.OPTIONS, _chosen(place))
         command += ["--batch-size", "1", "8", "--prompt-length", "512", "2048"]
         subprocess.run([*command, "--output-length", "64", "--json", str(file)], check=True)
         numbers = json.loads(file.read_text(encoding="utf-8"))
@@ -142,12 +146,12 @@ def latency(place: Place, name: str) -> Iterator[Finding]:
 
 
 def _chosen(place: Place) -> dict[str, Any]:
-    """Return all options of the backend, with the device's default: it is given apart."""
+    """Return all options of the backend, with the defaults of the device and the degree: they are given apart."""
     defaults = {option.name: option.default for option in torch_device.OPTIONS}
     return defaults | dict(compiler=place.compiler) | place.options
 
 
-def _layer(kind: str) -> GraniteMoeHybridForCausalLM:
+def layer_model(kind: str) -> GraniteMoeHybridForCausalLM:
     name, layer_type = _LAYERS[kind]
     small = dict(vocab_size=2048, bos_token_id=1, eos_token_id=1, pad_token_id=0, intermediate_size=128)
     config = GraniteMoeHybridConfig.from_family(name)
@@ -165,7 +169,7 @@ def _runtimes(
     return CPURuntime(model, GenerationConfig(), kernels="torch"), _on_device(place, model, tokens, **mamba_kernels)
 
 
-def _steps(cpu: Runtime, ours: TorchRuntime) -> Iterator[Finding]:
+def steps(cpu: Runtime, ours: TorchRuntime) -> Iterator[Finding]:
     """Yield findings on two prompts, one of a whole bucket and one of a part, and a token of each."""
     longest = ours.tokens_per_step
     states = [runtime.allocate(2, MAX_LENGTH) for runtime in (cpu, ours)]

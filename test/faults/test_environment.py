@@ -25,6 +25,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.neuron.stand_ins import SOURCES, checkout
 from granite4_neuron.ops.cpu import build
+from granite4_neuron.runtime.neuron_cores import visible_cores
 from granite4_neuron.system import available_memory
 from test.faults.conftest import sentence
 from test.support.checkpoints import small_config
@@ -385,6 +386,16 @@ def test_a_fork_after_a_generation(texting_folder, kernels):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "was forked from one that had loaded a model, and computes in one thread" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["all", "0-", "-1", "0..3", "0,,1", "0, 1"])
+def test_neuron_cores_that_are_no_numbers(value, monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", value)
+    with pytest.raises(UserError) as error:
+        visible_cores()
+    assert str(error.value) == (
+        f"NEURON_RT_VISIBLE_CORES is '{value}'; it must be numbers and ranges of cores, such as 0-3."
+    )
 
 
 class TestSourcesOfNxDInference:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron import UserError
+from granite4_neuron.cli import main
 from granite4_neuron.runtime.neuron_cores import visible_cores
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,6 @@ def run(tmp_path):
     def run(*command, **variables):
         (tmp_path / "log").mkdir()
         path = os.pathsep.join([str(ROOT / "test/support/neuron_stand_in"), str(ROOT)])
-        # Dynamo traces, and nothing is compiled.
         environment = dict(PYTHONPATH=path, NEURON_STAND_IN_LOG=str(tmp_path / "log"), OMP_NUM_THREADS="1", **variables)
         done = subprocess.run(
             [sys.executable, *command],
@@ -42,11 +41,20 @@ GENERATE = ("-m", "granite4_neuron", "generate", "An assignment statement", "--m
 ON_NEURON = ("--backend", "torch", "--device", "neuron")
 
 
-def test_generate(run):
-    """A process for each core, among those that are visible; and the CPU's text."""
-    expected = subprocess.run([sys.executable, *GENERATE], capture_output=True, text=True, cwd=ROOT).stdout
-    done, cores = run(*GENERATE, *ON_NEURON, "--tp-degree", "2", NEURON_RT_VISIBLE_CORES="2-3")
-    assert (done.returncode, done.stdout, cores) == (0, expected, ["core2", "core3"]), done.stderr
+def test_the_probes_process_group(run):
+    """A process for each core, among those that are visible."""
+    command = ("-m", "benchmarks.probe", "--step", "ranks group 2", "--device", "neuron")
+    done, cores = run(*command, NEURON_RT_VISIBLE_CORES="2-3")
+    assert (done.returncode, cores) == (0, ["core2", "core3"]), done.stderr
+    assert done.stdout.count('"verdict": "equal"') == 2
+
+
+@pytest.mark.slow
+def test_generate(run, capsys):
+    """The text is the CPU's."""
+    assert main(GENERATE[2:]) == 0
+    done, cores = run(*GENERATE, *ON_NEURON, "--tp-degree", "2")
+    assert (done.returncode, done.stdout, cores) == (0, capsys.readouterr().out, ["core0", "core1"]), done.stderr
 
 
 @pytest.mark.slow
@@ -76,21 +84,20 @@ load(backend="torch", device="neuron", tp_degree=2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "variables", "sentence"),
     [
         (("-c", USED), {}, "this process has used a Neuron core already; split a model before it uses any."),
-        pytest.param(
+        (
             (*GENERATE, *ON_NEURON, "--tp-degree", "4"),
             dict(NEURON_RT_VISIBLE_CORES="0,2"),
             "tp_degree is 4 and NEURON_RT_VISIBLE_CORES has 2 cores.",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             (*GENERATE, *ON_NEURON, "--tp-degree", "2"),
             dict(NEURON_RT_VISIBLE_CORES="3-4"),
             "the processes of a split model cannot connect to each other (nrt_init failed: there is no core 4).",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["used", "too few", "absent"],
@@ -108,9 +115,3 @@ def test_visible_cores(monkeypatch, text, cores):
     if text is not None:
         monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", text)
     assert visible_cores() == cores
-
-
-def test_visible_cores_that_are_no_numbers(monkeypatch):
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "all")
-    with pytest.raises(UserError, match="NEURON_RT_VISIBLE_CORES is 'all'; it must be numbers and ranges of cores"):
-        visible_cores()

@@ -13,7 +13,7 @@ from benchmarks import latency_options
 from benchmarks.probe import command, models, states
 from benchmarks.probe.command import STEPS, main
 from benchmarks.probe.device import compare, judge
-from benchmarks.probe.process import EQUAL, FACT, OK, WRONG, Finding, Place, Record
+from benchmarks.probe.process import EQUAL, FACT, OK, WRONG, Finding, Place, Record, run_apart
 from benchmarks.probe.remedies import REMEDIES, advice
 from granite4_neuron import cli
 from granite4_neuron.choices import KV_WRITES
@@ -28,6 +28,7 @@ SHORT = [
     if step.name.startswith(("states", "operators"))
     or step.name in ("models layer mamba", "models warm_up", "models fallbacks", "models kernels ssd")
 ]
+STEPS_OF_RANKS = ("ranks all_reduce 4", "ranks all_gather 2", "ranks layer experts 2", "ranks text 2")
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,7 @@ class TestProcesses:
         [
             (("--step", "nothing"), "step is 'nothing'; it must be one of device versions, states alias,"),
             (("--models", "h-350m", "h-none"), "h-none"),
+            (("--models", "h-350m", "--tp-degree", "3"), "tp_degree is 3; this model can be split by 1, 2, 4"),
             (("--out", "no/such/folder/probe.json"), "cannot be written: there is no such folder"),
         ],
     )
@@ -163,6 +165,17 @@ class TestSteps:
         assert len({step.name for step in STEPS}) == len(STEPS)
         assert all(callable(pkgutil.resolve_name(step.function)) for step in STEPS)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", STEPS_OF_RANKS)
+    def test_ranks(self, name, monkeypatch):
+        """Each starts processes, and so it has one of its own here too."""
+        monkeypatch.chdir(HERE)
+        (step,) = (step for step in STEPS if step.name == name)
+        options = ["--step", name, "--device", "cpu", "--compiler", "aot_eager"]
+        record = run_apart(step, [sys.executable, "-m", "benchmarks.probe", *options])
+        assert record.result == OK, record
+        assert any(finding.verdict == EQUAL for finding in record.findings)
+
     @pytest.mark.parametrize("step", SHORT, ids=lambda step: step.name)
     def test_all_is_right_on_the_cpu(self, step, monkeypatch):
         monkeypatch.setattr(states, "MEGABYTES", (8, 16))
@@ -202,10 +215,11 @@ class TestSteps:
             latency_options.check(options)
             assert Path(command[1]).is_file() and (options.backend, options.random_weights) == ("torch", "h-350m")
             assert (options.compiler, options.kv_write, options.prefill_by_view) == ("aot_eager", "rows", False)
+            assert options.tp_degree == 2
             options.json.write_text(json.dumps(written))
 
         monkeypatch.setattr(models.subprocess, "run", run)
         place = Place("cpu", "aot_eager", dict(kv_write="rows", prefill_by_view=False))
-        (finding,) = models.latency(place, "h-350m")
+        (finding,) = models.latency(place, "h-350m", "2")
         assert (finding.what, finding.message) == ("8 x 512", "first token 3.0 ms, then 1.50")
         assert finding.numbers == written["results"][0]

@@ -1,20 +1,16 @@
 """Ranks of a split model compile one graph: its text in StableHLO has the collectives, and no rank's number."""
 
-import json
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.parallel import VocabParallelEmbedding
 from granite4_neuron.neuron.analysis import hlo_lint
-from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph
-from granite4_neuron.neuron.analysis.torch_graphs import lower_torch
+from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, report
+from granite4_neuron.neuron.analysis.torch_graphs import lower_torch, trace_torch
 from test.support.checkpoints import DENSE, small_config
 from test.support.stablehlo import text_findings
 
@@ -76,16 +72,14 @@ def test_a_rank_as_a_constant_is_seen(monkeypatch):
     assert first != second
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_report(monkeypatch):
     """Collectives are counted; and a layer with more of them than it may have is a finding."""
     monkeypatch.setattr(hlo_lint, "MOST_COLLECTIVES", 1)
-    save_model(random_model(DENSE_LAYER), tmp_path / "model")
-    sizes = ("--model", str(tmp_path / "model"), "--buckets", "32", "--max-length", "64", "--tp-degree", "2")
-    assert main(["graphs", "--backend", "torch", *sizes, "--json", str(tmp_path / "graphs")]) == 0
+    (decode,) = report(DENSE_LAYER, torch.bfloat16, 2, 1, (), 64, trace_graph=trace_torch)
     hidden, part = 4 * DENSE_LAYER.hidden_size, 4 * DENSE_LAYER.vocab_size // 2
-    for graph, tokens in zip(json.loads((tmp_path / "graphs").read_text()), (32, 1), strict=True):
-        assert graph["cost"]["collectives"] == 2 + 2
-        assert graph["cost"]["collective_bytes"] == 3 * tokens * hidden + part
-        assert graph["findings"] == ["attention layers have 2 collectives each, and need 1."]
-    sentence = "2 all-reduce of f32 in each attention layer"
-    assert " ".join(capsys.readouterr().out.split()).count(sentence) == 2
+    assert (decode.cost.collectives, decode.cost.collective_bytes) == (2 + 2, 3 * hidden + part)
+    assert decode.findings == ("attention layers have 2 collectives each, and need 1.",)
+    assert decode.notes == (
+        "a rank gives 0.001088 MB to 4 collectives: 1 all-gather of f32, 1 all-reduce of f32 outside of layers; "
+        "2 all-reduce of f32 in each attention layer.",
+    )

@@ -10,6 +10,7 @@ the device "neuron" without a number; for the rest the source of the process gro
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from granite4_neuron.errors import UserError
 
 _VISIBLE = "NEURON_RT_VISIBLE_CORES"
+_CORES = re.compile(r"(?P<first>\d+)(-(?P<last>\d+))?")
 
 
 def visible_cores() -> list[int] | None:
@@ -30,11 +32,10 @@ def visible_cores() -> list[int] | None:
         return None
     cores: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        try:
-            cores += range(int(first), int(last or first) + 1)
-        except ValueError:
-            raise UserError(f"{_VISIBLE} is {text!r}; it must be numbers and ranges of cores, such as 0-3.") from None
+        match = _CORES.fullmatch(part)
+        if match is None:
+            raise UserError(f"{_VISIBLE} is {text!r}; it must be numbers and ranges of cores, such as 0-3.")
+        cores += range(int(match["first"]), int(match["last"] or match["first"]) + 1)
     return cores
 
 

@@ -40,8 +40,6 @@ COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
 
 PREFILL, DECODE, VERIFY, COMMIT = "prefill", "decode", "verify", "commit"
 
-_NONE: Counter[tuple[str, str]] = Counter()
-
 
 @dataclass(frozen=True)
 class Graph:
@@ -225,21 +223,20 @@ def graph_report(
     few = trace(kinds)
     cost_of_few = cost = count(few.proto)
     weight_bytes, state_bytes = few.weight_bytes, few.state_bytes
-    text = hlo_text(few.proto)
-    collectives = {REST: hlo_lint.collectives(hlo_lint.instructions(text))}
+    of_few = outside = _collectives(few)
+    of_layers: dict[str, Counter[tuple[str, str]]] = {}
     for kind in kinds:
         times = layer_types.count(kind) - 1
-        if times or cost_of_few.collectives:
+        if times or of_few:
             more = trace((*kinds, kind))
             cost += (count(more.proto) - cost_of_few) * times
             weight_bytes += (more.weight_bytes - few.weight_bytes) * times
             state_bytes += (more.state_bytes - few.state_bytes) * times
-            of_more = hlo_lint.collectives(hlo_lint.instructions(hlo_text(more.proto)))
-            collectives[kind] = of_more - hlo_lint.collectives(hlo_lint.instructions(text))
-            collectives[REST] -= collectives[kind]
-    of_layers = [
-        finding for kind in kinds for finding in hlo_lint.findings_of_layer(kind, collectives.get(kind, _NONE))
-    ]
+            of_layers[kind] = _collectives(more) - of_few
+            outside = outside - of_layers[kind]
+    findings = hlo_lint.findings(hlo_text(few.proto), few.widens_places, num_experts)
+    for kind, found in of_layers.items():
+        findings += hlo_lint.findings_of_layer(kind, found)
     return GraphReport(
         graph=name,
         weight_bytes=weight_bytes,
@@ -247,25 +244,30 @@ def graph_report(
         cost=cost,
         components=_components(few, layer_types, cost),
         minimum=least,
-        findings=(*hlo_lint.findings(text, few.widens_places, num_experts), *of_layers),
+        findings=tuple(findings),
         few=few,
-        notes=_notes(collectives, cost) if cost.collectives else (),
+        notes=(_note(cost, outside, of_layers),) if of_few else (),
     )
 
 
-def _notes(collectives: Mapping[str, Counter[tuple[str, str]]], cost: Cost) -> tuple[str, ...]:
+def _collectives(traced: Traced) -> Counter[tuple[str, str]]:
+    return hlo_lint.collectives(hlo_lint.instructions(hlo_text(traced.proto)))
+
+
+def _note(cost: Cost, outside: Counter[tuple[str, str]], of_layers: Mapping[str, Counter[tuple[str, str]]]) -> str:
     """Return a sentence on the collectives of a graph.
 
     Args:
-        collectives: of a layer of each kind, and of the rest of the graph.
         cost: of all of it.
+        outside, of_layers: the collectives outside of layers, and of a layer of each kind.
     """
+    found = {"outside of layers": outside} | {f"in each {kind} layer": each for kind, each in of_layers.items()}
     parts = []
-    for name, found in collectives.items():
-        listed = ", ".join(f"{number} {opcode} of {dtype}" for (opcode, dtype), number in sorted(found.items()))
-        parts.append(f"{listed or 'none'} {'outside of layers' if name == REST else f'in each {name} layer'}")
-    each_gives = f"a rank gives {cost.collective_bytes / 1e6:.4g} MB to {cost.collectives} collectives"
-    return (f"{each_gives}: {'; '.join(parts)}.",)
+    for where, each in found.items():
+        listed = ", ".join(f"{number} {opcode} of {dtype}" for (opcode, dtype), number in sorted(each.items()))
+        parts.append(f"{listed or 'none'} {where}")
+    given = f"a rank gives {cost.collective_bytes / 1e6:.4g} MB to {cost.collectives} collectives"
+    return f"{given}: {'; '.join(parts)}."
 
 
 def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict[str, Cost]:

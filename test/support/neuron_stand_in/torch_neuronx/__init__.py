@@ -53,7 +53,7 @@ class _Hook(torch._C._acc.PrivateUse1Hooks):
 def start() -> None:
     """Register the device's module, its compiler and its process group."""
     from torch._dynamo import register_backend
-    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.backends.debugging import eager
 
     module = types.ModuleType("torch.neuron")
     module.is_initialized = lambda: _runtime.cores is not None
@@ -63,7 +63,7 @@ def start() -> None:
     module.device_count = lambda: _CORES
     _setup_privateuseone_for_python_backend("neuron", module, _Hook())
     torch.empty = _made_on_cpu
-    register_backend(aot_eager, name="neuron")
+    register_backend(eager, name="neuron")
     torch.distributed.Backend.register_backend("neuron", _process_group, devices=["cpu"])
 
 
