@@ -84,7 +84,8 @@ def free_slots(engine: Engine) -> list[int]:
 
 
 def poison_engine(engine: Engine) -> None:
-    stored = {sequence.slot: sequence.stored for sequence in engine._live.running.values()}
+    ahead = () if engine._ahead is None else engine._ahead.step.sequences
+    stored = {each.slot: each.stored + (each in ahead) for each in engine._live.running.values()}
     poison_state(engine._slots.state, free_slots(engine), stored)
 
 

@@ -1,0 +1,170 @@
+"""Tokens that a device chooses, and runs before the engine knows them: all texts are those of the host's choice."""
+
+import itertools
+import math
+from contextlib import suppress
+
+import pytest
+from transformers import GenerationConfig
+
+from benchmarks.decoding_stand_in import DecodingRuntime
+from granite4_neuron.engine import Engine, PrefixCache, Request
+from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
+from granite4_neuron.engine.scheduler import Scheduler
+from granite4_neuron.runtime.cpu import CPURuntime
+from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
+from test.support.stepping import random_tokens
+from test.unit.engine.test_failures import Interrupt
+
+NEW = 9
+PROMPTS = [random_tokens(VOCAB, length, seed=length).tolist() for length in (5, 20, 33)]
+
+
+class Runtime(DecodingRuntime):
+    tokens_per_step = CHUNK
+
+    def __init__(self, model):
+        super().__init__(model, GenerationConfig(top_k=None), kernels="torch")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine_model()
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Return the tokens of a request in an engine of its own, whose host chooses."""
+    return lambda request: generate_one(Engine(ChunkRuntime(model), 1), request)
+
+
+def test_all_but_the_first_and_the_last_run_ahead(model, alone):
+    """The first token is the prompt's; after the last but one it is certain that the last one ends the text."""
+    runtime = Runtime(model)
+    assert generate_one(Engine(runtime, 1), Request(PROMPTS[1], NEW)) == alone(Request(PROMPTS[1], NEW))
+    assert runtime.ahead == NEW - 2 and runtime.stopped == 0
+
+
+OPTIONS = {
+    "sampled": dict(temperature=0.8, seed=3),
+    "log-probabilities": dict(logprobs=1),
+    "a penalty": dict(frequency_penalty=0.5),
+    "a processor": dict(logits_processors=[lambda tokens, scores: scores]),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_request_that_needs_logits_has_them(model, alone, options):
+    runtime = Runtime(model)
+    engine = Engine(runtime, 2)
+    requests = [Request(PROMPTS[0], 2 * NEW), Request(PROMPTS[1], NEW, **options)]
+    ids = [engine.add(request) for request in requests]
+    outputs = run(engine, lambda: poison_engine(engine))
+    assert [tokens_of(outputs[id]) for id in ids] == [alone(request) for request in requests]
+    assert 0 < runtime.ahead < 2 * NEW  # not beside the other
+    assert all((output.logprob is None) == ("logprobs" not in options) for output in outputs[ids[1]])
+
+
+def test_a_stop_token_ends_a_text_and_is_not_run(model, alone):
+    runtime = Runtime(model)
+    text = alone(Request(PROMPTS[0], NEW))
+    request = Request(PROMPTS[0], NEW, stop_token_ids=[text[4]])
+    assert generate_one(Engine(runtime, 1), request) == text[: text.index(text[4]) + 1]
+    assert runtime.stopped == 1
+
+
+def test_requests_that_come_and_go(model, alone):
+    runtime = Runtime(model)
+    engine = Engine(runtime, 2, prefix_cache=PrefixCache(runtime, None, CHUNK))
+    requests = [Request(prompt, NEW + number) for number, prompt in enumerate(PROMPTS)]
+    outputs = {engine.add(requests[0]): []}
+    cancelled = engine.add(requests[1])
+    for number in range(60):
+        if number == 6:
+            engine.cancel(cancelled)
+            outputs |= {engine.add(requests[2]): [], engine.add(requests[1]): []}
+        for output in engine.step():
+            if output.id != cancelled:
+                outputs[output.id].append(output)
+    expected = [alone(requests[number]) for number in (0, 2, 1)]
+    assert [tokens_of(each) for each in outputs.values()] == expected and not engine.has_work and runtime.ahead > 0
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5])
+def test_a_text_that_is_finished_early_is_kept_with_all_its_tokens(model, alone, steps):
+    runtime = Runtime(model)
+    cache = PrefixCache(runtime, None, None)
+    engine = Engine(runtime, 1, prefix_cache=cache)
+    id = engine.add(Request(PROMPTS[0], NEW))
+    tokens = [output.token for _ in range(steps) for output in engine.step()]
+    engine.finish(id)
+    further = Request([*PROMPTS[0], *tokens, 7, 8], NEW)
+    hits = cache.stats.hit_tokens
+    assert generate_one(engine, further) == alone(further)
+    assert cache.stats.hit_tokens - hits >= len(PROMPTS[0]) + len(tokens) - 1
+
+
+class TestFailures:
+    def test_the_step_that_follows(self, model, alone, monkeypatch):
+        """It ends its own sequences; the one that has its last token has all of them."""
+        runtime = Runtime(model)
+        engine = Engine(runtime, 2)
+        ids = [engine.add(Request(PROMPTS[0], NEW)), engine.add(Request(PROMPTS[0], NEW + 5))]
+        following = Scheduler.following
+
+        def failing(scheduler, step):
+            ahead = following(scheduler, step)
+            if ahead is not None and len(ahead.rows) < len(step.rows):
+                return ahead._replace(rows=[None])
+            return ahead
+
+        monkeypatch.setattr(Scheduler, "following", failing)
+        first, second = (run_of[id] for run_of in [run(engine)] for id in ids)
+        assert tokens_of(first) == alone(Request(PROMPTS[0], NEW))
+        assert second[-1].finish_reason == "error" and tokens_of(second[:-1]) == tokens_of(first)[: len(second) - 1]
+        assert engine.failed_steps == 1
+
+    def test_logits_that_are_not_finite(self, model, alone, monkeypatch):
+        """They end their own sequence, which the device does not run further."""
+        runtime = Runtime(model)
+        step = CPURuntime.step
+
+        def failing(self, state, rows, all_logits=False):
+            logits = step(self, state, rows, all_logits).clone()
+            for row, row_logits in zip(rows, logits, strict=True):
+                if row.slot == 1 and row.start == len(PROMPTS[0]) + 3:
+                    row_logits[5] = math.nan
+            return logits
+
+        monkeypatch.setattr(CPURuntime, "step", failing)
+        engine = Engine(runtime, 2)
+        ids = [engine.add(Request(PROMPTS[0], NEW)), engine.add(Request(PROMPTS[1], NEW))]
+        outputs = run(engine)
+        assert outputs[ids[0]][-1].error == "no token can be chosen: the model's logits are not finite."
+        assert len(outputs[ids[0]]) == 5 and runtime.stopped == 1
+        monkeypatch.undo()
+        assert tokens_of(outputs[ids[1]]) == alone(Request(PROMPTS[1], NEW))
+
+    def test_interrupts_at_each_line(self, model, alone):
+        """Of a step that has begun before, and that begins another one."""
+        expected = [alone(Request(prompt, NEW)) for prompt in PROMPTS[:2]]
+        own = (Engine._run_step.__wrapped__, Engine._decode, Engine._launch, Engine._live_part, LiveSequences.count)
+        code, ended, whole = [*own, _Guard.__init__, _Guard.__enter__, _Guard.__exit__], 0, 0
+        for line in itertools.count():
+            runtime = Runtime(model)
+            engine = Engine(runtime, 2)
+            outputs = {engine.add(Request(prompt, NEW)): [] for prompt in PROMPTS[:2]}
+            while not runtime.ahead:
+                for output in engine.step():
+                    outputs[output.id].append(output)
+            with suppress(KeyboardInterrupt), Interrupt(line, *code):
+                rest = engine.step()
+                break
+            for output in itertools.chain.from_iterable(run(engine).values()):
+                outputs[output.id].append(output)
+            for each, tokens in zip(outputs.values(), expected, strict=True):
+                is_whole = each[-1].error is None
+                found = tokens_of(each if is_whole else each[:-1])
+                assert found == tokens[: len(found)] and (not is_whole or len(found) == NEW), line
+                ended, whole = ended + (not is_whole), whole + is_whole
+        assert rest and ended > 20 and whole > 10
