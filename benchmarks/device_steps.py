@@ -1,9 +1,14 @@
-"""Times steps of a runtime on a PyTorch device, without an engine: a token of every sequence, and prompts.
+"""Times steps of a runtime on a PyTorch device, without an engine: a token of every sequence, and prompts. It
+also counts what a step sends to the device and gets from it.
 
     python -m benchmarks.device_steps --random-weights h-350m --device cuda --batch-size 1 8 32
 
-Tokens are random, so that the sequences of a batch choose different experts. A step ends when its logits are on the
-host. Times are medians, after the steps that compile.
+A token is timed in two ways. In the first, tokens are random, so that the sequences of a batch choose different
+experts, and a step ends when its logits are on the host. In the second the device chooses the tokens and runs each in
+the next step; a step ends when the host has the tokens of the one before. Times are medians, after the steps that
+compile.
+
+Launches are those of graphs, which torch.compile has made, or which were captured on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +32,8 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.runtime.backends.torch_device import DEVICES
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.cuda_graph import CudaGraph
+from granite4_neuron.runtime.interface import CHOSEN, Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
@@ -37,17 +45,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     config = GraniteMoeHybridConfig.from_family(options.random_weights)
     model = random_model(config, dtype=torch.bfloat16)
-    runtime = TorchRuntime(model, GenerationConfig(), device=options.device)
-    table = Table("", "ms, median")
+    runtime = CountingRuntime(model, GenerationConfig(), device=options.device, graphs=options.graphs)
+    table = Table("", "ms, median", "launches", "copies to device", "bytes", "copies to host", "bytes")
+
+    def add(name: str, digits: int, ms: float) -> None:
+        count = runtime.count_of_step
+        copies = [f"{number:,}" for number in (count.to_device, count.bytes_in, count.to_host, count.bytes_out)]
+        table.add_row(name, f"{ms:.{digits}f}", f"{count.launches}", *copies)
+
     for batch_size in options.batch_size:
-        table.add_row(f"a token, batch {batch_size}", f"{_token_ms(runtime, batch_size, options.steps):.2f}")
+        add(f"a token, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps))
+        add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps))
     for length in options.prompt_length:
-        table.add_row(f"a prompt of {length:,}", f"{_prompt_ms(runtime, length, options.steps):.1f}")
-    Console().print(table)
+        add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
+    Console(width=120).print(table)
     return 0
 
 
-def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
+@dataclass
+class Count:
+    """What a step sends to the device and gets from it."""
+
+    launches: int = 0
+    to_device: int = 0
+    bytes_in: int = 0
+    to_host: int = 0
+    bytes_out: int = 0
+
+
+class CountingRuntime(TorchRuntime):
+    """A runtime that counts what the last timed step sends to the device and gets from it."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.count_of_step = Count()
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.count_of_step.launches += 1
+        return super()._call(function, *arguments)
+
+    def _replay(self, graph: CudaGraph, inputs: torch.Tensor, kept_inputs: Sequence[torch.Tensor]) -> Any:
+        self.count_of_step.launches += 1
+        self._count_input(inputs)
+        return super()._replay(graph, inputs, kept_inputs)
+
+    def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._count_input(inputs)
+        return super()._to_device(inputs)
+
+    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
+        self._count_output(output)
+        return super()._to_host(output)
+
+    def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._count_output(output)
+        return super()._start_copy(output)
+
+    def _count_input(self, inputs: torch.Tensor) -> None:
+        self.count_of_step.to_device += 1
+        self.count_of_step.bytes_in += inputs.nbytes
+
+    def _count_output(self, output: torch.Tensor) -> None:
+        self.count_of_step.to_host += 1
+        self.count_of_step.bytes_out += output.nbytes
+
+
+def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int) -> float:
     state = runtime.allocate(batch_size, _PROMPT + steps + 2)
     tokens = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + steps + 2, output_length=0))
     runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, 1)])
@@ -58,20 +121,37 @@ def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
         runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
         position += 1
 
-    return _median_ms(step, steps)
+    return _median_ms(runtime, step, steps)
 
 
-def _prompt_ms(runtime: TorchRuntime, length: int, steps: int) -> float:
+def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int) -> float:
+    state = runtime.allocate(batch_size, _PROMPT + steps + 4)
+    prompts = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + 1, output_length=0))
+    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(prompts, 1)])
+    launched = runtime.decode(state, [Row(slot, _PROMPT, each[_PROMPT:]) for slot, each in enumerate(prompts, 1)])
+    position = _PROMPT + 1
+
+    def step() -> None:
+        nonlocal launched, position
+        following = runtime.decode(state, [Row(slot, position, [CHOSEN]) for slot in range(1, batch_size + 1)])
+        launched.tokens()
+        launched, position = following, position + 1
+
+    return _median_ms(runtime, step, steps)
+
+
+def _prompt_ms(runtime: CountingRuntime, length: int, steps: int) -> float:
     state = runtime.allocate(1, length)
     [prompt] = random_prompts(runtime.config.vocab_size, Point(1, length, output_length=0))
     row = Row(1, 0, prompt)
-    return _median_ms(lambda: runtime.step(state, [row]), steps)
+    return _median_ms(runtime, lambda: runtime.step(state, [row]), steps)
 
 
-def _median_ms(step: Callable[[], None], steps: int) -> float:
+def _median_ms(runtime: CountingRuntime, step: Callable[[], object], steps: int) -> float:
     step()
     times = []
     for _ in range(steps):
+        runtime.count_of_step = Count()
         started = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - started))
@@ -89,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_and_device(parser)
     parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
+    parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
     parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")
     return parser
 

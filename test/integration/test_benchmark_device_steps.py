@@ -4,17 +4,37 @@ import pytest
 
 from benchmarks import device_steps
 from granite4_neuron.config import GraniteMoeHybridConfig
-from test.support.checkpoints import small_config
+from granite4_neuron.runtime import torch_device
+from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
 def test_rows(monkeypatch, capsys):
+    monkeypatch.setitem(torch_device.COMPILERS, "cpu", "eager")
     monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**FEW_LAYERS))
     options = ["--random-weights", "h-350m", "--batch-size", "1", "3", "--prompt-length", "20", "--steps", "2"]
     assert device_steps.main(options) == 0
-    rows = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert [name.strip() for name, _ in rows] == ["a token, batch 1", "a token, batch 3", "a prompt of 20"]
-    assert all(float(ms) > 0 for _, ms in rows)
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in row] for row in rows]
+    tokens = [name for size in (1, 3) for name in (f"a token, batch {size}", f"chosen there, batch {size}")]
+    assert [name for name, *_ in rows] == [*tokens, "a prompt of 20"]
+    assert all(float(ms) > 0 for _, ms, *_ in rows)
+    layers, vocab_size = len(FEW_LAYERS["layer_types"]), small_config().vocab_size
+    one, three = ([str(layers + 2), "1", str(32 * size), "1"] for size in (1, 3))
+    assert [counts for _, _, *counts in rows[:4]] == [
+        [*one, str(4 * vocab_size)],
+        [*one, "4"],
+        [*three, f"{4 * 3 * vocab_size:,}"],
+        [*three, "12"],
+    ]
+
+
+def test_one_launch_a_token(monkeypatch, capsys):
+    monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**DENSE, **FEW_LAYERS))
+    monkeypatch.setitem(torch_device.COMPILERS, "cpu", "eager")
+    assert device_steps.main(["--random-weights", "h-350m", "--graphs", "model", "--steps", "2"]) == 0
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[2:]] for row in rows][1] == ["1", "1", "32", "1", "4"]
 
 
 def test_a_name_that_is_none(capsys):

@@ -370,6 +370,7 @@ class TestCpuMode:
             "all_logits": lambda: runtime.step(None, [row], all_logits=True),
             "verify": lambda: runtime.verify(None, [row]),
             "snapshot": lambda: runtime.snapshot(None, 1, 3),
+            "decode": lambda: runtime.decode(None, [Row(1, 2, [3])]),
         }
         assert attempts.keys() == runtime.cannot.keys()
         for ability, attempt in attempts.items():

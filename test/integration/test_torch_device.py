@@ -26,6 +26,7 @@ from test.support.graph_contract import (
     FEW_LAYERS,
     STEPS,
     Backend,
+    DecodeContract,
     EngineContract,
     SlotContract,
     StepContract,
@@ -49,7 +50,6 @@ def backend_of(tolerance=1e-5, **options):
 
 
 LAYER = backend_of(compiler="aot_eager")
-MODEL = backend_of(compiler="aot_eager", graphs="model")
 INDUCTOR = backend_of(1e-4)
 CUDA = backend_of(1e-4, device="cuda")
 
@@ -78,6 +78,10 @@ class TestSteps(OnLayers, StepContract):
     @pytest.mark.slow
     def test_all_logits(self, backend):
         super().test_all_logits(backend)
+
+
+class TestDecode(OnLayers, DecodeContract):
+    pass
 
 
 class TestSlots(OnLayers, SlotContract):
@@ -113,10 +117,10 @@ class TestEngine(OnLayers, EngineContract):
 
 
 @pytest.mark.slow
-class TestOneGraphOfTheModel(VerifyContract):
-    @pytest.fixture
-    def backend(self):
-        return MODEL
+class TestOneGraphOfTheModel(VerifyContract, DecodeContract):
+    @pytest.fixture(params=["model", "2"])
+    def backend(self, request):
+        return backend_of(compiler="aot_eager", graphs=request.param)
 
 
 def test_inductor():
@@ -282,11 +286,13 @@ class TestGraphs:
             assert runtime.num_compilations == before + more, end
 
     @pytest.mark.parametrize(
-        ("graphs", "max_length"),
-        [("layer", 1200), pytest.param("model", 100, marks=pytest.mark.slow)],
+        ("graphs", "max_length", "compilations"),
+        # For prompts of 16 and 64 tokens, the two heads, decode, verification of 4 tokens, and its commit. An attention
+        # layer has two, for the two lengths of the cache.
+        [("layer", 1200, 2 * 4 + 2 + 5 + 5 + 1), pytest.param("model", 100, 2 * 3 + 2 + 3, marks=pytest.mark.slow)],
         ids=["layer", "model"],
     )
-    def test_warming_up(self, graphs, max_length):
+    def test_warming_up(self, graphs, max_length, compilations):
         """Afterwards prompts, decode, prompt log-probabilities and drafts need no other graph, which would be an error.
 
         The state's slots are in use before. Nothing that runs before has log-probabilities or a long cache.
@@ -298,6 +304,7 @@ class TestGraphs:
         before = [{name: view.clone() for name, view in state.slot_views(slot).items()} for slot in (1, 2)]
         engine.warm_up()
         compiled = runtime.num_compilations
+        assert compiled == compilations
         for slot, old in enumerate(before, start=1):
             # Unused memory may hold NaN.
             torch.testing.assert_close(state.slot_views(slot), old, rtol=0, atol=0, equal_nan=True)

@@ -21,7 +21,7 @@ from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import CHOSEN, Row
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
@@ -213,6 +213,53 @@ class StepContract:
         step((4, 1), (2, 1))
 
 
+class DecodeContract:
+    """Tokens chosen on the device are those that the host would choose, also where the next step runs them there."""
+
+    def test_chosen_tokens(self, backend):
+        cpu, ours = backend.runtimes(lambda: engine_model(layer_types=FEW_LAYERS["layer_types"]))
+        states = [runtime.allocate(4, 60) for runtime in (cpu, ours)]
+        backend.poison(states[1])
+        lengths, tokens = {3: 9, 1: 5, 4: 7}, dict.fromkeys((3, 1, 4), 3)  # slot 2 is idle
+        for runtime, state in zip((cpu, ours), states, strict=True):
+            runtime.step(state, [Row(slot, 0, [slot] * length) for slot, length in lengths.items()])
+        stops: tuple[int, ...] = ()
+        for number in range(5):
+            host = [Row(slot, lengths[slot], [tokens[slot]]) for slot in lengths]
+            rows = host if number in (0, 3) else [replace(row, tokens=[CHOSEN], stops=(150, *stops)) for row in host]
+            decoded = ours.decode(states[1], rows)
+            expected = cpu.step(states[0], host)
+            assert (decoded.logits(range(3)) - expected).abs().max() <= backend.tolerance
+            assert torch.equal(decoded.logits([1]), decoded.logits([0, 1])[1:])
+            assert list(decoded.tokens()) == expected.argmax(-1).tolist()
+            tokens = dict(zip(lengths, decoded.tokens(), strict=True))
+            lengths = {slot: length + 1 for slot, length in lengths.items()}
+        # A token that stops its row changes nothing of its slot; the others go on.
+        before = {slot: ours.snapshot(states[1], slot, lengths[slot]).tensors for slot in lengths}
+        stopped = [slot for slot in lengths if tokens[slot] == tokens[3]]
+        decoded = ours.decode(
+            states[1],
+            [
+                replace(row, tokens=[CHOSEN], stops=(tokens[3],))
+                for row in (Row(slot, lengths[slot], [0]) for slot in lengths)
+            ],
+        )
+        decoded.tokens()
+        for slot, length in lengths.items():
+            after = ours.snapshot(states[1], slot, length).tensors
+            is_same = all(torch.equal(before[slot][name], after[name]) for name in after)
+            assert is_same == (slot in stopped)
+        assert 0 < len(stopped) < 3
+        # A row whose logits are not finite has no token, and is left alone in the step that follows.
+        for tensor in states[1].slot_views(4).values():
+            tensor.fill_(math.nan)
+        backend.sync()
+        host = [Row(slot, 20, [3]) for slot in lengths]
+        assert [token < 0 for token in ours.decode(states[1], host).tokens()] == [False, False, True]
+        following = ours.decode(states[1], [Row(slot, 21, [CHOSEN]) for slot in lengths])
+        assert all(token >= 0 for token in following.tokens()[:2]) and following.logits([0, 1]).isfinite().all()
+
+
 class SlotContract:
     """Copy, snapshot and restore run over poisoned memory, and a sequence continues bit by bit as the original does."""
 
@@ -326,13 +373,18 @@ class EngineContract:
 
     def test_a_hit_gives_the_logits_of_a_run_without(self, backend, model):
         runtime, logits = self.engine_runtime(backend, model), []
-        step = runtime.step
+        step, decode = runtime.step, runtime.decode
 
         def recorded(*args, **options):
             logits.append(step(*args, **options))
             return logits[-1]
 
-        runtime.step = recorded
+        def recorded_decode(state, rows):
+            decoded = decode(state, rows)
+            logits.append(decoded.logits(range(len(rows))))
+            return decoded
+
+        runtime.step, runtime.decode = recorded, recorded_decode
         cache = PrefixCache(runtime, None, 32)
         prompt = PROMPTS[2] + PROMPTS[3]
         plain = generate_one(Engine(runtime, 1), Request(prompt, 4))

@@ -246,7 +246,7 @@ class Engine:
         with self._live.guard(*step.sequences):
             if step.has_drafts:
                 self._accept(step, self._verify(step))
-            elif step.rows and not step.is_prefill and "decode" not in self.runtime.cannot:
+            elif self._leaves_logits(step):
                 self._decode(step)
             elif step.rows:
                 self._choose(step, self._run(step))
@@ -268,6 +268,12 @@ class Engine:
                 last = row_logits[len(row.tokens) - 1] if step.all_logits else row_logits
                 is_run = row.start + len(row.tokens) == len(sequence.tokens)
                 self._live.count(sequence, len(row.tokens), last, sequence.choose([last]) if is_run else [])
+
+    def _leaves_logits(self, step: ScheduledStep) -> bool:
+        """Return whether the logits of a step stay on the device, from where only the wanted rows come to the host."""
+        if step.is_prefill or "decode" in self.runtime.cannot:
+            return False
+        return any(sequence.takes_likeliest for sequence in step.sequences)
 
     def _live_part(self, step: ScheduledStep) -> ScheduledStep:
         """Return a step without the sequences that have ended."""

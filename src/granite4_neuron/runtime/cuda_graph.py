@@ -16,7 +16,7 @@ class CudaGraph:
 
     Args:
         function: of all inputs. Tensors that are not among them have to stay where they are.
-        from_host: the input on the host; the copy that brings it is a part of the graph.
+        from_host: the input on the host.
         others: further inputs, on the GPU.
         device: the GPU.
 
@@ -45,18 +45,22 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as those of NCCL, may call CUDA meanwhile.
         with _no_garbage_collection(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._from_host.copy_(self._pinned, non_blocking=True)
             self._outputs = function(*self._inputs)
-        self._is_done = torch.cuda.Event()
+        self._is_copied = torch.cuda.Event()
 
     def replay(self, from_host: torch.Tensor, others: Sequence[torch.Tensor]) -> Any:
-        """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed."""
-        self._is_done.synchronize()  # the replay before this one may still be reading its inputs
+        """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed.
+
+        The GPU may not have finished the replay before this one: the copy of the input is no part of the graph, so that
+        only it has to be waited for.
+        """
+        self._is_copied.synchronize()
         self._pinned.copy_(from_host)
+        self._from_host.copy_(self._pinned, non_blocking=True)
+        self._is_copied.record(torch.cuda.current_stream(self._device))
         for ours, given in zip(self._others, others, strict=True):
             ours.copy_(given)
         self._graph.replay()
-        self._is_done.record(torch.cuda.current_stream(self._device))
         return self._outputs
 
 

@@ -46,6 +46,8 @@ _TOKENS_PER_PIECE = 256
 # these are the token and the row's stops.
 START, LENGTH, SLOT, TOKENS = range(4)
 
+_NO_STOPS = [CHOSEN] * MOST_STOPS
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -55,11 +57,13 @@ class DecodedOnDevice(NamedTuple):
     by_slot: each slot's logits [num_sequences, vocab_size], on the device or the host.
     chosen: waits for the likeliest token of each slot, [num_sequences].
     entries: of the rows in them.
+    to_host: copies a tensor to the host.
     """
 
     by_slot: torch.Tensor
     chosen: Callable[[], torch.Tensor]
     entries: Sequence[int]
+    to_host: Callable[[torch.Tensor], torch.Tensor]
 
     def tokens(self) -> Sequence[int]:
         """Implement `Decoded.tokens`."""
@@ -70,8 +74,8 @@ class DecodedOnDevice(NamedTuple):
         """Implement `Decoded.logits`. Single rows are copied alone."""
         entries = [self.entries[row] for row in rows]
         if len(entries) == 1:
-            return self.by_slot[entries[0]].cpu()[None]
-        return self.by_slot.cpu()[entries]
+            return self.to_host(self.by_slot[entries[0]])[None]
+        return _entries_of(self.to_host(self.by_slot), entries)
 
 
 class GraphRuntime(BoundModel, ABC):
@@ -220,8 +224,7 @@ class GraphRuntime(BoundModel, ABC):
         """Decode one token of each row: [rows, vocab_size]. Slots without a row keep their state."""
         inputs = decode_inputs(rows, state.num_sequences)
         logits = self._decoded(state, inputs, bucket_of_cache(rows, state)).cpu()
-        entries = [row.slot - 1 for row in rows]
-        return logits[: len(rows)] if entries == list(range(len(rows))) else logits[entries]
+        return _entries_of(logits, [row.slot - 1 for row in rows])
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """Prefill a row's tokens, in pieces: logits [1, vocab_size], or of each token."""
@@ -297,10 +300,14 @@ def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
 
 
 def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
-    """Return `graph_inputs` of a row for every slot: [num_sequences, 4 + `MOST_STOPS`]."""
-    rows = _in_slot_order(rows, num_sequences)
-    stops = [[*row.stops, *[CHOSEN] * (MOST_STOPS - len(row.stops))] for row in rows]
-    return torch.cat([graph_inputs(rows, 1), torch.tensor(stops, dtype=torch.int32)], 1)
+    """Return a tensor like that of `graph_inputs`, of a row for every slot, with each row's stops behind its token:
+    [num_sequences, 4 + `MOST_STOPS`].
+    """
+    values = [
+        [row.start, len(row.tokens), row.slot, *(row.tokens or [0]), *row.stops, *_NO_STOPS[len(row.stops) :]]
+        for row in _in_slot_order(rows, num_sequences)
+    ]
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def with_chosen(inputs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -330,6 +337,11 @@ def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
     """Return a row for every slot, without tokens where there is none."""
     by_slot = {row.slot: row for row in rows}
     return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
+
+
+def _entries_of(by_slot: torch.Tensor, entries: Sequence[int]) -> torch.Tensor:
+    """Return some entries of a tensor; the first ones are not copied, because logits are large."""
+    return by_slot[: len(entries)] if list(entries) == list(range(len(entries))) else by_slot[list(entries)]
 
 
 def bucket_of_cache(rows: Sequence[Row], state: HybridState) -> int:

@@ -213,9 +213,9 @@ class TorchRuntime(GraphRuntime):
         inputs = decode_inputs(rows, state.num_sequences)
         logits, tokens = self._run_decode(state, inputs, bucket_of_cache(rows, state))
         entries = [row.slot - 1 for row in rows]
-        if self._captures:  # its outputs do not outlive the next step
-            return DecodedOnDevice(logits.clone(), start_copy(tokens), entries)
-        return DecodedOnDevice(logits, tokens.cpu, entries)
+        if self._captures:  # the outputs do not outlive the next step
+            logits = logits.clone()
+        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
 
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         logits, _ = self._run_decode(state, inputs, kv_length)
@@ -298,17 +298,27 @@ class TorchRuntime(GraphRuntime):
 
         if not self._captures or (key.all_logits and not key.verifies):
             # Logits of a prompt are too large to keep memory for them.
-            return run(inputs.to(self.device), *kept_inputs)
+            return run(self._to_device(inputs), *kept_inputs)
         captured = memory.captured
         capture = (function, key, inputs.shape)
         if capture not in captured:
             idle = inputs.clone()
             idle[:, LENGTH] = 0  # rows without tokens, so that trying and capturing change nothing
             captured[capture] = CudaGraph(run, idle, kept_inputs, self.device)
-        return captured[capture].replay(inputs, kept_inputs)
+        return self._replay(captured[capture], inputs, kept_inputs)
 
-    def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
-        return to_host(logits) if self._captures else logits.cpu()
+    def _replay(self, graph: CudaGraph, inputs: torch.Tensor, kept_inputs: Tensors) -> Any:
+        return graph.replay(inputs, kept_inputs)
+
+    def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.to(self.device)
+
+    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
+        return to_host(output) if self._captures else output.cpu()
+
+    def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return what copies an output to the host; if the output is overwritten, the copy begins at once."""
+        return start_copy(output) if self._captures else output.cpu
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a graph, which is compiled if there is none yet for such arguments."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.state.hybrid_state import MambaState
@@ -92,8 +93,10 @@ def test_rows_that_cannot_be_verified(runtime):
 
 def test_the_runtime_has_all_of_the_interface(runtime):
     members = {name for name in (*Runtime.__annotations__, *vars(Runtime)) if not name.startswith("_")}
-    assert members <= set(dir(runtime)) and not runtime.cannot
+    assert members <= set(dir(runtime)) and set(runtime.cannot) == {"decode"}
     require(runtime, "verify")
+    with pytest.raises(UserError, match="brings the logits of all steps to the host"):
+        runtime.decode(runtime.allocate(1, 10), [Row(1, 3, [5])])
 
 
 def test_one_that_is_not_committed_leaves_nothing(runtime, uncut):
