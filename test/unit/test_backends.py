@@ -1,5 +1,6 @@
 """Declarations of backends: `load` and the command line have their options, and all other backends refuse them."""
 
+import argparse
 import inspect
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from granite4_neuron import UserError, cli, load
 from granite4_neuron.backends import BACKENDS, all_options, check_backend
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.commands.options import add_declared, command_line
 from granite4_neuron.runtime.backends import cpu, torch_device
 from granite4_neuron.runtime.backends.common import ARITHMETIC
 from granite4_neuron.runtime.backends.declaration import Backend, Option
@@ -102,6 +104,18 @@ class TestAnotherOption:
     def test_another_backend(self, given):
         with pytest.raises(UserError, match="spare_cores is an option of the backend cpu; the backend here is torch"):
             load(backend="torch", spare_cores=2)
+
+
+def test_a_command_line_gives_the_values_that_it_is_made_of():
+    for backend in BACKENDS.values():
+        options = [option for option in backend.options if not option.is_dtype and option.name != "adapters"]
+        parser = argparse.ArgumentParser()
+        add_declared(parser, options)
+        for values in (
+            {each.name: each.default for each in options},
+            {each.name: VALUES[each.name] for each in options},
+        ):
+            assert vars(parser.parse_args(command_line(options, values))) == values
 
 
 def test_another_backend(monkeypatch, capsys):

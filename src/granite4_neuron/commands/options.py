@@ -133,10 +133,13 @@ def command_line(options: Iterable[Option], values: Mapping[str, Any]) -> list[s
     """Return the arguments that give a backend's options these values; those with their default are left out."""
     arguments: list[str] = []
     for option in options:
-        value = values[option.name]
-        name = option.name.replace("_", "-")
-        if value != option.default:
-            arguments += [f"--{name}" if value else f"--no-{name}"] if option.is_flag else [f"--{name}", str(value)]
+        value, name = values[option.name], option.name.replace("_", "-")
+        if value == option.default:
+            continue
+        if option.is_flag:
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            arguments += [f"--{name}", *map(str, value if option.is_list else [value])]
     return arguments
 
 
