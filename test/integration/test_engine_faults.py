@@ -1,10 +1,6 @@
 """Many requests with faults at random places; benchmarks/engine_faults.py runs any number."""
 
-import pytest
-
 from benchmarks.engine_faults import fuzz
-
-pytestmark = pytest.mark.versions
 
 
 def test_whatever_fails_all_other_texts_are_those_of_the_sequence_alone():
