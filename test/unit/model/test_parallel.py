@@ -15,6 +15,7 @@ from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import parameter
+from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import DENSE, small_config
@@ -238,3 +239,14 @@ def test_what_every_rank_has_an_equal_part_of(changes):
         config.rank_dimensions(2)
     if "intermediate_size" in changes:  # a dense model has no experts
         assert small_config(**DENSE, **changes).rank_dimensions(2)
+
+
+def test_a_ranks_first_row_goes_where_its_weights_go():
+    """A graph on a device takes no tensor of the CPU; and a model that is made without memory has its own value."""
+    with torch.device("meta"):
+        part = GraniteMoeHybridForCausalLM(small_config(), Parallel(1, 2))
+    first_row = part.model.embed_tokens.first_row
+    assert first_row.tolist() == [80] and first_row.dtype == torch.int32
+    bound = part.bind(TORCH, torch.device("meta"))
+    assert [buffer.device.type for buffer in bound.buffers()] == ["meta"]
+    assert part.model.embed_tokens.first_row is first_row
