@@ -16,7 +16,9 @@ from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.neuron.analysis.graphs import report
-from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_proto, tracer
+from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_proto, hlo_text, tracer
+from granite4_neuron.neuron.analysis.hlo_lint import instructions as instructions_of
+from granite4_neuron.neuron.analysis.live_set import products
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
@@ -192,6 +194,28 @@ class TestWholeGraphs:
             assert sum(part.fused_bytes for part in parts) == pytest.approx(graph.cost.fused_bytes)
             assert all(part.bytes_accessed > 0 and part.instructions > 0 for part in parts)
 
+    def test_products_with_weights_are_those_of_the_live_set(self, graphs):
+        """Their operands and results have all tokens and are in bfloat16. All experts are one product here."""
+        instructions = instructions_of(hlo_text(graphs["512"].few.proto))
+        layouts = {"reshape", "transpose", "convert", "broadcast"}
+
+        def is_weight(name):
+            while instructions[name].opcode in layouts:
+                name = instructions[name].operands[0]
+            return instructions[name].opcode == "parameter"
+
+        found = set()
+        for product in (each for each in instructions.values() if each.opcode == "dot"):
+            dtype, (*_, tokens, operand) = instructions[product.operands[0]].shapes[0]
+            if is_weight(product.operands[1]) and tokens == 512 and dtype == "bf16":
+                assert product.shapes[0][0] == "bf16"
+                found.add((operand, product.shapes[0][1][-1]))
+        query, key, all_experts, width = 1024, 256, 72 * 2 * 192, 192
+        expected = {(each.operand, each.result) for each in products(GraniteMoeHybridConfig.from_family("h-small"), 4)}
+        expected -= {(4096, query + 2 * key), (4096, 2 * width + 4096)}
+        assert found == expected | {(4096, query), (4096, key), (4096, all_experts), (width, 4096)}
+        assert [graph.live_set is None for graph in graphs.values()] == [False, False, True]
+
     def test_nothing_that_the_neuron_compiler_handles_badly(self, graphs):
         assert [graph.findings for graph in graphs.values()] == [(), (), ()]
 
@@ -211,4 +235,7 @@ def test_command(tmp_path, capsys):
     assert main(arguments) == 0
     output = capsys.readouterr().out
     assert "prefill 64" in output and "decode" in output and "one rank of 2, bfloat16" in output
-    assert [graph["graph"] for graph in json.loads(file.read_text())] == ["prefill 64", "decode, batch 1"]
+    assert "live set" in output
+    prefill, decode = json.loads(file.read_text())
+    assert (prefill["graph"], decode["graph"], decode["live_set"]) == ("prefill 64", "decode, batch 1", None)
+    assert prefill["live_set"]["live"] == 64 * 2 * (2 * 768 + 2 * 1024)

@@ -47,7 +47,10 @@ BACKEND = Backend(
     OPTIONS,
     load,
     needs={"compiled": "the backend nxdi needs a folder of compiled graphs, which the compile command writes."},
-    refuses=dict.fromkeys(
-        _CHOSEN_BEFORE, "dtypes, scan and kernel of compiled graphs were chosen when they were compiled."
-    ),
+    refuses={
+        **dict.fromkeys(
+            _CHOSEN_BEFORE, "dtypes, scan and kernel of compiled graphs were chosen when they were compiled."
+        ),
+        "prefill_buckets": "lengths of prompts were chosen when they were compiled, by --context-buckets.",
+    },
 )

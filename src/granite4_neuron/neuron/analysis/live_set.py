@@ -86,15 +86,15 @@ def live_set(config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype,
     Raises:
         UserError: tp_degree does not divide the model.
     """
-    return live_set_of(list(_products(config, tp_degree)), config.hidden_size, dtype.itemsize, tokens)
+    return live_set_of(list(products(config, tp_degree)), config.hidden_size, dtype.itemsize, tokens)
 
 
-def live_set_of(products: Sequence[Product], hidden_size: int, itemsize: int, tokens: int) -> LiveSet:
+def live_set_of(of_model: Sequence[Product], hidden_size: int, itemsize: int, tokens: int) -> LiveSet:
     """Estimate the live set of a graph of `tokens` tokens, from a model's products."""
     columns_at_a_time = _PARTITIONS * max(1, _SUMS // tokens)
     entry = tokens * itemsize
-    live = {product.name: (hidden_size + product.operand + product.result) * entry for product in products}
-    spilled = [product for product in products if live[product.name] > SBUF_BYTES]
+    live = {product.name: (hidden_size + product.operand + product.result) * entry for product in of_model}
+    spilled = [product for product in of_model if live[product.name] > SBUF_BYTES]
     largest = max(live, key=live.__getitem__)
     return LiveSet(
         live[largest],
@@ -107,7 +107,8 @@ def live_set_of(products: Sequence[Product], hidden_size: int, itemsize: int, to
     )
 
 
-def _products(config: GraniteMoeHybridConfig, tp_degree: int) -> Iterator[Product]:
+def products(config: GraniteMoeHybridConfig, tp_degree: int) -> Iterator[Product]:
+    """Return the products of a model's layers with weights, without the router's."""
     rank, hidden, layers = config.rank_dimensions(tp_degree), config.hidden_size, len(config.layer_types)
 
     def product(name: str, operand: int, result: int, layers: int) -> Product:
