@@ -139,9 +139,9 @@ def _plan_latency(options: argparse.Namespace) -> int:
     graphs = _graph_options(options)
     buckets = graphs.prompt_lengths(max(prompt, graphs.longest_prompt))
     model = (config, options.tp_degree, dtype)
-    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets)
+    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets=buckets)
     if options.count_graphs:
-        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, buckets)
+        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, buckets=buckets)
     table = Table(
         "step", "batch", "bound, ms", "as counted, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it"
     )

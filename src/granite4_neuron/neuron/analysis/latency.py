@@ -243,6 +243,7 @@ def predictions(
     batch_sizes: Sequence[int],
     drafted: int = 0,
     acceptance: float = 0.0,
+    *,
     buckets: Sequence[int] | None = None,
 ) -> list[Prediction]:
     """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
@@ -289,6 +290,7 @@ def with_counted_graphs(
     prompt: int,
     context: int,
     drafted: int,
+    *,
     buckets: Sequence[int] | None = None,
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
