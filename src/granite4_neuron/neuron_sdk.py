@@ -9,8 +9,7 @@ import re
 
 from granite4_neuron.errors import UserError
 
-# The most tokens of a step that continues a prompt: their attention scores, [heads, tokens, length of the cache], are
-# its largest tensor.
+# The most tokens of a step that continues a prompt. Graphs of so many fit into SBUF: see `analysis.live_set`.
 CONTINUATION_TOKENS = 512
 # Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
 # setting must be the same.
