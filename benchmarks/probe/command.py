@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
 from benchmarks.probe.remedies import advice
-from granite4_neuron.choices import KV_WRITES, NKI_PREFILL_SCANS
+from granite4_neuron.choices import EXPERTS_DECODE, KV_WRITES, NKI_PREFILL_SCANS
 from granite4_neuron.commands.options import add_declared, at_least, check_folder_of, command_line, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
@@ -60,6 +60,7 @@ STEPS = (
     *(Step("benchmarks.probe.states:kv_write", _GRAPHS, (form,)) for form in KV_WRITES),
     Step("benchmarks.probe.states:leading_view", _GRAPH),
     *(Step(f"benchmarks.probe.operators:{name}", _GRAPH, tuple(case)) for name, *case in _OPERATORS),
+    *(Step("benchmarks.probe.operators:experts_decode", _GRAPHS, (form,)) for form in EXPERTS_DECODE),
     *(Step("benchmarks.probe.models:layer", _GRAPHS, (kind,)) for kind in ("mamba", "attention", "experts")),
     Step("benchmarks.probe.models:text", _GRAPHS),
     Step("benchmarks.probe.models:warm_up", _GRAPHS),

@@ -1,14 +1,17 @@
-"""Each operator of compiled graphs, beside its definition in plain torch, in float32 at the widths of h-350m."""
+"""Each operator of compiled graphs, beside its definition in plain torch, in float32 at the widths of h-350m, but where
+it says otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from benchmarks.probe.device import compare
-from benchmarks.probe.process import Finding, Place
+from benchmarks.probe.device import compare, compiled, judge, milliseconds, to_device
+from benchmarks.probe.process import FACT, Finding, Place
 from granite4_neuron.ops import TORCH, apply_rotary, rotary_tables
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.xla import XLA
@@ -17,7 +20,9 @@ from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_ca
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
 _MAMBA_HEADS, _MAMBA_HEAD_DIM, _D_STATE, _CHANNELS, _D_CONV = 48, 32, 128, 1792, 4
+_EXPERTS_OF_H_SMALL = 72, 4096, 192, 10  # experts, hidden size, width on a rank of four, chosen ones
 _EPS = 1e-5
+_BFLOAT16_TOLERANCE = 2e-2  # of a sum of ten experts, each rounded between its products
 _TOKENS = (1, 128)  # of a step of decode, and of a prompt
 
 
@@ -90,6 +95,37 @@ def fused_experts(place: Place, path: str) -> Iterator[Finding]:
     arguments = _randn(tokens, _HIDDEN), *weights, chosen, experts.int()
     ours = partial(XLA.fused_experts, path=taken)
     yield compare(place, f"{tokens} tokens", ours, TORCH.fused_experts, *arguments)
+
+
+def experts_decode(place: Place, form: str) -> Iterator[Finding]:
+    """The experts of 1, 4 and 8 tokens in one form, in bfloat16 at the widths of h-small's rank of four, with times."""
+    if form == "kernel" and importlib.util.find_spec("nki") is None:
+        yield Finding("experts", FACT, message="no package nki here")
+        return
+    experts, hidden, width, top_k = _EXPERTS_OF_H_SMALL
+    w1, w2 = (weight.bfloat16() for weight in (_weight(experts, 2 * width, hidden), _weight(experts, hidden, width)))
+    ours, exchanges = _form_of_experts(form)
+    own = to_device(place, [weight.transpose(1, 2).contiguous() if exchanges else weight for weight in (w1, w2)])
+    for tokens in (1, 4, 8):
+        chosen, ids = TORCH.topk_softmax(_randn(tokens, experts), top_k)
+        arguments = _randn(tokens, hidden).bfloat16(), w1, w2, chosen, ids.int()
+        graph = compiled(place, ours)
+        x, *_, weights, places = to_device(place, arguments)
+        with torch.no_grad():
+            expected = TORCH.fused_experts(*arguments)
+            yield judge(f"{tokens} tokens", graph(x, *own, weights, places), expected, _BFLOAT16_TOLERANCE)
+            time = milliseconds(place, partial(graph, x, *own, weights, places))
+        yield Finding(f"time of {tokens} tokens", FACT, message=f"{time:.3f} ms", numbers={"milliseconds": time})
+
+
+def _form_of_experts(form: str) -> tuple[Callable[..., torch.Tensor], bool]:
+    """Return the operator of one of `choices.EXPERTS_DECODE`, and whether it takes weights with axes exchanged."""
+    if form != "kernel":
+        return partial(XLA.fused_experts, path=ExpertPath({"all": ALL, "gather": CHOSEN}[form])), False
+    # Not at the top: the package works without nki.
+    from granite4_neuron.ops.nki.experts import fused_experts as by_kernel
+
+    return by_kernel, True
 
 
 def rotary(place: Place) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import latency_options
-from benchmarks.probe import command, models, states
+from benchmarks.probe import command, models, operators, states
 from benchmarks.probe.command import STEPS, main
 from benchmarks.probe.device import compare, judge
 from benchmarks.probe.process import EQUAL, FACT, OK, WRONG, Finding, Place, Record, run_apart
@@ -180,6 +180,7 @@ class TestSteps:
     def test_all_is_right_on_the_cpu(self, step, monkeypatch):
         monkeypatch.setattr(states, "MEGABYTES", (8, 16))
         monkeypatch.setattr(models, "MAX_LENGTH", 500)
+        monkeypatch.setattr(operators, "_EXPERTS_OF_H_SMALL", (12, 128, 96, 3))
         monkeypatch.setattr(torch_device, "VERIFY_BUCKETS", (4,))
         findings = list(pkgutil.resolve_name(step.function)(CPU, *step.arguments))
         assert findings and all(finding.verdict in (EQUAL, FACT) for finding in findings), findings

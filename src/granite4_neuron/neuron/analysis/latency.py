@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis import graphs
@@ -44,6 +45,7 @@ COLLECTIVE_SECONDS = 4 * 2e-6
 LAUNCH_SECONDS = 157e-6
 
 ALL_REDUCES_PER_LAYER = 2
+MOVES_OF_FETCHED = 3  # weights that are fetched by index are read, written and read again
 PARTITIONS = 128
 CHUNK = 128  # tokens that the prefill kernel takes at a time
 
@@ -127,8 +129,12 @@ def step_work(
     context: int,
     *,
     verifies: bool = False,
+    experts_decode: str = "kernel",
 ) -> Work:
     """Return the work of a step, from `minimum`, the NKI kernels, and what moves if a prompt does not fit into SBUF.
+
+    The minimum reads each chosen expert once, as the kernel does. "all" multiplies every token with every expert, and
+    "gather" reads, writes and reads again the weights of each choice; see `ops.select_operators`.
 
     The work of VectorE is that of this package's kernels. In decode: the decay and the update of every entry of the
     state, and a pass over the values read from it, which fills few of the partitions. In a verification: that pass, and
@@ -140,6 +146,7 @@ def step_work(
     """
     least = minimum(config, tp_degree, dtype, batch_size, tokens, context, verifies=verifies)
     rank, layers = config.rank_dimensions(tp_degree), len(config.layer_types)
+    more_flops, more_bytes = _more_for_experts(config, tp_degree, dtype, batch_size * tokens, experts_decode)
     inner = batch_size * rank.mamba_heads * config.mamba_d_head
     if verifies:
         per_layer = inner * (PARTITIONS + 2 * tokens**2)
@@ -149,8 +156,10 @@ def step_work(
         chunks = batch_size * -(-tokens // CHUNK)
         per_layer = chunks * rank.mamba_heads * CHUNK * (CHUNK + 3 * config.mamba_d_head)
     return Work(
-        flops=least.flops,
-        bytes_accessed=least.bytes_accessed + live_set(config, tp_degree, dtype, batch_size * tokens).moved,
+        flops=least.flops + more_flops,
+        bytes_accessed=least.bytes_accessed
+        + more_bytes
+        + live_set(config, tp_degree, dtype, batch_size * tokens).moved,
         vector_elements=config.layer_types.count(MAMBA) * per_layer,
         # Ranks add up float32.
         link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, torch.float32.itemsize),
@@ -171,6 +180,20 @@ def prompt_work(
     starts = [sum(cut[:number]) for number in range(len(cut))]
     works = [step_work(config, tp_degree, dtype, 1, tokens, start) for tokens, start in zip(cut, starts, strict=True)]
     return sum(works[1:], works[0])
+
+
+def _more_for_experts(
+    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, tokens: int, form: str
+) -> tuple[float, float]:
+    """Return the FLOPs and bytes of a form of the experts beyond those of the minimum, which are the kernel's."""
+    experts, chosen_by_token = config.num_local_experts, config.num_experts_per_tok
+    if form == "kernel" or not experts:
+        return 0.0, 0.0
+    weights = len(config.layer_types) * 3 * config.hidden_size * config.rank_dimensions(tp_degree).intermediate_size
+    distinct = experts * (1 - (1 - chosen_by_token / experts) ** tokens)
+    if form == "all":
+        return 2.0 * weights * tokens * (experts - chosen_by_token), weights * dtype.itemsize * (experts - distinct)
+    return 0.0, weights * dtype.itemsize * (MOVES_OF_FETCHED * tokens * chosen_by_token - distinct)
 
 
 def commit_work(
@@ -248,6 +271,8 @@ def predictions(
 ) -> list[Prediction]:
     """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
 
+    A model with experts has a line for each form that they have in decode. Verifications are with the kernel.
+
     Args:
         tp_degree: ranks, one per logical core.
         prompt: tokens of the prompt.
@@ -272,14 +297,22 @@ def predictions(
     work = prompt_work(config, tp_degree, dtype, prompt, buckets or (prompt,))
     lines = [Prediction(f"first token, prompt of {prompt:,}", 1, latency(work))]
     for batch_size in batch_sizes:
-        work = step_work(config, tp_degree, dtype, batch_size, 1, context)
-        lines.append(Prediction("token", batch_size, latency(work)))
+        for form, name in _decode_names(config).items():
+            work = step_work(config, tp_degree, dtype, batch_size, 1, context, experts_decode=form)
+            lines.append(Prediction(name, batch_size, latency(work)))
     gives = tokens_per_verification(drafted, acceptance)
     for batch_size in batch_sizes if drafted else ():
         work = step_work(config, tp_degree, dtype, batch_size, drafted + 1, context, verifies=True)
         work += commit_work(config, tp_degree, dtype, batch_size, drafted + 1)
         lines.append(Prediction(f"token, {drafted} drafted", batch_size, latency(work), gives))
     return lines
+
+
+def _decode_names(config: GraniteMoeHybridConfig) -> dict[str, str]:
+    """Return the names of the steps of decode, by the form of their experts."""
+    if not config.num_local_experts:
+        return {"kernel": "token"}
+    return {form: f"token, experts: {form}" for form in EXPERTS_DECODE}
 
 
 def with_counted_graphs(
@@ -295,6 +328,8 @@ def with_counted_graphs(
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
+    Of the forms of experts, the graph of a token has all at once, which is the default without NKI kernels.
+
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
     """
@@ -305,7 +340,8 @@ def with_counted_graphs(
         traced = tuple(sorted(set(cut))) if batch_size == 1 else ()
         length = max(context, sum(cut)) + 1
         reports = graphs.report(config, dtype, tp_degree, batch_size, traced, length, verified)
-        names = [line.step for line in lines if line.batch_size == batch_size]
+        others = {name for form, name in _decode_names(config).items() if form != "all" and config.num_local_experts}
+        names = [line.step for line in lines if line.batch_size == batch_size and line.step not in others]
         seconds = [counted_bound(report.cost) for report in reports]
         if traced:
             of_prompt = sum(seconds[at] * cut.count(tokens) for at, tokens in enumerate(traced))
@@ -313,4 +349,4 @@ def with_counted_graphs(
         last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
         seconds[last:] = [sum(seconds[last:])]
         counted |= {(name, batch_size): bound for name, bound in zip(names, seconds, strict=True)}
-    return [replace(line, counted=counted[line.step, line.batch_size]) for line in lines]
+    return [replace(line, counted=counted.get((line.step, line.batch_size))) for line in lines]

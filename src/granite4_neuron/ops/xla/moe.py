@@ -50,7 +50,7 @@ class ExpertPath:
         """The reason for this path, to follow "as"."""
         return {
             CHOSEN: "so few tokens choose less than all weights",
-            ALL: "to arrange or fetch weights for these tokens would take longer, or is not asked for",
+            ALL: "it fetches no weights by index, and to arrange these tokens by expert would take longer",
             BLOCKS: "that takes the least time and drops no token",
         }[self.name]
 

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import predicted_latency
 from granite4_neuron import UserError
+from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis import latency
@@ -15,6 +16,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import Cost
 from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+DENSE = GraniteMoeHybridConfig.from_family("h-1b")
 
 
 def work(**changes):
@@ -92,14 +94,41 @@ def test_what_speculation_gives():
     assert latency.tokens_per_verification(3, 1.0) == 4
     assert latency.tokens_per_verification(2, 0.5) == 1.75
     first, *tokens = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1, 4], drafted=3, acceptance=0.8)
-    assert first.step == "first token, prompt of 128" and [line.batch_size for line in tokens] == [1, 4, 1, 4]
-    plain, verified = tokens[0], tokens[2]
+    assert first.step == "first token, prompt of 128" and [line.batch_size for line in tokens] == [
+        1,
+        1,
+        1,
+        4,
+        4,
+        4,
+        1,
+        4,
+    ]
+    plain, verified = tokens[0], tokens[6]
     assert verified.latency.predicted > plain.latency.predicted
     assert verified.seconds_per_token == verified.latency.predicted / latency.tokens_per_verification(3, 0.8)
     assert verified.tokens_per_second == 1 / verified.seconds_per_token
-    assert len(latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1])) == 2
+    assert len(latency.predictions(DENSE, 4, torch.bfloat16, 128, 1000, [1])) == 2
     with pytest.raises(UserError, match="from 0 to 1"):
         latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1], 3, 1.5)
+
+
+def test_forms_of_experts():
+    """All experts move the same for any tokens, and a gather three times each choice; the kernel, each once."""
+    weights = 40 * 3 * 4096 * 192 * 2  # bytes of one expert in all layers, on a rank of four
+    moved = {
+        form: [latency.step_work(CONFIG, 4, torch.bfloat16, n, 1, 100, experts_decode=form) for n in (1, 4)]
+        for form in EXPERTS_DECODE
+    }
+    kernel, whole, gather = moved.values()
+    assert whole[0].bytes_accessed - kernel[0].bytes_accessed == pytest.approx(62 * weights)
+    assert gather[0].bytes_accessed - kernel[0].bytes_accessed == pytest.approx(20 * weights)
+    distinct = 72 * (1 - (62 / 72) ** 4)
+    assert gather[1].bytes_accessed - whole[1].bytes_accessed == pytest.approx((3 * 40 - 72) * weights)
+    assert whole[1].bytes_accessed - kernel[1].bytes_accessed == pytest.approx((72 - distinct) * weights)
+    assert whole[0].flops - kernel[0].flops == pytest.approx(62 * weights)  # two a weight, which has two bytes
+    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [8])
+    assert [line.step for line in lines[1:]] == [f"token, experts: {form}" for form in EXPERTS_DECODE]
 
 
 def test_the_fitted_constants_are_those_in_use():
@@ -178,8 +207,12 @@ def test_counted_graphs(monkeypatch):
     lines = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1, 4], drafted=3, acceptance=0.5)
     counted = latency.with_counted_graphs(lines, CONFIG, 4, torch.bfloat16, 128, 1000, 3)
     assert asked == [(1, (128,), 1001, 4), (4, (), 1001, 4)]
+    uncounted = [line.step for line in counted if line.counted is None]
+    assert uncounted == ["token, experts: kernel", "token, experts: gather"] * 2
     seconds = {
-        (line.step.split(",")[0] + str(line.step.count("drafted")), line.batch_size): line.counted for line in counted
+        (line.step.split(",")[0] + str(line.step.count("drafted")), line.batch_size): line.counted
+        for line in counted
+        if line.counted is not None
     }
     assert seconds == pytest.approx(
         {("first token0", 1): 1, ("token0", 1): 2, ("token1", 1): 3 + 4, ("token0", 4): 4, ("token1", 4): 5 + 6}
