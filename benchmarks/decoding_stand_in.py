@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from granite4_neuron.ops.xla.topk import candidates
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import CHOSEN, Ability, Decoded, Row
+from granite4_neuron.runtime.interface import CHOSEN, Ability, Candidates, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
+
+_CANDIDATES = 24
 
 
 class _Decoded(NamedTuple):
@@ -23,6 +26,11 @@ class _Decoded(NamedTuple):
     def tokens(self) -> Sequence[int]:
         """See `Decoded.tokens`."""
         return self.chosen
+
+    def candidates(self) -> Sequence[Candidates]:
+        """See `Decoded.candidates`."""
+        rows = candidates(self.row_logits, _CANDIDATES)
+        return [Candidates(row[:_CANDIDATES], row[_CANDIDATES:-1].long(), float(row[-1])) for row in rows]
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See `Decoded.logits`."""
@@ -36,6 +44,7 @@ class DecodingRuntime(CPURuntime):
     """
 
     cannot: Mapping[Ability, str] = {}
+    num_candidates = _CANDIDATES
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

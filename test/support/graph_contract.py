@@ -233,6 +233,9 @@ class DecodeContract:
             assert torch.equal(decoded.logits([1]), decoded.logits([0, 1])[1:])
             assert list(decoded.tokens()) == expected.argmax(-1).tolist()
             tokens = dict(zip(lengths, decoded.tokens(), strict=True))
+            if ours.num_candidates and number == 4:
+                highest = decoded.logits(range(3)).topk(ours.num_candidates).values
+                assert torch.equal(torch.stack([each.logits for each in decoded.candidates()]), highest)
             lengths = {slot: length + 1 for slot, length in lengths.items()}
         # A token that stops its row changes nothing of its slot; the others go on.
         before = {slot: ours.snapshot(states[1], slot, lengths[slot]).tensors for slot in lengths}
@@ -254,9 +257,9 @@ class DecodeContract:
         for tensor in states[1].slot_views(4).values():
             tensor.fill_(math.nan)
         backend.sync()
-        host = [Row(slot, 20, [3]) for slot in lengths]
+        host = [Row(slot, length, [3]) for slot, length in lengths.items()]
         assert [token < 0 for token in ours.decode(states[1], host).tokens()] == [False, False, True]
-        following = ours.decode(states[1], [Row(slot, 21, [CHOSEN]) for slot in lengths])
+        following = ours.decode(states[1], [Row(row.slot, row.start + 1, [CHOSEN]) for row in host])
         assert all(token >= 0 for token in following.tokens()[:2]) and following.logits([0, 1]).isfinite().all()
 
 

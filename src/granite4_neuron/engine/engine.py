@@ -11,7 +11,7 @@ import itertools
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -273,7 +273,8 @@ class Engine:
         """Return whether the logits of a step stay on the device, from where only the wanted rows come to the host."""
         if step.is_prefill or "decode" in self.runtime.cannot:
             return False
-        return any(sequence.takes_likeliest for sequence in step.sequences)
+        count = self.runtime.num_candidates
+        return any(each.takes_likeliest or each.takes_candidates(count) for each in step.sequences)
 
     def _live_part(self, step: ScheduledStep) -> ScheduledStep:
         """Return a step without the sequences that have ended."""
@@ -293,22 +294,40 @@ class Engine:
             with self._live.guard(*following.sequences):
                 self._ahead = _Launched(following, self._launch(following))
         rows = {sequence.id: row for row, sequence in enumerate(launched.step.sequences)}
-        on_host = [each for each in step.sequences if not each.takes_likeliest]
-        logits = launched.decoded.logits([rows[each.id] for each in on_host]) if on_host else ()
-        logits_of = dict(zip((each.id for each in on_host), logits, strict=True))
-        tokens = launched.decoded.tokens() if len(on_host) < len(rows) else ()
+        tokens = launched.decoded.tokens()
+        logits = self._logits_for_host(step, launched.decoded, rows)
         if following is None or self._ahead is not None:
             self._slots.failed_steps = 0
         for sequence in step.sequences:
             if sequence.id not in self._live.running:  # the step that follows has failed
                 continue
             with self._live.guard(sequence):
-                row, row_logits = rows[sequence.id], logits_of.get(sequence.id)
-                if row_logits is None:
+                row = rows[sequence.id]
+                if sequence.takes_likeliest or tokens[row] < 0:
                     outputs = [sequence.take(tokens[row])]
-                    self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
                 else:
-                    self._live.count(sequence, 1, row_logits, sequence.choose([row_logits]))
+                    outputs = sequence.choose([logits[sequence.id]])
+                self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
+
+    def _logits_for_host(
+        self, step: ScheduledStep, decoded: Decoded, rows: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Return logits [vocab_size] by which the host chooses tokens, by sequence: of candidates if these suffice.
+
+        Args:
+            rows: of the sequences in `decoded`.
+        """
+        on_host = [sequence for sequence in step.sequences if not sequence.takes_likeliest]
+        logits, count = {}, self.runtime.num_candidates
+        among_some = [sequence for sequence in on_host if sequence.takes_candidates(count)]
+        candidates = decoded.candidates() if among_some else ()
+        for sequence in among_some:
+            spread = sequence.sampler.spread(candidates[rows[sequence.id]], self.runtime.config.vocab_size)
+            if spread is not None:
+                logits[sequence.id] = spread
+        left = [sequence.id for sequence in on_host if sequence.id not in logits]
+        whole = decoded.logits([rows[id] for id in left]) if left else ()
+        return logits | dict(zip(left, whole, strict=True))
 
     def _launch(self, step: ScheduledStep) -> Decoded:
         """Have the device begin a step of decode."""

@@ -25,6 +25,7 @@ from transformers import (
 from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.engine.sampling_params import SamplingParams, is_whole
 from granite4_neuron.errors import UserError, described
+from granite4_neuron.runtime.interface import Candidates
 
 NOT_FINITE = "no token can be chosen: the model's logits are not finite."
 _CONSTRAINT = "the request's constraint"
@@ -66,6 +67,7 @@ class Sampler:
         self._copies = bool(params.logits_processors)  # a processor may write to the scores, and others read the logits
         self._constraint = _fork(params.constraint)
         self._is_greedy = params.temperature == 0
+        self._temperature = float(1 if params.temperature is None else params.temperature)
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -76,6 +78,33 @@ class Sampler:
     def takes_likeliest(self) -> bool:
         """Whether the token is always the one of the model's highest logit, of equal ones the first."""
         return self._is_greedy and not self._processors and self._constraint is None
+
+    @property
+    def top_k(self) -> int | None:
+        """Among how many of the likeliest tokens it chooses, equal ones aside, if the model's logits alone decide which
+        these are; else None.
+        """
+        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+        if self._constraint is not None or not all(isinstance(each, kinds) for each in self._processors):
+            return None
+        return next((each.top_k for each in self._processors if isinstance(each, TopKLogitsWarper)), None)
+
+    def spread(self, candidates: Candidates, vocab_size: int) -> torch.Tensor | None:
+        """Return logits [vocab_size] by which `choose` chooses as by the model's: those of the candidates, and -inf for
+        all other tokens. None if other tokens may be among the `top_k` likeliest.
+
+        Once the options have removed all but these, no number differs: so neither does the choice, bit by bit.
+        """
+        if self.top_k is None or self.top_k >= len(candidates.logits):
+            return None
+        # The temperature may make equal what was not.
+        last, bound = torch.tensor([candidates.logits[self.top_k - 1], candidates.bound]) / self._temperature
+        if not last > bound:
+            return None
+        logits = torch.full((vocab_size,), -math.inf)
+        is_token = candidates.logits > -math.inf
+        logits[candidates.tokens[is_token]] = candidates.logits[is_token]
+        return logits
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append by the model's logits; see `mask` and `choose`."""

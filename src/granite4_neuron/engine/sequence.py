@@ -102,6 +102,10 @@ class RunningSequence:
         """Whether the next token is the likeliest one, and nothing else of the logits is needed for it."""
         return self.sampler.takes_likeliest and self.request.logprobs is None
 
+    def takes_candidates(self, count: int) -> bool:
+        """Whether the next token is chosen among fewer than so many of the likeliest, and nothing else is needed."""
+        return self.sampler.top_k is not None and self.sampler.top_k < count and self.request.logprobs is None
+
     def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
         """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
         multiple of `chunk`.

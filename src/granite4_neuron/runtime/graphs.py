@@ -24,6 +24,7 @@ from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
     CHOSEN,
     MOST_STOPS,
+    Candidates,
     Row,
     StepInputs,
     Verification,
@@ -58,17 +59,26 @@ class DecodedOnDevice(NamedTuple):
     chosen: waits for the likeliest token of each slot, [num_sequences].
     entries: of the rows in them.
     to_host: copies a tensor to the host.
+    candidates_by_slot: computes `ops.xla.topk.candidates` of each slot, on the device.
     """
 
     by_slot: torch.Tensor
     chosen: Callable[[], torch.Tensor]
     entries: Sequence[int]
     to_host: Callable[[torch.Tensor], torch.Tensor]
+    candidates_by_slot: Callable[[torch.Tensor], torch.Tensor]
 
     def tokens(self) -> Sequence[int]:
         """Implement `Decoded.tokens`."""
         chosen = self.chosen().tolist()
         return [chosen[entry] for entry in self.entries]
+
+    def candidates(self) -> Sequence[Candidates]:
+        """Implement `Decoded.candidates`; one copy brings all."""
+        by_slot = self.to_host(self.candidates_by_slot(self.by_slot))
+        count = by_slot.shape[1] // 2
+        each = ((row[:count], row[count:-1].long(), float(row[-1])) for row in by_slot[list(self.entries)])
+        return [Candidates(*fields) for fields in each]
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Implement `Decoded.logits`. Single rows are copied alone."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -58,6 +58,18 @@ class Verification:
     kept_inputs: Sequence[torch.Tensor]
 
 
+class Candidates(NamedTuple):
+    """High logits of a row.
+
+    logits: from the highest down, [candidates] in float32. tokens: of them, [candidates] in int64.
+    bound: no other logit of the row is above it.
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    bound: float
+
+
 class Decoded(Protocol):
     """The result of `Runtime.decode`, on the device. It is read when it is asked for, also after later calls."""
 
@@ -65,6 +77,9 @@ class Decoded(Protocol):
         """Return each row's likeliest token, of equal ones the first; -1 where the highest logit is not finite or one
         is NaN. It waits for that step, and copies 4 bytes of each slot.
         """
+
+    def candidates(self) -> Sequence[Candidates]:
+        """Return `Runtime.num_candidates` candidates of each row; unspecified where `tokens` has -1."""
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the float32 logits of rows, by their numbers: [len(rows), vocab_size]."""
@@ -107,6 +122,10 @@ class Runtime(Protocol[State]):
     @property
     def tokens_per_verification(self) -> int:
         """The most tokens of a row in `verify`."""
+
+    @property
+    def num_candidates(self) -> int:
+        """How many candidates a row of `decode` has; 0 if the host gets all logits as fast."""
 
     @property
     def own_slots(self) -> int:

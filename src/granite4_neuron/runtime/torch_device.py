@@ -33,7 +33,7 @@ from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
-from granite4_neuron.ops.xla.topk import likeliest
+from granite4_neuron.ops.xla.topk import candidates, likeliest
 from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of
 from granite4_neuron.runtime.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
@@ -58,6 +58,7 @@ from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueS
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
+NUM_CANDIDATES = 64
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
 # Where nothing has to fit into an SBUF, a long prompt takes fewer pieces.
 _BUCKETS = {"cpu": (*PREFILL_BUCKETS, 2048), "cuda": (*PREFILL_BUCKETS, 2048), "neuron": PREFILL_BUCKETS}
@@ -149,6 +150,8 @@ class TorchRuntime(GraphRuntime):
         self._captures = where.type == "cuda"
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
+        # A GPU's copies are fast: finding candidates would take longer.
+        self.num_candidates = 0 if self._captures else NUM_CANDIDATES
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
@@ -161,7 +164,9 @@ class TorchRuntime(GraphRuntime):
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
-            self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
+            logits, _ = self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
+            if self.num_candidates:
+                self._candidates(logits)
             for tokens in self.prefill_buckets:
                 self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
             for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
@@ -215,7 +220,11 @@ class TorchRuntime(GraphRuntime):
         entries = [row.slot - 1 for row in rows]
         if self._captures:  # the outputs do not outlive the next step
             logits = logits.clone()
-        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
+        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host, self._candidates)
+
+    @torch.no_grad()
+    def _candidates(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._call(candidates, logits, NUM_CANDIDATES)
 
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         logits, _ = self._run_decode(state, inputs, kv_length)

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from transformers import GenerationConfig
 
-from benchmarks.decoding_stand_in import DecodingRuntime
+from benchmarks.decoding_stand_in import DecodingRuntime, _Decoded
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.scheduler import Scheduler
@@ -43,6 +43,25 @@ def test_all_but_the_first_and_the_last_run_ahead(model, alone):
     runtime = Runtime(model)
     assert generate_one(Engine(runtime, 1), Request(PROMPTS[1], NEW)) == alone(Request(PROMPTS[1], NEW))
     assert runtime.ahead == NEW - 2 and runtime.stopped == 0
+
+
+SAMPLED = {
+    "among 20": dict(temperature=0.8, top_k=20, seed=3),
+    "of many options": dict(temperature=1.7, top_k=15, top_p=0.9, min_p=0.02, seed=4),
+    "among 1": dict(top_k=1, seed=5),
+    "of equal ones": dict(temperature=1e44, top_k=20, seed=6),
+}
+
+
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED.keys())
+def test_a_sampled_token_is_chosen_from_candidates(model, alone, options, monkeypatch):
+    """The stand-in gives 24. Only where the temperature makes logits equal do all come to the host."""
+    runtime, whole = Runtime(model), []
+    logits = _Decoded.logits
+    monkeypatch.setattr(_Decoded, "logits", lambda decoded, rows: whole.append(rows) or logits(decoded, rows))
+    request = Request(PROMPTS[1], 3 * NEW, **options)
+    assert generate_one(Engine(runtime, 1), request) == alone(request)
+    assert len(whole) == (3 * NEW - 1 if options.get("temperature") == 1e44 else 0)
 
 
 OPTIONS = {
@@ -147,13 +166,14 @@ class TestFailures:
 
     def test_interrupts_at_each_line(self, model, alone):
         """Of a step that has begun before, and that begins another one."""
-        expected = [alone(Request(prompt, NEW)) for prompt in PROMPTS[:2]]
+        requests = [Request(prompt, 5) for prompt in ([3], [4])]
+        expected = [alone(request) for request in requests]
         own = (Engine._run_step.__wrapped__, Engine._decode, Engine._launch, Engine._live_part, LiveSequences.count)
         code, ended, whole = [*own, _Guard.__init__, _Guard.__enter__, _Guard.__exit__], 0, 0
-        for line in itertools.count():
+        for line in itertools.count(step=2):
             runtime = Runtime(model)
             engine = Engine(runtime, 2)
-            outputs = {engine.add(Request(prompt, NEW)): [] for prompt in PROMPTS[:2]}
+            outputs = {engine.add(request): [] for request in requests}
             while not runtime.ahead:
                 for output in engine.step():
                     outputs[output.id].append(output)
@@ -165,6 +185,6 @@ class TestFailures:
             for each, tokens in zip(outputs.values(), expected, strict=True):
                 is_whole = each[-1].error is None
                 found = tokens_of(each if is_whole else each[:-1])
-                assert found == tokens[: len(found)] and (not is_whole or len(found) == NEW), line
+                assert found == tokens[: len(found)] and (not is_whole or len(found) == 5), line
                 ended, whole = ended + (not is_whole), whole + is_whole
-        assert rest and ended > 20 and whole > 10
+        assert rest and ended > 20 and whole > 5

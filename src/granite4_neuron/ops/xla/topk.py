@@ -11,6 +11,8 @@ import torch
 # Tokens up to which logits are compared in pairs: as few instructions as there can be, but num_experts ** 2 values per
 # token.
 _MOST_IN_PAIRS = 64
+# Of a vocabulary's candidates: so many groups of neighbouring tokens, with so many candidates of each.
+_GROUPS, _OF_A_GROUP = 64, 8
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +35,32 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     # Whether a maximum of NaN is NaN depends on the device; a comparison with it is false on all.
     is_finite = ((logits <= top).float().amin(-1) > 0) & (top[:, 0].abs() < math.inf)
     return torch.where(is_finite, first, -1.0).int()
+
+
+def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return high logits of each row, with their tokens: [rows, vocab_size] to [rows, 2 * count + 1] in float32.
+
+    These are the logits from the highest down, their tokens, and a bound: no other logit of the row is above it. They
+    are the highest ones, unless more than 8 of these are among one 64th of the vocabulary; then the bound is as high as
+    one of them. Where a row has too few tokens the logits are -inf.
+    """
+    rows, vocab_size = logits.shape
+    padding = -vocab_size % _GROUPS
+    left = torch.nn.functional.pad(logits, (0, padding), value=-math.inf).view(rows, _GROUPS, -1)
+    tokens = torch.arange(vocab_size + padding, dtype=torch.float32, device=logits.device).view(1, _GROUPS, -1)
+    tops, firsts = [], []
+    for _ in range(_OF_A_GROUP):
+        tops.append(left.amax(-1, keepdim=True))
+        firsts.append(torch.where(left == tops[-1], tokens, float(vocab_size + padding)).amin(-1, keepdim=True))
+        left = torch.where(tokens == firsts[-1], -math.inf, left)
+    found, of_tokens = (torch.cat(each, -1).view(rows, -1) for each in (tops, firsts))
+    places = torch.arange(found.shape[1], dtype=torch.int32, device=logits.device)
+    this, other = found[:, :, None], found[:, None]
+    rank = torch.where(places[:, None] > places, other >= this, other > this).float().sum(-1)
+    is_chosen = rank[:, None] == torch.arange(count, dtype=torch.float32, device=logits.device)[:, None]
+    highest, of_highest = (torch.where(is_chosen, each[:, None], 0.0).sum(-1) for each in (found, of_tokens))
+    bound = torch.maximum(tops[-1].amax(1), highest[:, -1:])
+    return torch.cat([highest, of_highest, bound], -1)
 
 
 def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
