@@ -33,8 +33,9 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     tokens = torch.arange(vocab_size, dtype=torch.float32, device=logits.device)
     first = torch.where(logits == top, tokens, float(vocab_size)).amin(-1)
     # Whether a maximum of NaN is NaN depends on the device; a comparison with it is false on all.
-    is_finite = ((logits <= top).float().amin(-1) > 0) & (top[:, 0].abs() < math.inf)
-    return torch.where(is_finite, first, -1.0).int()
+    none = torch.full_like(top, math.inf)
+    is_finite = ((logits <= top) & (top.abs() < none)).float().amin(-1)
+    return (is_finite * (first + 1) - 1).int()
 
 
 def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
