@@ -8,3 +8,9 @@ def test_whatever_fails_all_other_texts_are_those_of_the_sequence_alone():
     assert not report.wrong, report.wrong[:3]
     assert report.compared > 600 and report.failed > 300
     assert len(report.faults) > 15 and report.faults.total() > 600, report.faults
+
+
+def test_on_a_device_that_runs_ahead():
+    report = fuzz(250, on_device=True)
+    assert not report.wrong, report.wrong[:3]
+    assert report.compared > 100 and report.ahead > 800 and report.stopped > 10, report

@@ -287,9 +287,12 @@ class TestGraphs:
 
     @pytest.mark.parametrize(
         ("graphs", "max_length", "compilations"),
-        # For prompts of 16 and 64 tokens, the two heads, decode, candidates, verification of 4 tokens, and its commit. An
-        # attention layer has two, for the two lengths of the cache.
-        [("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1), pytest.param("model", 100, 2 * 3 + 2 + 1 + 1 + 2, marks=pytest.mark.slow)],
+        # For prompts of 16 and 64 tokens, the two heads, decode, candidates, verification of 4 tokens, and its commit.
+        # An attention layer has two, for the two lengths of the cache.
+        [
+            ("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1),
+            pytest.param("model", 100, 2 * 3 + 2 + 1 + 1 + 1 + 1, marks=pytest.mark.slow),
+        ],
         ids=["layer", "model"],
     )
     def test_warming_up(self, graphs, max_length, compilations):
