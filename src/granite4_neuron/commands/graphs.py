@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,13 +134,17 @@ def _reports(
             raise UserError(
                 "--experts-decode kernel is counted with --backend nxdi only, where kernels have their costs."
             )
-        trace = graphs.trace_xla
-        if options.backend == "torch":
+        form = options.experts_decode or default_experts_decode(kernels["decode_kernel"])
+
+        def trace(graph: graphs.Graph) -> graphs.Traced:
+            graph = replace(graph, experts_decode=form)
+            if options.backend == "xla":
+                return graphs.trace_xla(graph)
             from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
 
-            trace = trace_torch
-        form = options.experts_decode or default_experts_decode(kernels["decode_kernel"])
-        return graphs.report(config, dtype, *sizes, options.verify, trace, form)
+            return trace_torch(graph)
+
+        return graphs.report(config, dtype, *sizes, options.verify, trace)
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")

@@ -338,7 +338,7 @@ def _graph_options(options: argparse.Namespace) -> GraphOptions | DeviceGraphOpt
     for name in ("max_context_length", "token_buckets", "draft_model"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} belongs to --backend nxdi; leave it out.")
-    return DeviceGraphOptions(prompts or DeviceGraphOptions.context_buckets, bool(options.verify))
+    return DeviceGraphOptions(prompts or DeviceGraphOptions.context_buckets, options.verify)
 
 
 def _ascending(buckets: list[int] | None) -> list[int] | None:

@@ -11,21 +11,24 @@ from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 # Kinds of graphs.
-CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
+CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY, HEAD, CANDIDATES = (
     "context",
     "continuation",
     "token",
     "verification",
     "commit",
     "copy of a slot",
+    "head",
+    "candidates",
 )
 _SHORTEST_BUCKET = 128
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """kind: one of the above. bucket: tokens of the prompt, or entries of the cache that a step sees. tokens: that it
-    takes of each sequence, if graphs of a kind and bucket differ in that.
+    """kind: one of the above. bucket: tokens of the prompt, entries of the cache that a step sees, tokens that a head
+    takes, or the number of candidates. tokens: that it takes of each sequence, if graphs of a kind and bucket differ
+    in that.
     """
 
     kind: str

@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.runtime import torch_device
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, pieces
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, TOKENS, pieces
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import small_config
@@ -50,18 +50,18 @@ def test_a_step_runs_the_pieces(monkeypatch):
     model = random_model(small_config(layer_types=("mamba",)))
     tokens = random_tokens(model.config.vocab_size, 600).tolist()
     ours = TorchRuntime(model, GenerationConfig(), (128, 512, 2048), compiler="eager")
-    run, sizes = ours._run, []
+    run, sizes = ours._run_prefill, []
 
     def recorded(state, inputs, *rest):
-        sizes.append(tuple(inputs[0].shape))
+        sizes.append(inputs.shape[1] - TOKENS)
         return run(state, inputs, *rest)
 
-    monkeypatch.setattr(ours, "_run", recorded)
+    monkeypatch.setattr(ours, "_run_prefill", recorded)
     logits, expected = (
         runtime.step(runtime.allocate(1, 700), [Row(1, 0, tokens)], all_logits=True)
         for runtime in (ours, CPURuntime(model, GenerationConfig()))
     )
-    assert sizes == [(1, 512), (1, 128)]
+    assert sizes == [512, 128]
     assert (logits - expected).abs().max() <= 1e-5
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.neuron.compiled_graphs import COMMIT, CONTEXT, TOKEN, VERIFICATION, CompiledGraph
-from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, cache_buckets, cache_length
+from granite4_neuron.neuron.compiled_graphs import CANDIDATES, COMMIT, CONTEXT, HEAD, TOKEN, VERIFICATION, CompiledGraph
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, buckets_up_to, cache_buckets, cache_length
+from granite4_neuron.runtime.torch_device import NUM_CANDIDATES
 
 
 @dataclass(frozen=True)
 class DeviceGraphOptions:
     """As `compiled_graphs.GraphOptions`, for a PyTorch device and graphs of the whole model.
 
-    context_buckets: tokens of the pieces of prompts, ascending. verifies: whether there is speculation.
+    context_buckets: tokens of the pieces of prompts, ascending. verified_tokens: of a sequence in a verification; 0 for
+    none.
     """
 
     context_buckets: Sequence[int] = PREFILL_BUCKETS
-    verifies: bool = False
+    verified_tokens: int = 0
 
     holds_tied_head_twice: ClassVar[bool] = False
 
@@ -38,12 +41,14 @@ class DeviceGraphOptions:
         return replace(self, context_buckets=(longest,)), f"--prefill-buckets {longest}"
 
     def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
-        """Return the graphs that texts take. Logits of whole prompts, which only `evaluate` needs, take more."""
+        """Return the graphs that `TorchRuntime.warm_up` makes."""
         lengths = cache_buckets(self.cache_length(config, seq_len))
-        verified = VERIFY_BUCKETS if self.verifies else ()
+        verified = buckets_up_to(self.verified_tokens, VERIFY_BUCKETS)
         graphs = [CompiledGraph(CONTEXT, length, tokens) for tokens in self.context_buckets for length in lengths]
         graphs += [CompiledGraph(TOKEN, length) for length in lengths]
         graphs += [CompiledGraph(VERIFICATION, length, tokens) for tokens in verified for length in lengths]
         if MAMBA in config.layer_types:
             graphs += [CompiledGraph(COMMIT, lengths[-1], tokens) for tokens in verified]
-        return graphs
+        # The head is apart from the layers of prompts: it takes the last token, or tokens that divide all buckets.
+        graphs += [CompiledGraph(HEAD, tokens) for tokens in sorted({1, math.gcd(*self.context_buckets)})]
+        return [*graphs, CompiledGraph(CANDIDATES, NUM_CANDIDATES)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from granite4_neuron.neuron.compiled_graphs import COMMIT, CONTEXT, CONTINUATION, COPY, CompiledGraph
+from granite4_neuron.neuron.compiled_graphs import CANDIDATES, COMMIT, CONTEXT, CONTINUATION, COPY, HEAD, CompiledGraph
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
 _MEBIBYTE = 2**20  # which the runtime prints as MB
@@ -56,9 +56,9 @@ def graph_memory(graph: CompiledGraph, layers: int, weights: int, tp_degree: int
 
     Args:
         layers: of the model.
-        weights: bytes on a rank. A graph that reads none, but advances or copies states, has no code to speak of.
+        weights: bytes on a rank. A graph that reads none of the layers' has no code to speak of.
     """
-    if graph.kind in (COMMIT, COPY):
+    if graph.kind in (COMMIT, COPY, HEAD, CANDIDATES):
         return GraphMemory(graph, 0, round(weights * _STEP_RINGS), 0)
     collectives = _COLLECTIVES if tp_degree > 1 else 0
     if graph.kind in (CONTEXT, CONTINUATION):

@@ -48,7 +48,8 @@ class Graph:
     kind: "prefill", "decode", "verify" or "commit".
     tokens: of each row.
     config, dtype: of a model that is traced whole.
-    tp_degree, num_sequences, max_length, experts_decode: as `report` takes them; attention visits all of the cache.
+    tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
+    experts_decode: "all", the default on a Neuron device, or "gather"; see `ops.select_operators`.
     """
 
     kind: str
@@ -156,7 +157,6 @@ def report(
     max_length: int,
     verified_tokens: int | None = None,
     trace_graph: Callable[[Graph], Traced] = trace_xla,
-    experts_decode: str = "all",
 ) -> Iterator[GraphReport]:
     """Report the graphs of a runtime: prefill of one sequence per bucket, and decode of the whole batch.
 
@@ -173,7 +173,6 @@ def report(
         max_length: of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
         trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
-        experts_decode: "all", the default on a Neuron device, or "gather"; see `ops.select_operators`.
 
     Raises:
         ToolsMissing: what traces or counts the graphs is not installed.
@@ -189,7 +188,7 @@ def report(
 
         def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            return trace_graph(Graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length, experts_decode))
+            return trace_graph(Graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length))
 
         if kind == COMMIT:
             least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
