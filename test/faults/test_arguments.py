@@ -260,7 +260,7 @@ def test_a_file_of_weights(refuses, folder):
         (("graphs", "--json", "/no/such/place/x"), "there is no such folder"),
         (("graphs", "--json", "x" * 5000 + "/y"), "there is no such folder"),
         (("graphs", "--buckets", "4096"), "--max-length must be at least as large"),
-        (("graphs", "--experts-decode", "kernel"), "counted with --backend nxdi"),
+        (("graphs", "--model", "h-350m", "--experts-decode", "kernel"), "counted with --backend nxdi"),
         (("--log-level", "loud", "info"), "argument --log-level: invalid choice: 'loud'"),
         (("--print-completion", "cmd"), "argument --print-completion: invalid choice: 'cmd'"),
     ],
