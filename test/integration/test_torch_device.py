@@ -204,6 +204,7 @@ class TestKernels:
         assert kernels("prefill") == ["conv1d_prefill", "ssd_chunk_scan"]
         assert kernels("decode") == ["mamba_decode"]
 
+    @pytest.mark.slow
     def test_the_experts_of_few_tokens(self):
         """By the kernel, with its own layout of weights, from prompts on that are one bucket; on the CPU, as ever."""
         backend = backend_of(compiler="aot_eager", experts_decode="kernel")

@@ -134,8 +134,8 @@ def mamba_decode(
           stochastically where the runtime is told so (NEURON_RT_STOCHASTIC_ROUNDING_EN=1).
         - The caller may give new_states and new_conv_states the memory of the old ones with one program; with two,
           conv_states of B and C are read by both and written by one.
-        - Sequences share instructions but no arithmetic: a NaN in one does not reach another. Transposes on TensorE keep
-          every bit, from NeuronCore-v3 (Trainium2) on.
+        - Sequences share instructions but no arithmetic: a NaN in one does not reach another. Transposes on TensorE
+          keep every bit, from NeuronCore-v3 (Trainium2) on.
         - DMA moves lanes of up to 128 channels. On chip the convolution and the outputs have channels on partitions,
           decays heads, and what enters a state tokens; TensorE transposes between them, and nothing goes through HBM.
         - Source: Dao and Gu 2024, section 6, with one chunk of all tokens.
