@@ -45,6 +45,7 @@ _NO_GUARD = (
     "a model that is split over devices starts processes, which import this program's main module again; call load "
     'below `if __name__ == "__main__":` there.'
 )
+_SECONDS_TO_FAIL_TOO = 5
 _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process that it needs is seen to have ended
 
 
@@ -275,6 +276,10 @@ def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
     runtime, answer = None, None
     try:
         spec.join(rank)
+    except UserError as error:
+        _stay_away(pipe, error)
+        return
+    try:
         runtime = TorchRuntime(spec.load(rank), GenerationConfig(), device=spec.device_of(rank), **spec.options)
     except UserError as error:
         answer = Refusal(str(error))
@@ -286,6 +291,16 @@ def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
         runtime.release_graphs()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _stay_away(pipe: Connection, error: UserError) -> None:
+    """Say why this rank cannot join the others. Rank 0 ends if it cannot either. Otherwise it waits for this rank, and
+    the end of this process ends it.
+    """
+    _answer(pipe, Refusal(str(error)))
+    if not pipe.poll(_SECONDS_TO_FAIL_TOO):
+        print(f"granite4-neuron: {error}", file=sys.stderr, flush=True)
+        os._exit(_EXIT_WITHOUT_OTHERS)
 
 
 def _make_call(pipe: Connection, runtime: TorchRuntime, message: bytes, numbered: dict[int, Any]) -> None:
