@@ -369,6 +369,7 @@ class TestCommands:
             (("--kv-write", "rows"), "kv_write is an option of the backend torch; the backend here is cpu"),
             (("--no-prefill-by-view",), "prefill_by_view is an option of the backend torch; the backend here is cpu"),
             (("--backend", "torch", "--device", "neuron"), "needs the torch-neuronx of Neuron SDK 2.33"),
+            (("--backend", "torch", "--graphs", "0"), "graphs is '0'; it must be one of layer, model, or a number of"),
             (("--device", "cuda"), "belong to the backend torch"),
             (("--backend", "torch", "--quantize", "int8"), "int8 weights are for the backend cpu"),
             (("--backend", "torch", "--state-dtype", "bfloat16"), "SSM states in 16 bits are for"),

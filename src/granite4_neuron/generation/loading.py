@@ -30,7 +30,7 @@ def load(
     prefill_scan: str = "chunked",
     backend: str = "cpu",
     device: str = "cpu",
-    graphs: str | None = None,
+    graphs: str | int | None = None,
     tp_degree: int = 1,
     decode_kernel: str = "torch",
     cpu_kernels: str = "fused",

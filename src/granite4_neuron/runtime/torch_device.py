@@ -95,7 +95,7 @@ class TorchRuntime(GraphRuntime):
         device: "cpu", "cuda" or "neuron"; also with an index: "cuda:1".
         graphs: of decode, verification and commit. "layer" for one graph for each kind of layer, shared by all layers
             of that kind, one before and one after them; "model" for a single graph, which takes much longer to compile;
-            a number, such as "8", for graphs of so many layers, shared by those that have the same kinds in the same
+            a number, such as 8, for graphs of so many layers, shared by those that have the same kinds in the same
             order. None for the device's default: "model" on neuron, "layer" elsewhere. Prompts always have a graph for
             each kind of layer: they compute long enough between two launches.
         compiler: a backend of torch.compile, or its name; None for the device's.
@@ -117,7 +117,7 @@ class TorchRuntime(GraphRuntime):
         prefill_buckets: Sequence[int] | None = None,
         *,
         device: str = DEVICES[0],
-        graphs: str | None = None,
+        graphs: str | int | None = None,
         compiler: str | Compiler | None = None,
         kv_write: str = KV_WRITES[0],
         prefill_by_view: bool | None = None,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda", "neuron")
 GRAPHS = ("layer", "model")
 _DEFAULT_GRAPHS = {"neuron": "model"}  # by kind of device, where it is not GRAPHS[0]
+_MOST_DIGITS = 9  # of a number of layers
 _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backend here is {backend}."
 
 OPTIONS = (
@@ -71,18 +72,19 @@ OPTIONS = (
 )
 
 
-def graphs_of(graphs: str | None, device: str) -> str:
-    """Return a choice of graphs, or the device's default for None.
+def graphs_of(graphs: str | int | None, device: str) -> str:
+    """Return a choice of graphs as the command line has it, or the device's default for None.
 
     Raises:
         UserError: there is no such choice.
     """
     if graphs is None:
         return _DEFAULT_GRAPHS.get(device.split(":")[0], GRAPHS[0])
-    is_number = isinstance(graphs, str) and graphs.isascii() and graphs.isdecimal() and int(graphs) > 0
-    if graphs not in GRAPHS and not is_number:
+    choice = str(graphs)
+    is_number = choice.isascii() and choice.isdecimal() and 0 < len(choice.lstrip("0")) <= _MOST_DIGITS
+    if choice not in GRAPHS and not is_number:
         raise UserError(f"graphs is {graphs!r}; it must be one of {', '.join(GRAPHS)}, or a number of layers.")
-    return graphs
+    return choice
 
 
 def load(
