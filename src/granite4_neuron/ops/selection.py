@@ -55,11 +55,13 @@ def select_operators(
     return operators
 
 
-def default_experts_decode(decode_kernel: str) -> str:
-    """Return the form of experts for decoded tokens on a Neuron device. It is never the gather: other ports report that
-    a data-dependent `index_select` of weights is slow there, and that it was compiled wrongly without a message.
+def default_experts_decode(kernels: str) -> str:
+    """Return the form of experts for decoded tokens on a Neuron device, with kernels in "torch" or "nki".
+
+    It is never the gather: other ports report that a data-dependent `index_select` of weights is slow there, and that
+    it was compiled wrongly without a message.
     """
-    return "kernel" if decode_kernel == "nki" else "all"
+    return "kernel" if kernels == "nki" else "all"
 
 
 def _with_experts(base: Operators, config: GraniteMoeHybridConfig, tp_degree: int, form: str) -> Operators:

@@ -29,7 +29,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import (
 )
 from granite4_neuron.neuron.analysis.live_set import LiveSet, live_set
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
-from granite4_neuron.ops import select_operators
+from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import TOKENS, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
@@ -49,7 +49,7 @@ class Graph:
     tokens: of each row.
     config, dtype: of a model that is traced whole.
     tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
-    experts_decode: "all", the default on a Neuron device, or "gather"; see `ops.select_operators`.
+    experts_decode: "all" or "gather", see `ops.select_operators`; by default as on a Neuron device.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Graph:
     tp_degree: int
     num_sequences: int
     max_length: int
-    experts_decode: str = "all"
+    experts_decode: str = default_experts_decode("torch")
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ from granite4_neuron.neuron_sdk import (
     LOGICAL_CORE_SIZE,
     require_nki,
 )
-from granite4_neuron.ops import Operators, select_operators
+from granite4_neuron.ops import Operators, default_experts_decode, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
 from granite4_neuron.ops.nki.experts_prefill import check_experts_prefill
@@ -101,7 +101,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             return "nxd"
         if tokens > SLOT_TOKENS:
             return "nki blocks" if is_by_kernel else "blocks"
-        return self.experts_decode or ("kernel" if is_by_kernel else "all")
+        return self.experts_decode or default_experts_decode(self.expert_path)
 
     @property
     def _uses_kernel_for_experts(self) -> bool:
