@@ -1,4 +1,4 @@
-"""The commands of docs/first-device-run.md, in a shell, as far as they go without a device.
+"""The commands of docs/first-device-run.md and docs/trainium.md, in a shell, as far as they go without a device.
 
 Programs of the machine are stand-ins. pytest collects the tests and the probe parses its options; this package's
 commands run, up to the sentence that the Neuron SDK or a download is missing.
@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from granite4_neuron.generation import bundled_checkpoint
+
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "first-device-run.md"
+PAGES = [ROOT / "docs" / name for name in ("first-device-run.md", "trainium.md")]
 ENVIRONMENT, NVME = "/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference", "/opt/dlami/nvme"
 OURS = """#!/bin/sh
 {program} "$@" 2>"$LOG.err"
@@ -26,6 +28,7 @@ exit $status
 PYTHON = """#!/bin/sh
 case "$*" in
 -m\\ benchmarks.probe*) exec {python} "$@" --help ;;
+-m\\ granite4_neuron.neuron.inference_demo*) echo "$*" ;;
 benchmark_latency.py*) shift; exec benchmark_latency "$@" ;;
 *) exec {python} "$@" ;;
 esac
@@ -33,13 +36,15 @@ esac
 
 
 def blocks():
-    """Return the page's blocks of commands."""
-    return re.findall(r"^```\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    """Return the pages' blocks of commands; blocks in Python name their language."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for language, block in found if not language]
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Run the page; return the folder, what was printed, and a line for each of this package's commands."""
+    """Run the pages; return the folder, what was printed, and a line for each of this package's commands."""
     # In a process of its own, as the commands: this one may have stand-ins for the SDK.
     require = [sys.executable, "-c", "from granite4_neuron import neuron_sdk; neuron_sdk.require()"]
     if subprocess.run(require, capture_output=True).returncode == 0:
@@ -60,7 +65,8 @@ def done(tmp_path_factory):
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     script = "\n".join(blocks()).replace(ENVIRONMENT, str(folder / "environment")).replace(NVME, str(folder / "nvme"))
-    script = script.replace("for MODEL in h-350m h-tiny h-small", "for MODEL in h-350m")
+    script = re.sub("for MODEL in h-350m .*;", "for MODEL in h-350m;", script)
+    script = re.sub(r"\bFOLDER\b", str(bundled_checkpoint()), script).replace(" GRAPHS", " results/graphs")
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     variables = dict(os.environ, PATH=path, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", HF_HUB_OFFLINE="1")
     log = folder / "log"
@@ -72,13 +78,20 @@ def done(tmp_path_factory):
 
 def test_each_command_runs_or_says_what_is_missing(done):
     _, _, lines = done
-    missing = re.compile("NxD Inference needs the Neuron SDK|HF_HUB_OFFLINE is set")
+    missing = re.compile(
+        "NxD Inference needs the Neuron SDK|needs the torch-neuronx of Neuron SDK 2.33|HF_HUB_OFFLINE is set"
+    )
     for line in lines:
         _, status, message = line.rsplit(" | ", 2)
         assert status == "0" or (status == "2" and missing.search(message)), line
     programs = [line.split()[:2] for line in lines]
-    assert sum(program == ["granite4-neuron", "compile"] for program in programs) == 6
-    assert ["benchmark", "--model"] in programs and ["granite4-neuron", "plan"] in programs
+    counts = {
+        command: programs.count(["granite4-neuron", command]) for command in ("compile", "serve", "check", "plan")
+    }
+    assert counts == dict(compile=6, serve=3, check=2, plan=1)
+    assert programs.count(["benchmark", "--model"]) == 2 and programs.count(["benchmark", "--random-weights"]) == 2
+    on_neuron = [line for line in lines if "--device neuron" in line]
+    assert len(on_neuron) == 8 and all(missing.search(line) for line in on_neuron), on_neuron
 
 
 def test_the_tests_it_names_exist(done):
@@ -95,6 +108,7 @@ def test_the_tests_it_names_exist(done):
 def test_the_archive(done):
     with tarfile.open(done[0] / "results.tgz") as archive:
         assert {"results/machine.txt", "results/real_models.txt", "results/vllm.txt"} <= set(archive.getnames())
+        assert {"results/check.txt", "results/layers.txt", "results/serve.txt"} <= set(archive.getnames())
         assert "h-350m on trn2.3xlarge" in archive.extractfile("results/real_models.txt").read().decode()
 
 

@@ -101,8 +101,9 @@ def load(
     graphs_of(options["graphs"], options["device"])
     from granite4_neuron.checkpoint.loading import load_model
     from granite4_neuron.runtime.split import SplitRuntime
-    from granite4_neuron.runtime.torch_device import TorchRuntime
+    from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
 
+    find_device(options["device"])  # before the weights are read
     if tp_degree != 1:
         options |= dict(tp_degree=tp_degree, progress=progress, remark=remark)
         return SplitRuntime(checkpoint.path, dtype, generation_config, **options)
