@@ -20,7 +20,7 @@ PARSERS = {
     "benchmarks.serving": serving._parser,
     "benchmarks.probe": probe_parser,
 }
-VARIABLES = {"$WHERE", "$SIZES"}  # each holds several options
+VARIABLES = {"$WHERE", "$SIZES", "$OPTIONS"}  # each holds several options, or none; the others are parsed without them
 
 
 def lines_of_code(text: str) -> Iterator[str]:
@@ -54,9 +54,9 @@ def documented_commands() -> list[tuple[str, ...]]:
     for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for line in lines_of_code(file.read_text(encoding="utf-8")):
             if any(name in line for name in PARSERS):
-                found.update(commands_of(line))
+                found.update(tuple(word for word in each if word not in VARIABLES) for each in commands_of(line))
     # A name alone is the name of a folder.
-    return sorted(command for command in found if len(command) > 1 and not VARIABLES & set(command))
+    return sorted(command for command in found if len(command) > 1)
 
 
 def parse(command: tuple[str, ...]) -> None:
