@@ -103,10 +103,10 @@ def load(
     from granite4_neuron.runtime.split import SplitRuntime
     from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
 
-    find_device(options["device"])  # before the weights are read
     if tp_degree != 1:
         options |= dict(tp_degree=tp_degree, progress=progress, remark=remark)
         return SplitRuntime(checkpoint.path, dtype, generation_config, **options)
+    find_device(options["device"])  # before the weights are read
     model = load_model(checkpoint, dtype, progress=progress, remark=remark)
     return TorchRuntime(model, generation_config, **options)
 
