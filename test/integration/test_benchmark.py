@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import benchmark_latency
-from benchmarks import implementations
+from benchmarks import implementations, random_checkpoint
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
 from benchmarks.gguf_checkpoint import write_gguf
 from benchmarks.implementations import Point, Run, draws_weights
@@ -198,6 +198,18 @@ def test_random_weights_for_a_device_are_not_written():
     assert options.dtype == "bfloat16" and draws_weights(options)
     options.compare = ["transformers"]
     assert not draws_weights(options)
+
+
+def test_a_random_checkpoint_of_some_layers(tmp_path, capsys):
+    """They are as wide as the family member's, and its texts are those of the bundled tokenizer."""
+    arguments = ["h-350m", str(tmp_path / "model"), "--layers", "attention", "mamba"]
+    assert random_checkpoint.main(arguments) == 0
+    checkpoint, member = open_checkpoint(tmp_path / "model"), GraniteMoeHybridConfig.from_family("h-350m")
+    assert checkpoint.config.layer_types == ("attention", "mamba")
+    assert checkpoint.config.hidden_size == member.hidden_size
+    assert max(checkpoint.load_tokenizer().get_vocab().values()) < checkpoint.config.vocab_size < member.vocab_size
+    assert random_checkpoint.main(["h-tiny", str(tmp_path / "other"), "--experts", "5"]) == 2
+    assert "--experts is 5; a token has 6 of 64" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 def test_the_options_of_a_backend_come_to_its_runtime(monkeypatch, texting_folder):
