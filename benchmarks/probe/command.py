@@ -82,8 +82,9 @@ STEPS = (
 )
 
 
-# Those that the probe has not in another form.
-MODEL_OPTIONS = [each for each in torch_device.OPTIONS if each.name not in ("device", "dtype", "tp_degree")]
+# Those that the probe has not in another form; its steps have lengths of prompts of their own.
+_OWN_OPTIONS = ("device", "dtype", "tp_degree", "prefill_buckets")
+MODEL_OPTIONS = [each for each in torch_device.OPTIONS if each.name not in _OWN_OPTIONS]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -26,6 +26,9 @@ REMEDIES = (
     Remedy("operators mamba_prefill chunked", "--prefill-scan quadratic", "operators mamba_prefill quadratic"),
     Remedy("operators mamba_prefill chunked", "--prefill-scan ssd", "models kernels ssd"),
     Remedy("operators mamba_decode", "--decode-kernel nki", "models kernels ssd"),
+    Remedy("operators experts_decode all", "--experts-decode kernel", "operators experts_decode kernel"),
+    Remedy("operators experts_decode all", "--experts-decode gather", "operators experts_decode gather"),
+    Remedy("models bucket 512", "--prefill-buckets 128", "models bucket 128"),
 )
 
 
