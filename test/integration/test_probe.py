@@ -142,7 +142,9 @@ class TestAdvice:
         advised = advice(list(self.records(**found)))
         assert len(advised) == (option is not None) and all(option in sentence for sentence in advised)
 
-    @pytest.mark.parametrize("option", [*{remedy.option for remedy in REMEDIES}, "--kv-write select", "--compiler x"])
+    @pytest.mark.parametrize(
+        "option", [*dict.fromkeys(remedy.option for remedy in REMEDIES), "--kv-write select", "--compiler x"]
+    )
     def test_everything_takes_it(self, option):
         arguments = option.split()
         command.parser().parse_args(["--device", "cpu", *arguments])
