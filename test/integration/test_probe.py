@@ -147,7 +147,8 @@ class TestAdvice:
     )
     def test_everything_takes_it(self, option):
         arguments = option.split()
-        command.parser().parse_args(["--device", "cpu", *arguments])
+        if "--prefill-buckets" not in arguments:  # the probe's steps have lengths of their own
+            command.parser().parse_args(["--device", "cpu", *arguments])
         latency_options.parser("").parse_args(["--backend", "torch", *arguments])
         for name in ("generate", "chat", "serve", "check", "evaluate"):
             cli.parser().parse_args([name, *(["FILE"] if name == "evaluate" else []), "--backend", "torch", *arguments])

@@ -1,7 +1,5 @@
 """The NKI kernel for the experts of few tokens, with the arguments and results of the plain definition."""
 
-from __future__ import annotations
-
 import torch
 
 from granite4_neuron.ops.expert_slots import expert_slots
