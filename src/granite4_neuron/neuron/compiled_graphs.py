@@ -11,13 +11,19 @@ from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 # Kinds of graphs.
-CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY, HEAD, CANDIDATES = (
+CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
     "context",
     "continuation",
     "token",
     "verification",
     "commit",
     "copy of a slot",
+)
+# Those of prompts on PyTorch's device, where each kind of layer has its own, and of what follows.
+EMBEDDING, MAMBA_LAYER, ATTENTION_LAYER, HEAD, CANDIDATES = (
+    "embedding",
+    "Mamba layer",
+    "attention layer",
     "head",
     "candidates",
 )
@@ -26,9 +32,9 @@ _SHORTEST_BUCKET = 128
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """kind: one of the above. bucket: tokens of the prompt, entries of the cache that a step sees, tokens that a head
-    takes, or the number of candidates. tokens: that it takes of each sequence, if graphs of a kind and bucket differ
-    in that.
+    """kind: one of the above. bucket: entries of the cache that a step sees; where it sees none, the tokens that it
+    takes, or the number of candidates. tokens: that it takes of each sequence, if graphs of a kind and bucket differ in
+    that.
     """
 
     kind: str

@@ -7,15 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.neuron.compiled_graphs import CANDIDATES, COMMIT, CONTEXT, HEAD, TOKEN, VERIFICATION, CompiledGraph
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.neuron.compiled_graphs import (
+    ATTENTION_LAYER,
+    CANDIDATES,
+    COMMIT,
+    EMBEDDING,
+    HEAD,
+    MAMBA_LAYER,
+    TOKEN,
+    VERIFICATION,
+    CompiledGraph,
+)
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, buckets_up_to, cache_buckets, cache_length
 from granite4_neuron.runtime.torch_device import NUM_CANDIDATES
 
 
 @dataclass(frozen=True)
 class DeviceGraphOptions:
-    """As `compiled_graphs.GraphOptions`, for a PyTorch device and graphs of the whole model.
+    """As `compiled_graphs.GraphOptions`, for a PyTorch device, with one graph of all layers for decode.
 
     context_buckets: tokens of the pieces of prompts, ascending. verified_tokens: of a sequence in a verification; 0 for
     none.
@@ -44,11 +54,17 @@ class DeviceGraphOptions:
         """Return the graphs that `TorchRuntime.warm_up` makes."""
         lengths = cache_buckets(self.cache_length(config, seq_len))
         verified = buckets_up_to(self.verified_tokens, VERIFY_BUCKETS)
-        graphs = [CompiledGraph(CONTEXT, length, tokens) for tokens in self.context_buckets for length in lengths]
+        graphs = [CompiledGraph(EMBEDDING, tokens) for tokens in self.context_buckets]
+        if MAMBA in config.layer_types:
+            graphs += [CompiledGraph(MAMBA_LAYER, tokens) for tokens in self.context_buckets]
+        if ATTENTION in config.layer_types:
+            graphs += [
+                CompiledGraph(ATTENTION_LAYER, each, tokens) for tokens in self.context_buckets for each in lengths
+            ]
         graphs += [CompiledGraph(TOKEN, length) for length in lengths]
         graphs += [CompiledGraph(VERIFICATION, length, tokens) for tokens in verified for length in lengths]
         if MAMBA in config.layer_types:
             graphs += [CompiledGraph(COMMIT, lengths[-1], tokens) for tokens in verified]
-        # The head is apart from the layers of prompts: it takes the last token, or tokens that divide all buckets.
+        # The head of prompts takes the last token, or tokens that divide all buckets.
         graphs += [CompiledGraph(HEAD, tokens) for tokens in sorted({1, math.gcd(*self.context_buckets)})]
         return [*graphs, CompiledGraph(CANDIDATES, NUM_CANDIDATES)]

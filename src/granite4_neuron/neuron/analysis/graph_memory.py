@@ -18,7 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from granite4_neuron.neuron.compiled_graphs import CANDIDATES, COMMIT, CONTEXT, CONTINUATION, COPY, HEAD, CompiledGraph
+from granite4_neuron.neuron.compiled_graphs import (
+    ATTENTION_LAYER,
+    CANDIDATES,
+    COMMIT,
+    CONTEXT,
+    CONTINUATION,
+    COPY,
+    EMBEDDING,
+    HEAD,
+    MAMBA_LAYER,
+    CompiledGraph,
+)
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
 _MEBIBYTE = 2**20  # which the runtime prints as MB
@@ -58,9 +69,11 @@ def graph_memory(graph: CompiledGraph, layers: int, weights: int, tp_degree: int
         layers: of the model.
         weights: bytes on a rank. A graph that reads none of the layers' has no code to speak of.
     """
-    if graph.kind in (COMMIT, COPY, HEAD, CANDIDATES):
+    if graph.kind in (COMMIT, COPY, EMBEDDING, HEAD, CANDIDATES):
         return GraphMemory(graph, 0, round(weights * _STEP_RINGS), 0)
     collectives = _COLLECTIVES if tp_degree > 1 else 0
-    if graph.kind in (CONTEXT, CONTINUATION):
+    if graph.kind in (MAMBA_LAYER, ATTENTION_LAYER):
+        layers = 1
+    if graph.kind in (CONTEXT, CONTINUATION, MAMBA_LAYER, ATTENTION_LAYER):
         return GraphMemory(graph, round(layers * _PROMPT_CODE), round(layers * _PROMPT_RINGS), collectives)
     return GraphMemory(graph, round(weights * _STEP_CODE), round(weights * _STEP_RINGS), collectives)

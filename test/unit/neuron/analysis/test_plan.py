@@ -19,14 +19,9 @@ from granite4_neuron.neuron.analysis import plan
 from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES
 from granite4_neuron.neuron.compiled_graphs import (
-    CANDIDATES,
-    COMMIT,
-    CONTEXT,
-    HEAD,
     GraphOptions,
     default_context_buckets,
 )
-from granite4_neuron.runtime.graphs import TOKENS
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
@@ -288,40 +283,28 @@ def test_graphs_of_a_pytorch_device(capsys):
     arguments = ["plan", "--backend", "torch", "--model", "h-small"]
     assert main([*arguments, "--context", "16384", "--context-buckets", "512", "128", "--verify", "4"]) == 0
     output = capsys.readouterr().out
-    assert "3 context graphs of 128: 1,024, 4,096, 16,384" in output
-    assert "To compile: 16 graphs: 6 context, 3 token, 3 verification, 1 commit, 2 head, 1 candidates." in output
-    assert main([*arguments, "--batch-size", "5"]) == 3
-    assert "with --prefill-buckets 512." in capsys.readouterr().out
+    assert "3 attention layer graphs of 128: 1,024, 4,096, 16,384" in output
+    counted = "2 embedding, 2 Mamba layer, 6 attention layer, 3 token, 3 verification, 1 commit, 2 head, 1 candidates"
+    assert f"To compile: 20 graphs: {counted}." in output
+    assert main([*arguments, "--batch-size", "10"]) == 3
+    assert "or 9 sequences of this context." in capsys.readouterr().out
     assert main([*arguments, "--token-buckets", "512"]) == 2
     assert "--token-buckets belongs to --backend nxdi" in capsys.readouterr().err
 
 
-def test_graphs_of_a_pytorch_device_are_those_that_a_server_makes(monkeypatch):
+@pytest.mark.parametrize(
+    "layer_types, length, verified_tokens",
+    [
+        (("mamba", "attention"), 900, 3),
+        pytest.param(("mamba", "attention"), 3000, 5, marks=pytest.mark.slow),
+        pytest.param(("mamba", "mamba"), 3000, 5, marks=pytest.mark.slow),
+        pytest.param(("attention", "attention"), 3000, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_graphs_of_a_pytorch_device_are_those_that_a_server_makes(layer_types, length, verified_tokens):
     """Before the first request it makes them all."""
-    model = random_model(small_config(layer_types=("mamba", "attention"), max_position_embeddings=5000))
+    model = random_model(small_config(layer_types=layer_types, max_position_embeddings=5000))
     runtime = TorchRuntime(model, GenerationConfig(), (16, 64), compiler="eager", graphs="model")
-    made = set()
-
-    def execute(function, state, key, inputs, kept_inputs=(), slot=None):
-        tokens = 1 if key.chooses else inputs.shape[1] - TOKENS
-        made.add((function.__name__, tokens, key.kv_length))
-        logits = torch.zeros(2, tokens, 8)
-        return (logits, torch.zeros(2), []) if key.chooses else (logits, [])
-
-    def head(hidden_states):
-        made.add(("head", len(hidden_states), 0))
-        return torch.zeros(len(hidden_states), 8)
-
-    monkeypatch.setattr(runtime, "_execute", execute)
-    monkeypatch.setattr(runtime, "_head", head)
-    monkeypatch.setattr(runtime, "_candidates", lambda logits: made.add(("candidates", runtime.num_candidates, 0)))
-    runtime.warm_up(runtime.allocate(2, 3000), verified_tokens=5)
-    listed = DeviceGraphOptions((16, 64), verified_tokens=5).graphs(model.config, 2, 3000)
-    functions = {COMMIT: "run_advance", CONTEXT: "run_layers"}
-    expected = {
-        (graph.kind, graph.bucket, 0)
-        if graph.kind in (HEAD, CANDIDATES)
-        else (functions.get(graph.kind, "run_step"), graph.tokens or 1, 0 if graph.kind == COMMIT else graph.bucket)
-        for graph in listed
-    }
-    assert made == expected and len(listed) == len(expected)
+    runtime.warm_up(runtime.allocate(2, length), verified_tokens)
+    listed = DeviceGraphOptions((16, 64), verified_tokens).graphs(model.config, 2, length)
+    assert runtime.num_compilations == len(listed) == len(set(listed))
