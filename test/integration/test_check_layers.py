@@ -210,6 +210,7 @@ class TestOperatorsThatRan:
         assert {"ops.nki.mamba.ssd_chunk_scan", "ops.nki.mamba.convolve", "ops.nki.mamba.mix"} <= set(names)
         assert not any("single_token_scan" in name for name in names)
 
+    @pytest.mark.slow
     def test_hidden_states_of_graphs(self, texting_folder):
         model = load_model(texting_folder)
         compiled = torch_device.TorchRuntime(model, GenerationConfig(), [128], compiler="eager")
