@@ -54,14 +54,12 @@ def test_prefill_equals_transformers(request, case_folder, case_model, tokens):
     assert (run_cuts(case_model, tokens, [300]) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
 def test_any_cut_gives_the_uncut_logits(case_model, tokens, cuts):
     uncut = run_cuts(case_model, tokens, [300])
     assert (run_cuts(case_model, tokens, cuts) - uncut).abs().max() <= 1e-5
 
 
-@pytest.mark.versions
 def test_token_by_token_gives_the_uncut_logits(case_model):
     tokens = random_tokens(case_model.config.vocab_size, 2, 90)
     assert (run_cuts(case_model, tokens, [1] * 90) - run_cuts(case_model, tokens, [90])).abs().max() <= 1e-5
@@ -118,7 +116,6 @@ def case_model_last(model, logits, lengths):
     return torch.stack([logits[row, max(length - 1, 0)] for row, length in enumerate(lengths)])
 
 
-@pytest.mark.versions
 @torch.inference_mode()
 def test_a_step_leaves_other_slots_alone(case_model):
     """Other slots stay the same bit by bit, also when rows idle and tokens are padding."""
@@ -137,7 +134,6 @@ def test_a_step_leaves_other_slots_alone(case_model):
         assert not torch.equal(old[3].nan_to_num(), new[3].nan_to_num())
 
 
-@pytest.mark.versions
 @torch.inference_mode()
 def test_a_reused_slot_starts_from_zeros(case_model):
     vocab_size = case_model.config.vocab_size
@@ -150,7 +146,6 @@ def test_a_reused_slot_starts_from_zeros(case_model):
     assert (again - alone).abs().max() <= 1e-5
 
 
-@pytest.mark.versions
 @torch.inference_mode()
 def test_last_logits_are_those_of_the_last_real_token(case_model):
     tokens = random_tokens(case_model.config.vocab_size, 3, 12)

@@ -15,7 +15,7 @@ ARM = "aarch64-linux-gnu-g++"
 @pytest.mark.parametrize(
     "compiler, processor, capability",
     [
-        pytest.param(X86, ("-march=x86-64-v3",), "AVX2", id="AVX2"),
+        pytest.param(X86, ("-march=x86-64-v3",), "AVX2", marks=pytest.mark.slow, id="AVX2"),
         pytest.param(X86, ("-march=skylake-avx512",), "AVX512", marks=pytest.mark.slow, id="AVX-512 without bfloat16"),
         pytest.param(X86, ("-march=cooperlake",), "AVX512", marks=pytest.mark.slow, id="AVX-512 with bfloat16"),
         pytest.param(
