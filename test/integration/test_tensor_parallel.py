@@ -274,7 +274,7 @@ def interrupted(*arguments):
 
 runtime, _ = load(backend="torch", tp_degree=2)
 state = runtime.allocate(1, 60)
-TorchRuntime._run = interrupted
+TorchRuntime._run_prefill = interrupted
 for _ in range(2):
     try:
         runtime.step(state, [Row(1, 0, [3])])
