@@ -129,6 +129,7 @@ class TestSplitRuntime:
         for expected, logits in zip(runs[cpu], runs[split], strict=True):
             assert (logits - expected).abs().max() <= 1e-4
 
+    @pytest.mark.slow  # four ranks do the same below
     def test_verification_and_copy(self, split, cpu):
         runs = {}
         for runtime in (cpu, split):
@@ -196,6 +197,7 @@ class TestSplitRuntime:
         assert same[0] == other[0] and same[1] != other[1]
         assert str(split.fingerprint).startswith(facts_digest(*same))
 
+    @pytest.mark.slow  # four ranks do the same below
     def test_texts_behind_a_prefix(self, split, cpu):
         prompts = [[5, 6, 7, 8] * 10 + [end] for end in (1, 2, 3)]
         texts = []
@@ -403,7 +405,7 @@ class TestCommand:
         rank.wait(timeout=60)
 
     @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "starting"])
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
     def test_no_file_outlives_the_processes(self, number, is_loaded, tmp_path):
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         environment = os.environ | {"TMPDIR": str(tmp_path)}

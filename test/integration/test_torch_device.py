@@ -224,8 +224,15 @@ class TestOperatorsOfAGPU:
     def gpu_operators(self, monkeypatch):
         monkeypatch.setattr(torch_device, "LOOPS", GPU)
 
-    @pytest.mark.parametrize("sequences", [1, 2])
-    @pytest.mark.parametrize("name", ["moe", "dense"])
+    @pytest.mark.parametrize(
+        ("name", "sequences"),
+        [
+            ("moe", 1),
+            ("dense", 2),
+            pytest.param("moe", 2, marks=pytest.mark.slow),
+            pytest.param("dense", 1, marks=pytest.mark.slow),
+        ],
+    )
     def test_logits(self, name, sequences):
         config = NAMED[name].config()
         cpu, ours = LAYER.runtimes(lambda: random_model(config))
@@ -291,7 +298,7 @@ class TestGraphs:
         # For prompts of 16 and 64 tokens, the two heads, decode, candidates, verification of 4 tokens, and its commit.
         # An attention layer has two, for the two lengths of the cache.
         [
-            ("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1),
+            pytest.param("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1, marks=pytest.mark.slow),
             pytest.param("model", 100, 2 * 3 + 2 + 1 + 1 + 1 + 1, marks=pytest.mark.slow),
         ],
         ids=["layer", "model"],
