@@ -34,7 +34,7 @@ from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.ops.xla.topk import candidates, likeliest
-from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of
+from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of, kind_of_device
 from granite4_neuron.runtime.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
     LENGTH,
@@ -127,7 +127,7 @@ class TorchRuntime(GraphRuntime):
     ):
         graphs = graphs_of(graphs, device)
         check_choice("kv_write", kv_write, KV_WRITES)
-        where, kind = use_device(device), _kind_of_device(device)
+        where, kind = use_device(device), kind_of_device(device)
         if kind == "cuda" and experts_decode is not None:
             raise UserError(
                 f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
@@ -391,7 +391,7 @@ def find_device(name: str) -> torch.device:
     Raises:
         UserError: there is none.
     """
-    kind = _kind_of_device(name)
+    kind = kind_of_device(name)
     check_choice("device", kind, DEVICES)
     if kind == "neuron" and not hasattr(torch, "neuron"):
         raise UserError(
@@ -421,10 +421,6 @@ def use_device(name: str) -> torch.device:
 
 def _no_device(name: str, error: RuntimeError) -> UserError:
     return UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).")
-
-
-def _kind_of_device(name: str) -> str:
-    return name.split(":")[0]
 
 
 def find_compiler(compiler: str | Compiler) -> Compiler:

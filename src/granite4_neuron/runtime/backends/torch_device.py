@@ -72,6 +72,11 @@ OPTIONS = (
 )
 
 
+def kind_of_device(name: str) -> str:
+    """Return "cuda" for "cuda:1"."""
+    return name.split(":")[0]
+
+
 def graphs_of(graphs: str | int | None, device: str) -> str:
     """Return a choice of graphs as the command line has it, or the device's default for None.
 
@@ -79,7 +84,7 @@ def graphs_of(graphs: str | int | None, device: str) -> str:
         UserError: there is no such choice.
     """
     if graphs is None:
-        return _DEFAULT_GRAPHS.get(device.split(":")[0], GRAPHS[0])
+        return _DEFAULT_GRAPHS.get(kind_of_device(device), GRAPHS[0])
     choice = str(graphs)
     is_number = choice.isascii() and choice.isdecimal() and 0 < len(choice.lstrip("0")) <= _MOST_DIGITS
     if choice not in GRAPHS and not is_number:
