@@ -63,10 +63,14 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_quantized_weights(tmp_path):
-    done = run(*SMALL, "--prompt-length", "9", "--quantize", "int8", "--json", tmp_path / "numbers.json")
+def test_quantized_weights_beside_busy_processes(tmp_path):
+    options = ("--quantize", "int8", "--busy", "1", "--json", tmp_path / "numbers.json")
+    done = run(*SMALL, "--prompt-length", "9", *options)
     assert done.returncode == 0 and "int8 weights" in done.stdout, done.stderr
-    assert json.loads((tmp_path / "numbers.json").read_text())["quantize"] == "int8"
+    assert done.stdout.count("│ granite4-neuron, 1 busy ") == 1
+    record = json.loads((tmp_path / "numbers.json").read_text())
+    assert record["quantize"] == "int8"
+    assert [(r["prompt_length"], r["busy_processes"]) for r in record["results"]] == [(9, 0), (9, 1)]
 
 
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="it takes the time of the fused kernels")
@@ -90,13 +94,6 @@ class TestProfile:
         printed = capsys.readouterr().out
         assert "batch 1, prompt 9, 1 threads" in printed and "batch 1, prompt 20, 1 threads" in printed
         assert printed.count("norms and gates") == 2
-
-
-def test_beside_busy_processes(tmp_path):
-    done = run(*SMALL, "--prompt-length", "9", "--busy", "1", "--json", tmp_path / "numbers.json")
-    assert done.returncode == 0 and done.stdout.count("│ granite4-neuron, 1 busy ") == 1, done.stderr
-    record = json.loads((tmp_path / "numbers.json").read_text())
-    assert [(r["prompt_length"], r["busy_processes"]) for r in record["results"]] == [(9, 0), (9, 1)]
 
 
 LLAMA_BENCH = """#!/bin/sh

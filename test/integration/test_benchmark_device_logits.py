@@ -1,11 +1,14 @@
 """benchmarks.device_logits prints the errors of a device and of the CPU runtime, both in bfloat16, for each batch."""
 
+import pytest
+
 from benchmarks import device_logits
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
+@pytest.mark.slow  # it compiles with inductor
 def test_rows(monkeypatch, capsys):
     monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**FEW_LAYERS))
     assert device_logits.main(["--random-weights", "h-350m", "--batch-size", "1", "3", "--tokens", "2"]) == 0

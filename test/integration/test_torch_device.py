@@ -169,7 +169,11 @@ class TestKernels:
     """NKI kernels as operators of the graphs, which run in NKI's simulator here."""
 
     @pytest.mark.parametrize(
-        ("prefill_scan", "compiler"), [pytest.param("ssd", "aot_eager", marks=pytest.mark.slow), ("scan", "inductor")]
+        ("prefill_scan", "compiler"),
+        [
+            pytest.param("ssd", "aot_eager", marks=pytest.mark.slow),
+            pytest.param("scan", "inductor", marks=pytest.mark.slow),
+        ],
     )
     def test_logits(self, prefill_scan, compiler):
         backend = backend_of(compiler=compiler, prefill_scan=prefill_scan, decode_kernel="nki")
