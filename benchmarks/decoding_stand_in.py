@@ -45,6 +45,7 @@ class DecodingRuntime(CPURuntime):
 
     cannot: Mapping[Ability, str] = {}
     num_candidates = _CANDIDATES
+    packs_rows = False
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

@@ -142,6 +142,22 @@ def test_a_prompt_in_any_steps(runtime, tokens, alone, cuts):
         assert torch.equal(runtime.step(state, rows), torch.stack([one[at - PROMPT + 1] for one in alone]))
 
 
+@pytest.mark.parametrize("pieces", [[40, 1, 70, 39], [1, 2, 3, 100, 44]])
+def test_pieces_of_a_prompt_beside_tokens_of_others(runtime, tokens, alone, pieces):
+    """A prompt runs in pieces, in steps with other sequences' next tokens: one of each, then two at a time."""
+    state = runtime.allocate(3, PROMPT + STEPS)
+    poison(state)
+    runtime.step(state, [Row(slot, 0, tokens[slot - 1][:PROMPT]) for slot in (1, 2)])
+    start, at = 0, PROMPT
+    for number, size in enumerate(pieces):
+        piece, more = Row(3, start, tokens[2][start : start + size]), 1 + number % 2
+        others = [Row(slot, at, tokens[slot - 1][at : at + more]) for slot in (2, 1)]
+        logits = runtime.step(state, [others[0], piece, others[1]])
+        start, at = start + size, at + more
+        assert torch.equal(logits[[2, 0]], torch.stack([one[at - PROMPT] for one in alone[:2]]))
+    assert torch.equal(logits[1], alone[2][0])
+
+
 @pytest.mark.parametrize("count", range(1, 17))
 def test_verified_tokens_are_those_of_decode(runtime, tokens, count):
     """A row of `count` tokens runs beside a shorter one. Half of them are accepted, and the sequence goes on."""

@@ -86,9 +86,9 @@ class FusedLayers:
         Returns:
             The new hidden_states; and if the step verifies, the inputs of each Mamba layer's recurrence.
         """
-        cos, sin = rotary or (None, None)
-        hidden_states, *inputs = self._decoder.step(
-            hidden_states=hidden_states,
+        cos, sin = (None, None) if rotary is None else (table.flatten(0, 1)[None] for table in rotary)
+        results = self._decoder.step(
+            hidden_states=hidden_states.flatten(0, 1),
             states=_pairs(state),
             slots=step.slots,
             adapters=step.adapters,
@@ -97,6 +97,7 @@ class FusedLayers:
             keep_inputs=step.verifies,
             **step.rows(),
         )
+        hidden_states, *inputs = (result.unflatten(0, hidden_states.shape[:2]) for result in results)
         return hidden_states, inputs
 
     def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
@@ -119,7 +120,8 @@ class FusedLayers:
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
-        self._decoder.advance(kept_inputs=list(kept_inputs), states=_pairs(state), **step.rows())
+        kept_inputs = [inputs.flatten(0, 1) for inputs in kept_inputs]
+        self._decoder.advance(kept_inputs=kept_inputs, states=_pairs(state), **step.rows())
 
 
 def _pairs(state: HybridState) -> list[tuple[torch.Tensor, ...]]:

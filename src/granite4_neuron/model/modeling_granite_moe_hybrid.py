@@ -24,7 +24,7 @@ from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.moe import StackedWeights
 from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
-from granite4_neuron.model.step import DenseStep, NullSlotStep, Step
+from granite4_neuron.model.step import DenseStep, NullSlotStep, PackedStep, Step
 from granite4_neuron.ops import Operators, Weight, is_quantized, rotary_tables
 from granite4_neuron.ops.operators import Pack
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
@@ -208,7 +208,31 @@ class GraniteMoeHybridForCausalLM(Module):
         """
         step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters)
         hidden_states, _ = self.model(input_ids, step, state)
-        return self.head(hidden_states if all_logits else last_tokens(hidden_states, step))
+        return self.head(hidden_states if all_logits else step.last_tokens(hidden_states))
+
+    def forward_packed(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        state: HybridState,
+        *,
+        adapters: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute `forward` for rows of different lengths without padding. The layers must be fused (`is_fused`).
+
+        Args:
+            input_ids, positions: [tokens], int64, row after row.
+            lengths, slots: [rows], int64; no length is 0.
+            adapters: [rows], int64, or None.
+
+        Returns:
+            Logits after each row's last token, [rows, vocab_size] in float32.
+        """
+        step = PackedStep(positions[None], lengths, slots, state.max_length, adapters=adapters)
+        hidden_states, _ = self.model(input_ids[None], step, state)
+        return self.head(step.last_tokens(hidden_states))
 
     def decode(
         self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
@@ -268,14 +292,6 @@ class GraniteMoeHybridForCausalLM(Module):
         """
         step = step_of(positions, lengths, slots, state, kv_length=0)
         self.model.stack.advance(kept_inputs, step, state)
-
-
-def last_tokens(hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
-    """Select each row's last real token: [batch, tokens, hidden_size] to [batch, hidden_size]."""
-    if hidden_states.shape[1] == 1:
-        return hidden_states[:, 0]
-    # By a mask and not by an index, which suits a compiler for static shapes.
-    return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
 
 
 def step_of(

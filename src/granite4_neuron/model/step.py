@@ -49,7 +49,10 @@ class Step(ABC):
         self.positions, self.lengths, self.slots = positions, lengths, slots
         self.adapters = adapters
         self.kv_length, self.verifies, self.in_order = kv_length, verifies, in_order
-        self.is_real = self._offsets() < lengths[:, None]
+        self.is_real = self._are_real()
+
+    def _are_real(self) -> torch.Tensor:
+        return self._offsets() < self.lengths[:, None]
 
     @property
     def is_decode(self) -> bool:
@@ -61,17 +64,30 @@ class Step(ABC):
         """[batch, tokens], true for each row's last real token, or for its first token if none is real."""
         return self._offsets() == (self.lengths - 1).clamp(min=0)[:, None]
 
+    def last_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Select each row's last real token: [batch, tokens, hidden_size] to [rows, hidden_size]."""
+        if hidden_states.shape[1] == 1:
+            return hidden_states[:, 0]
+        # By a mask and not by an index, which suits a compiler for static shapes.
+        return hidden_states.masked_fill(~self.is_last[..., None], 0.0).sum(1)
+
     def _offsets(self) -> torch.Tensor:
         """Return each token's number in its row, [tokens]."""
         return torch.arange(self.positions.shape[1], dtype=self.positions.dtype, device=self.positions.device)
 
     @property
+    def starts(self) -> torch.Tensor:
+        """[batch], the position of each row's first token."""
+        return self.positions[:, 0]
+
+    @property
     def last_positions(self) -> torch.Tensor:
         """[batch], the position of each row's last real token."""
-        return self.positions[:, 0] + self.lengths - 1
+        return self.starts + self.lengths - 1
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Return arguments of fused kernels, each [batch].
+        """Return arguments of fused kernels, each [batch]: where a row is among all of the step's tokens, how many of
+        these are real, and its place in the state.
 
         Raises:
             ValueError: the state has no null slot.
@@ -108,24 +124,56 @@ class NullSlotStep(Step):
         self.read_slots = self._read_slots()
 
     def _read_slots(self) -> torch.Tensor:
-        begun = (self.positions[:, 0] > 0) & (self.lengths > 0)
+        begun = (self.starts > 0) & (self.lengths > 0)
         return self.slots.where(begun, NULL_SLOT)
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Return arguments of fused kernels, each [batch]. write_slots is -1, for nowhere, if the step verifies."""
+        """Return arguments of fused kernels. write_slots is -1, for nowhere, if the step verifies."""
         write_slots = torch.full_like(self.slots, -1) if self.verifies else self.slots
         return {
+            "offsets": self._row_offsets(),
             "lengths": self.lengths,
             "read_slots": self.read_slots,
             "write_slots": write_slots,
-            "starts": self.positions[:, 0].contiguous(),
+            "starts": self.starts.contiguous(),
         }
+
+    def _row_offsets(self) -> torch.Tensor:
+        """Return the number of each row's first token among all of the step's, [batch]."""
+        batch, tokens = self.positions.shape
+        return torch.arange(batch) * tokens
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         return state.index_select(0, self.read_slots)
 
     def _write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
         state.index_copy_(0, self.slots, rows)
+
+
+class PackedStep(NullSlotStep):
+    """A step whose rows have different lengths and no padding: all tokens are side by side, as a batch of one. It is
+    for fused layers, which look up each row's tokens.
+
+    Args:
+        positions: [1, tokens], integer, of all tokens, row after row.
+        lengths, slots: [rows], integer; no length is 0.
+        adapters: [rows], int64, or None.
+
+    Source: the layout of flash-attention's functions for sequences of varying length.
+    """
+
+    def _are_real(self) -> torch.Tensor:
+        return torch.ones_like(self.positions, dtype=torch.bool)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        return self.positions[0, self._row_offsets()]
+
+    def last_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states[0, self._row_offsets() + self.lengths - 1]
+
+    def _row_offsets(self) -> torch.Tensor:
+        return self.lengths.cumsum(0) - self.lengths
 
 
 class DenseStep(Step):
@@ -158,7 +206,7 @@ class DenseStep(Step):
     ):
         super().__init__(positions, lengths, slots, kv_length, verifies=verifies, in_order=in_order)
         self.sequences = sequences
-        self.is_fresh = (positions[:, 0] == 0) & (lengths > 0)
+        self.is_fresh = (self.starts == 0) & (lengths > 0)
 
     @property
     def is_decode(self) -> bool:

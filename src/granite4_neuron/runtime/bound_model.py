@@ -46,6 +46,11 @@ class BoundModel:
         return self.model.config
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether rows of different lengths share a step without padding."""
+        return False
+
+    @property
     def max_length(self) -> int:
         """The most tokens of a sequence."""
         return self.config.max_position_embeddings

@@ -23,6 +23,7 @@ from granite4_neuron.runtime.interface import (
     accepted_rows,
     adapters_of,
     check_verification,
+    packed_inputs,
     step_inputs,
 )
 from granite4_neuron.state.hybrid_state import HybridState
@@ -90,6 +91,11 @@ class CPURuntime(BoundModel):
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
         self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
 
+    @property
+    def packs_rows(self) -> bool:
+        """Implement `Runtime.packs_rows`."""
+        return self.model.is_fused
+
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """Implement `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
@@ -111,6 +117,8 @@ class CPURuntime(BoundModel):
         if longest == 1 and not (all_logits or any(row.adapter for row in rows)):
             tokens, starts, slots = zip(*((row.tokens[0], row.start, row.slot) for row in rows), strict=True)
             return self.model.decode(tokens, starts, slots, state)
+        if self.packs_rows and not all_logits:
+            return self.model.forward_packed(*packed_inputs(rows), state, adapters=adapters_of(rows))
         return self.model(
             *step_inputs(rows, longest),
             state,

@@ -24,12 +24,12 @@ Ability = Literal["all_logits", "verify", "copy", "snapshot", "decode"]
 State = TypeVar("State", bound=HybridState | None)
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
 MOST_STOPS = 4  # of a row
-StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs`
+StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs` and `packed_inputs`
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens that a step adds to one sequence.
+    """Tokens that a step adds to one sequence: a prompt or any piece of it, or tokens behind it, one or several.
 
     slot: of the sequence.
     start: the sequence's length so far.
@@ -113,7 +113,7 @@ class Runtime(Protocol[State]):
 
     @property
     def tokens_per_step(self) -> int:
-        """The most prompt tokens of a step, padding included."""
+        """The most prompt tokens of a step, with the padding of a runtime that does not pack rows."""
 
     @property
     def rows_per_step(self) -> int:
@@ -134,6 +134,12 @@ class Runtime(Protocol[State]):
     @property
     def is_exact_at_any_cut(self) -> bool:
         """Whether a sequence's results are the same bit by bit however its tokens are cut into steps."""
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of different lengths share a step without padding: then a step of a prompt's piece and of other
+        sequences' tokens reads the weights once for both. Such a runtime is exact at any cut.
+        """
 
     @property
     def max_length(self) -> int:
@@ -172,7 +178,8 @@ class Runtime(Protocol[State]):
         """
 
     def step(self, state: State, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Add each row's tokens to its sequence. No two rows have the same slot.
+        """Add each row's tokens to its sequence. No two rows have the same slot. Rows may differ in length, and in
+        whether their sequence has begun.
 
         Returns:
             float32 logits after each row's last token, [rows, vocab_size]; with `all_logits` after every token,
@@ -252,6 +259,16 @@ def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int
         torch.tensor([list(range(row.start, row.start + tokens)) for row in rows], dtype=dtype),
         torch.tensor([len(row.tokens) for row in rows], dtype=dtype),
         torch.tensor([row.slot for row in rows], dtype=dtype),
+    )
+
+
+def packed_inputs(rows: Sequence[Row]) -> StepInputs:
+    """Put rows one after another for `forward_packed`: input_ids, positions [tokens]; lengths, slots [rows]."""
+    return (
+        torch.tensor([token for row in rows for token in row.tokens]),
+        torch.cat([torch.arange(row.start, row.start + len(row.tokens)) for row in rows]),
+        torch.tensor([len(row.tokens) for row in rows]),
+        torch.tensor([row.slot for row in rows]),
     )
 
 

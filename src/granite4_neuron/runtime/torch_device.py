@@ -26,7 +26,6 @@ from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.modeling_granite_moe_hybrid import (
     GraniteMoeHybridForCausalLM,
     OneByOne,
-    last_tokens,
     through_layers,
 )
 from granite4_neuron.model.step import DenseStep
@@ -643,7 +642,7 @@ def head(
 ) -> torch.Tensor:
     """Return the logits."""
     hidden_states = model.model.norm(hidden_states)
-    return model.head(hidden_states if key.all_logits else last_tokens(hidden_states, _step(key, *where)))
+    return model.head(hidden_states if key.all_logits else _step(key, *where).last_tokens(hidden_states))
 
 
 def choosing_head(

@@ -36,6 +36,7 @@ class NeuronRuntime:
 
     rows_per_step = 1
     is_exact_at_any_cut = False
+    packs_rows = False
     num_candidates = 0
     adapters: Mapping[str, Adapter] = {}
 

@@ -3,7 +3,7 @@
 
 Weights and settings are checked when a layer is made, arguments when it is called. An error there is a RuntimeError.
 Matrices are packed, see `weights.pack`. Other weights are in the model's dtype; none is copied. Arithmetic is float32
-inside. The results of a row of a batch are the same bit by bit whatever other rows there are.
+inside. The results of a row of a step are the same bit by bit whatever other rows there are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeigh
 class MambaMixer(Protocol):
     """The part of a Mamba-2 layer between in_proj and the gated norm.
 
-    Methods return y, [batch, tokens, num_heads * head_dim] or [tokens, ...] in float32, 0 for padding.
+    Methods return y, [tokens, num_heads * head_dim] in float32, 0 for padding.
     """
 
     def step(
@@ -29,20 +29,23 @@ class MambaMixer(Protocol):
         projected: torch.Tensor,
         conv_state: torch.Tensor,
         ssm_state: torch.Tensor,
+        offsets: torch.Tensor,
         lengths: torch.Tensor,
         read_slots: torch.Tensor,
         write_slots: torch.Tensor,
         starts: torch.Tensor,
     ) -> torch.Tensor:
-        """Run a step of several rows. Padding is not looked at, and rows of length 0 change no state.
+        """Run a step of rows of any lengths, one after another, with or without padding between them. Padding is not
+        looked at, and rows of length 0 change no state.
 
         Args:
-            projected: [batch, tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
+            projected: [tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
             conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
             ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16
                 with `stochastic_round` after every token.
-            lengths, read_slots, write_slots, starts: [batch], int64: a row's real tokens; where its state is read, and
-                where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
+            offsets, lengths, read_slots, write_slots, starts: [rows], int64: the number of a row's first token in
+                projected, and of its real tokens; where its state is read, and where it is written, -1 for nowhere; its
+                first token's position.
         """
 
     def step_paged(
@@ -144,6 +147,7 @@ class Decoder(Protocol):
         *,
         hidden_states: torch.Tensor,
         states: Sequence[tuple[torch.Tensor, ...]],
+        offsets: torch.Tensor,
         lengths: torch.Tensor,
         read_slots: torch.Tensor,
         write_slots: torch.Tensor,
@@ -154,20 +158,21 @@ class Decoder(Protocol):
         sin: torch.Tensor | None,
         keep_inputs: bool,
     ) -> list[torch.Tensor]:
-        """Return hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs
-        of each Mamba layer's mixer.
+        """Return hidden_states, [tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs of each
+        Mamba layer's mixer.
 
         Args:
             states: of each layer the two tensors of `MambaState` or `KeyValueState`.
-            slots: [batch], int64, of the caches.
-            adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without.
-            cos, sin: [batch, tokens, head_dim / 2], float32, or None.
+            slots: [rows], int64, of the caches.
+            adapters: [rows], int64, the number of each row's adapter, 0 for none; None for a step without.
+            cos, sin: [1, tokens, head_dim / 2], float32, or None.
         """
 
     def advance(
         self,
         kept_inputs: Sequence[torch.Tensor],
         states: Sequence[tuple[torch.Tensor, ...]],
+        offsets: torch.Tensor,
         lengths: torch.Tensor,
         read_slots: torch.Tensor,
         write_slots: torch.Tensor,
@@ -198,7 +203,7 @@ class Decoder(Protocol):
         slots: Sequence[int],
         states: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
-        """Return the logits after one more token of each sequence, [batch, vocab_size] in float32.
+        """Return the logits after one more token of each sequence, [rows, vocab_size] in float32.
 
         Args:
             tokens, starts, slots: each row's token, its position and its slot.

@@ -85,16 +85,17 @@ def fused_prefill(mixer: Mixer, xBC_dt: torch.Tensor, pages: Pages, read: int | 
     conv, ssm = _dense(mixer, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
     y = mixer.fused.step(
-        projected=xBC_dt[None],
+        projected=xBC_dt,
         conv_state=conv,
         ssm_state=ssm,
+        offsets=start,
         lengths=torch.tensor([len(xBC_dt)]),
         read_slots=slot,
         write_slots=slot,
         starts=start,
     )
     _store(pages, write, conv, ssm)
-    return y[0]
+    return y
 
 
 def torch_decode(mixer: Mixer, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:

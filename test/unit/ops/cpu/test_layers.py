@@ -54,7 +54,8 @@ def mix(layer, x, step, state, config):
             rounding=mamba.rounding,
         )
     )
-    y = mixer.step(projected=inputs, conv_state=state.conv_state, ssm_state=state.ssm_state, **step.rows())
+    states = dict(conv_state=state.conv_state, ssm_state=state.ssm_state)
+    y = mixer.step(projected=inputs.flatten(0, 1), **states, **step.rows()).unflatten(0, inputs.shape[:2])
     gated = cpu.rms_norm_gated(y, z, mamba.norm.weight, config.rms_norm_eps, config.mamba_n_groups)
     return cpu.linear(gated, mamba.out_proj.weight, mamba.out_proj.bias), inputs
 

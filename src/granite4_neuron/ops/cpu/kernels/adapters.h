@@ -6,6 +6,7 @@
 #include <map>
 
 #include "linear.h"
+#include "packed.h"
 
 namespace granite4_neuron {
 
@@ -24,24 +25,24 @@ struct AdapterTokens {
 };
 using AdapterRows = std::vector<AdapterTokens>;
 
-// adapters: the number of each row's adapter, 0 for none, [batch]; or nothing for a step without.
-inline AdapterRows adapter_rows(const std::optional<at::Tensor>& adapters, int64_t batch, int64_t tokens) {
+// adapters: the number of each row's adapter, 0 for none, [rows]; or nothing for a step without.
+// tokens: of the step, with padding.
+inline AdapterRows adapter_rows(const std::optional<at::Tensor>& adapters, const PackedRows& rows, int64_t tokens) {
   if (!adapters.has_value()) return {};
-  check_dense(*adapters, "adapters", {batch}, at::kLong);
-  std::map<int64_t, std::vector<int64_t>> rows;
-  for (int64_t row = 0; row < batch; row++) rows[adapters->const_data_ptr<int64_t>()[row]].push_back(row);
+  check_dense(*adapters, "adapters", {rows.count()}, at::kLong);
+  check_packed(rows, tokens);
+  std::map<int64_t, std::vector<int64_t>> numbers;
+  for (int64_t row = 0; row < rows.count(); row++)
+    for (int64_t token = 0; token < rows.length(row); token++)
+      numbers[adapters->const_data_ptr<int64_t>()[row]].push_back(rows.offset(row) + token);
   AdapterRows found;
-  for (const auto& [adapter, its_rows] : rows) {
+  for (const auto& [adapter, its_tokens] : numbers) {
+    int64_t count = its_tokens.size();
     if (adapter == 0) continue;
-    int64_t count = its_rows.size();
-    std::optional<at::Tensor> numbers;
-    if (count < batch) {
-      numbers = adapters->new_empty({count * tokens});
-      int64_t* to = numbers->mutable_data_ptr<int64_t>();
-      for (int64_t row : its_rows)
-        for (int64_t token = 0; token < tokens; token++) *to++ = row * tokens + token;
-    }
-    found.push_back({adapter, numbers});
+    if (count == tokens) return {{adapter, std::nullopt}};
+    at::Tensor its_numbers = adapters->new_empty({count});
+    std::copy(its_tokens.begin(), its_tokens.end(), its_numbers.mutable_data_ptr<int64_t>());
+    found.push_back({adapter, its_numbers});
   }
   return found;
 }

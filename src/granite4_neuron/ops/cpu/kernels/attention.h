@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "packed.h"
+
 namespace granite4_neuron {
 
 // As ops.write_cache, for one cache. cache: [slots, kv_heads, max_length, head_dim]; values: [batch, tokens, kv_heads,
@@ -17,6 +19,20 @@ void write_cache(
 at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
     const at::Tensor& lengths, const at::Tensor& slots, double scale);
+
+// The rows of a step over a cache; beside their tokens each row's slot and its first token's position, [rows], int64.
+struct CacheRows {
+  PackedRows tokens;
+  at::Tensor slots, starts;
+};
+
+// `write_cache` for rows of different lengths. values: [tokens, kv_heads, head_dim].
+void write_rows(at::Tensor cache, const at::Tensor& values, const CacheRows& rows);
+
+// `cached_attention` for rows of different lengths. query: [tokens, num_heads, head_dim].
+at::Tensor attend_rows(
+    const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const CacheRows& rows,
+    double scale);
 
 // The rows of a step, as `PagedSequences` has them; int32.
 struct SequenceRows {

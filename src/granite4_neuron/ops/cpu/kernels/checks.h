@@ -33,31 +33,24 @@ inline int64_t check_width(const at::Tensor& tensor, const char* name) {
   return tensor.size(-1);
 }
 
-// Checks the values that index memory: each row's number of real tokens, and its slot of the state; both [batch].
-inline void check_rows(
-    const at::Tensor& lengths, const at::Tensor& slots, int64_t batch, int64_t tokens, int64_t num_slots,
-    int64_t first_slot = 0) {
-  check_dense(lengths, "lengths", {batch}, at::kLong);
-  check_dense(slots, "slots", {batch}, at::kLong);
-  const auto *length = lengths.const_data_ptr<int64_t>(), *slot = slots.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < batch; row++) {
-    TORCH_CHECK(
-        0 <= length[row] && length[row] <= tokens, "row ", row, " has length ", length[row], " of ", tokens, " tokens");
+// Checks each row's slot of a state, [rows].
+inline void check_slots(
+    const at::Tensor& slots, const char* name, int64_t rows, int64_t num_slots, int64_t first_slot = 0) {
+  check_dense(slots, name, {rows}, at::kLong);
+  const auto* slot = slots.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < rows; row++)
     TORCH_CHECK(
         first_slot <= slot[row] && slot[row] < num_slots, "row ", row, " is in slot ", slot[row], " of ", num_slots);
-  }
 }
 
-// positions: [batch, tokens], of which the first counts: a row without tokens needs none. lengths: as `check_rows` has
-// seen them.
-inline void check_positions(const at::Tensor& positions, const at::Tensor& lengths, int64_t max_length) {
-  int64_t batch = lengths.numel();
-  check_shape(positions, "positions", {batch, -1});
-  const auto *first = positions.const_data_ptr<int64_t>(), *length = lengths.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < batch; row++) {
+// starts: [rows], each row's first position. lengths: [rows], of which none is negative.
+inline void check_starts(const at::Tensor& starts, const at::Tensor& lengths, int64_t max_length) {
+  int64_t rows = lengths.numel();
+  check_dense(starts, "starts", {rows}, at::kLong);
+  const auto *first = starts.const_data_ptr<int64_t>(), *length = lengths.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < rows; row++) {
     if (length[row] == 0) continue;
-    TORCH_CHECK(positions.size(1) > 0, "row ", row, " has no position");
-    int64_t position = first[row * positions.stride(0)];
+    int64_t position = first[row];
     TORCH_CHECK(
         0 <= position && position <= max_length - length[row], "row ", row, " has ", length[row],
         " tokens from position ", position, " on: beyond the cache, which has ", max_length);

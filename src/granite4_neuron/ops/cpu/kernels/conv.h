@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mixer.h"
+#include "packed.h"
 #include "parallel.h"
 #include "views.h"
 
@@ -9,18 +10,18 @@ namespace granite4_neuron {
 
 // The inputs and outputs of the first half.
 //
-// T is the dtype of inputs and windows. A row of the batch is `row_stride` values of `inputs`; within it
-// tokens are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.
+// T is the dtype of inputs and windows. Tokens are `token_stride` apart, each with the inputs of its channels and then
+// those of its heads' step sizes.
 template <typename T>
 struct ConvViews {
   const T* inputs;
-  int64_t row_stride, token_stride;
+  int64_t token_stride;
   T* windows;        // [slots, channels, width - 1], oldest input first
-  float* activated;  // [batch, tokens, channels]
-  float* steps;      // [batch, tokens, heads]
+  float* activated;  // [tokens, channels]
+  float* steps;      // [tokens, heads]
 
-  const T* token(int64_t row, int64_t t) const {
-    return inputs + row * row_stride + t * token_stride;
+  const T* token(int64_t number) const {
+    return inputs + number * token_stride;
   }
 };
 
@@ -76,35 +77,38 @@ inline void step_sizes(const Mixer& m, const T* raw, float* to) {
     to[head] = std::clamp(softplus(to[head] + m.dt_bias[head]), limits.dt_low, limits.dt_high);
 }
 
-// Convolution and step sizes of every sequence's tokens; windows advance in place.
+// Convolution and step sizes of rows of any number of tokens; windows advance in place.
 template <typename T>
-inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
-  int64_t channels = m.channels, history = m.width - 1, window = channels * history;
-  std::vector<float> before(m.batch * window);  // [batch, history, channels]
-  for (int64_t row = 0; row < m.batch; row++)
-    transpose_to_float(views.windows + m.rows.read_slots[row] * window, channels, history, &before[row * window]);
-  // Blocks of tokens, of which each thread takes some.
+inline void convolve_rows(const Mixer& m, const ConvViews<T>& views, const std::vector<int64_t>& rows) {
+  int64_t channels = m.channels, history = m.width - 1, window = channels * history, count = rows.size();
+  std::vector<float> before(count * window);  // [rows, history, channels]
+  // Blocks of tokens, of which each thread takes some; their rows are numbers in `rows`.
   constexpr int64_t BLOCK = 32;
-  int64_t blocks = (m.tokens + BLOCK - 1) / BLOCK;
-  parallel_tasks(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+  std::vector<TokenBlock> blocks;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t row = rows[i], length = m.rows.lengths[row];
+    transpose_to_float(views.windows + m.rows.read_slots[row] * window, channels, history, &before[i * window]);
+    for (int64_t first = 0; first < length; first += BLOCK)
+      blocks.push_back({i, first, std::min(BLOCK, length - first)});
+  }
+  parallel_tasks(blocks.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.rows.lengths[row]);
-      if (first >= last) continue;
-      MatrixView<const T> x{views.token(row, 0), views.token_stride};
-      float* out = views.activated + row * m.tokens * channels;
-      convolve(m, x, &before[row * window], out, first, last);
-      for (int64_t token = first; token < last; token++)
-        step_sizes(m, x.row(token) + channels, views.steps + (row * m.tokens + token) * m.heads);
+      auto [i, first, size] = blocks[task];
+      int64_t offset = m.rows.offsets[rows[i]];
+      MatrixView<const T> x{views.token(offset), views.token_stride};
+      convolve(m, x, &before[i * window], views.activated + offset * channels, first, first + size);
+      for (int64_t token = first; token < first + size; token++)
+        step_sizes(m, x.row(token) + channels, views.steps + (offset + token) * m.heads);
     }
   });
-  for (int64_t row = 0; row < m.batch; row++) {
-    int64_t length = m.rows.lengths[row], slot = m.rows.write_slots[row];
-    if (length == 0 || slot < 0) continue;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t row = rows[i], length = m.rows.lengths[row], slot = m.rows.write_slots[row];
+    if (slot < 0) continue;
     T* to = views.windows + slot * window;
     for (int64_t h = 0; h < history; h++) {
       int64_t token = length - history + h;  // in this step, or before it where negative
-      const T* here = views.token(row, token);
-      const float* earlier = &before[row * window] + (token + history) * channels;
+      const T* here = views.token(m.rows.offsets[row] + token);
+      const float* earlier = &before[i * window] + (token + history) * channels;
       for (int64_t c = 0; c < channels; c++)
         to[c * history + h] = token >= 0 ? here[c] : static_cast<T>(earlier[c]);
     }
@@ -127,25 +131,25 @@ struct TokenWindow {
   }
 };
 
-// As `convolve_tokens`, for one token of every sequence and a width that is known to the compiler.
+// As `convolve_rows`, for rows of one token whose window is written, and a width that is known to the compiler.
 template <typename T, int64_t HISTORY>
-inline void convolve_token(const Mixer& m, const ConvViews<T>& views) {
+inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views, const std::vector<int64_t>& rows) {
   constexpr int64_t BLOCK = 512;
   int64_t blocks = (m.channels + BLOCK - 1) / BLOCK, size = m.channels * HISTORY;
-  parallel_tasks(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(rows.size() * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.channels);
-      if (m.rows.lengths[row] == 0) continue;
-      const T* from = views.windows + m.rows.read_slots[row] * size;
+      int64_t row = rows[task / blocks], first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.channels);
+      int64_t token = m.rows.offsets[row];
+      const T *from = views.windows + m.rows.read_slots[row] * size, *x = views.token(token);
       T* to = views.windows + m.rows.write_slots[row] * size;
       for (int64_t c = first; c < last; c += LANES) {
         TokenWindow<T, HISTORY> window{};
         int64_t count = std::min(LANES, last - c);
-        window.advance(views.token(row, 0) + c, from + c * HISTORY, to + c * HISTORY, count);
+        window.advance(x + c, from + c * HISTORY, to + c * HISTORY, count);
         auto inputs = [&](int64_t tap) { return window.inputs[tap] - c; };
-        convolve_channels(m, inputs, views.activated + row * m.channels, c, c + count);
+        convolve_channels(m, inputs, views.activated + token * m.channels, c, c + count);
       }
-      if (first == 0) step_sizes(m, views.token(row, 0) + m.channels, views.steps + row * m.heads);
+      if (first == 0) step_sizes(m, x + m.channels, views.steps + token * m.heads);
     }
   });
 }
@@ -153,10 +157,18 @@ inline void convolve_token(const Mixer& m, const ConvViews<T>& views) {
 // Convolution and step sizes of a step.
 template <typename T>
 inline void convolve_step(const Mixer& m, const ConvViews<T>& views) {
-  if (m.tokens > 1 || m.width < 2 || m.width > 4) return convolve_tokens(m, views);
-  if (m.width == 4) return convolve_token<T, 3>(m, views);
-  if (m.width == 3) return convolve_token<T, 2>(m, views);
-  return convolve_token<T, 1>(m, views);
+  bool has_tokens_kernel = 2 <= m.width && m.width <= 4;
+  std::vector<int64_t> tokens, others;
+  for (int64_t row = 0; row < m.num_rows; row++) {
+    if (m.rows.lengths[row] == 0) continue;
+    bool is_token = m.rows.lengths[row] == 1 && m.rows.write_slots[row] >= 0;
+    (is_token && has_tokens_kernel ? tokens : others).push_back(row);
+  }
+  if (!others.empty()) convolve_rows(m, views, others);
+  if (tokens.empty()) return;
+  if (m.width == 4) return convolve_tokens<T, 3>(m, views, tokens);
+  if (m.width == 3) return convolve_tokens<T, 2>(m, views, tokens);
+  return convolve_tokens<T, 1>(m, views, tokens);
 }
 
 }  // namespace granite4_neuron

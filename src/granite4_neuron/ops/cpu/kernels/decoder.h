@@ -23,16 +23,16 @@ struct EmbeddingAndHead {
   at::Tensor norm;  // [hidden_size]
   double eps, logits_scaling;
 
-  // Rows of the embedding for tokens, times its multiplier: [tokens, 1, hidden_size] in float32.
+  // Rows of the embedding for tokens, times its multiplier: [tokens, hidden_size] in float32.
   at::Tensor embed(const at::Tensor& tokens) const {
     at::Tensor x = embedding.has_value() ? table_rows(tokens) : weight_rows(head.weight, tokens);
     float* values = x.mutable_data_ptr<float>();
     for (int64_t i = 0; i < x.numel(); i++) values[i] *= static_cast<float>(embedding_multiplier);
-    return x.unsqueeze(1);
+    return x;
   }
-  // hidden_states: [batch, 1, hidden_size]. Returns [batch, vocab_size] in float32.
+  // hidden_states: [tokens, hidden_size]. Returns [tokens, vocab_size] in float32.
   at::Tensor predict(const at::Tensor& hidden_states) const {
-    return logits(rms_norm(hidden_states, std::nullopt, norm, eps, 1).squeeze(1), head.weight, logits_scaling);
+    return logits(rms_norm(hidden_states, std::nullopt, norm, eps, 1), head.weight, logits_scaling);
   }
 
  private:
@@ -70,15 +70,16 @@ class Decoder : public torch::CustomClassHolder {
     embedding_and_head_ = given;
   }
 
-  // Returns hidden_states, [batch, tokens, hidden_size] in float32, after all layers; with `keep_inputs`, then the
-  // inputs of each Mamba layer's mixer. slots: of the caches, [batch]. adapters: of the rows, see `adapter_rows`.
+  // Returns hidden_states, [tokens, hidden_size] in float32, after all layers; with `keep_inputs`, then the inputs of
+  // each Mamba layer's mixer. slots: of the caches, [rows]. adapters: of the rows, see `adapter_rows`.
   std::vector<at::Tensor> step(
       at::Tensor hidden_states, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots,
       const std::optional<at::Tensor>& adapters, const std::optional<RotaryTables>& rotary, bool keep_inputs) const {
     check_states(states);
-    AdapterRows adapted = adapter_rows(adapters, hidden_states.size(0), hidden_states.size(1));
+    check_shape(hidden_states, "hidden_states", {-1, -1});
+    AdapterRows adapted = adapter_rows(adapters, rows.tokens, hidden_states.size(0));
     std::vector<at::Tensor> kept;
-    CacheRows cache_rows{rows.lengths, slots, rows.starts.unsqueeze(-1)};
+    CacheRows cache_rows{rows.tokens, slots, rows.starts};
     for (size_t i = 0; i < layers_.size(); i++) {
       const auto& [first, second] = states[i];
       const auto& [mixer, feed_forward] = layers_[i];
@@ -96,7 +97,7 @@ class Decoder : public torch::CustomClassHolder {
     return kept;
   }
 
-  // Logits after one more token of each sequence, [batch, vocab_size] in float32. All lists: [batch].
+  // Logits after one more token of each sequence, [rows, vocab_size] in float32. All lists: [rows].
   at::Tensor decode(
       const std::vector<int64_t>& tokens, const std::vector<int64_t>& starts, const std::vector<int64_t>& slots,
       const LayerStates& states) const {
@@ -104,8 +105,10 @@ class Decoder : public torch::CustomClassHolder {
     std::vector<int64_t> read_slots = slots;
     for (size_t row = 0; row < std::min(slots.size(), starts.size()); row++)
       if (starts[row] == 0) read_slots[row] = 0;
-    at::Tensor write_slots = numbers(slots);
-    SlotRows rows{numbers(std::vector<int64_t>(tokens.size(), 1)), numbers(read_slots), write_slots, numbers(starts)};
+    std::vector<int64_t> offsets(tokens.size());
+    std::iota(offsets.begin(), offsets.end(), 0);
+    at::Tensor write_slots = numbers(slots), lengths = numbers(std::vector<int64_t>(tokens.size(), 1));
+    SlotRows rows{{numbers(offsets), lengths}, numbers(read_slots), write_slots, numbers(starts)};
     at::Tensor hidden_states = embedding_and_head_->embed(numbers(tokens));
     return embedding_and_head_->predict(step(hidden_states, states, rows, write_slots, {}, {}, false)[0]);
   }

@@ -57,13 +57,13 @@ inline void register_layers(torch::Library& library) {
       .def(
           "step",
           [](const intrusive_ptr<MixerObject>& self, const Tensor& projected, const Tensor& conv_state,
-             const Tensor& ssm_state, const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots,
-             const Tensor& starts) {
-            return mamba_mixer(
-                *self, projected, {conv_state, ssm_state}, {lengths, read_slots, write_slots, starts});
+             const Tensor& ssm_state, const Tensor& offsets, const Tensor& lengths, const Tensor& read_slots,
+             const Tensor& write_slots, const Tensor& starts) {
+            SlotRows rows{{offsets, lengths}, read_slots, write_slots, starts};
+            return mamba_mixer(*self, projected, {conv_state, ssm_state}, rows);
           },
           "",
-          {arg("projected"), arg("conv_state"), arg("ssm_state"), arg("lengths"), arg("read_slots"),
+          {arg("projected"), arg("conv_state"), arg("ssm_state"), arg("offsets"), arg("lengths"), arg("read_slots"),
            arg("write_slots"), arg("starts")})
       .def(
           "step_paged",
@@ -167,16 +167,16 @@ inline void register_layers(torch::Library& library) {
       .def(
           "step",
           [](const intrusive_ptr<Decoder>& self, const Tensor& hidden_states, LayerStates states,
-             const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts,
-             const Tensor& slots, const MaybeTensor& adapters, const MaybeTensor& cos, const MaybeTensor& sin,
-             bool keep_inputs) {
-            return self->step(
-                hidden_states, states, {lengths, read_slots, write_slots, starts}, slots, adapters, rotary(cos, sin),
-                keep_inputs);
+             const Tensor& offsets, const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots,
+             const Tensor& starts, const Tensor& slots, const MaybeTensor& adapters, const MaybeTensor& cos,
+             const MaybeTensor& sin, bool keep_inputs) {
+            SlotRows rows{{offsets, lengths}, read_slots, write_slots, starts};
+            return self->step(hidden_states, states, rows, slots, adapters, rotary(cos, sin), keep_inputs);
           },
           "",
-          {arg("hidden_states"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"), arg("starts"),
-           arg("slots"), arg("adapters"), arg("cos"), arg("sin"), arg("keep_inputs")})
+          {arg("hidden_states"), arg("states"), arg("offsets"), arg("lengths"), arg("read_slots"),
+           arg("write_slots"), arg("starts"), arg("slots"), arg("adapters"), arg("cos"), arg("sin"),
+           arg("keep_inputs")})
       .def(
           "set_embedding_and_head",
           [](const intrusive_ptr<Decoder>& self, const Tensor& head, const MaybeTensor& embedding,
@@ -194,12 +194,13 @@ inline void register_layers(torch::Library& library) {
       .def(
           "advance",
           [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,
-             const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts) {
-            self->advance(kept_inputs, states, {lengths, read_slots, write_slots, starts});
+             const Tensor& offsets, const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots,
+             const Tensor& starts) {
+            self->advance(kept_inputs, states, {{offsets, lengths}, read_slots, write_slots, starts});
           },
           "",
-          {arg("kept_inputs"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"),
-           arg("starts")});
+          {arg("kept_inputs"), arg("states"), arg("offsets"), arg("lengths"), arg("read_slots"),
+           arg("write_slots"), arg("starts")});
 }
 
 // `Profile.take`, by the names of parts.

@@ -122,7 +122,7 @@ struct MambaLayer : torch::CustomClassHolder {
     at::Tensor gated = rms_norm(y, z, gated_norm, residual.eps, mixer->settings.groups);
     return residual.add(hidden_states, out_proj(gated, adapters));
   }
-  // hidden_states: [batch, tokens, hidden_size]. Returns what becomes of them, and the mixer's inputs.
+  // hidden_states: [tokens, hidden_size]. Returns what becomes of them, and the mixer's inputs.
   std::tuple<at::Tensor, at::Tensor> step(
       const at::Tensor& hidden_states, const MixerState& state, const SlotRows& rows,
       const AdapterRows& adapters) const {
@@ -139,11 +139,6 @@ struct MambaLayer : torch::CustomClassHolder {
 // Keys and values of a layer: each [slots, kv_heads, max_length, head_dim], or [pages, kv_heads, page_size, head_dim].
 struct Cache {
   at::Tensor key, value;
-};
-
-// Each row's number of real tokens and its slot of the cache, [batch]; its first token's position, [batch, 1].
-struct CacheRows {
-  at::Tensor lengths, slots, starts;
 };
 
 // hidden_states + multiplier * o_proj(attention(q, k, v)), where these are projections of rms_norm(hidden_states).
@@ -174,39 +169,40 @@ struct AttentionLayer : torch::CustomClassHolder {
         addition);
   }
 
-  // hidden_states: [batch, tokens, hidden_size]. rotary: of the tokens' positions, where the model has rotary ones.
+  // hidden_states: [tokens, hidden_size]. rotary: of the tokens' positions, [1, tokens, head_dim / 2], where the model
+  // has rotary ones.
   at::Tensor step(
       const at::Tensor& hidden_states, const Cache& cache, const CacheRows& rows,
       const std::optional<RotaryTables>& rotary, const AdapterRows& adapters) const {
     auto [query, key, value] = project(hidden_states, rotary, adapters);
-    write_cache(cache.key, key, rows.starts, rows.lengths, rows.slots);
-    write_cache(cache.value, value, rows.starts, rows.lengths, rows.slots);
-    at::Tensor y = cached_attention(query, cache.key, cache.value, rows.starts, rows.lengths, rows.slots, scale);
-    return residual.add(hidden_states, o_proj(y.flatten(2), adapters));
+    write_rows(cache.key, key, rows);
+    write_rows(cache.value, value, rows);
+    at::Tensor y = attend_rows(query, cache.key, cache.value, rows, scale);
+    return residual.add(hidden_states, o_proj(y.flatten(1), adapters));
   }
-  // hidden_states: [tokens, hidden_size]. rotary: [1, tokens, head_dim / 2].
+  // The same over a cache in pages.
   at::Tensor step_paged(
       const at::Tensor& hidden_states, const Cache& pages, const SequenceRows& rows,
       const std::optional<RotaryTables>& rotary) const {
-    auto [query, key, value] = project(hidden_states.unsqueeze(0), rotary, {});
-    auto flat = [](const at::Tensor& heads) { return heads.squeeze(0).flatten(1); };
-    at::Tensor y = paged_attention(flat(query), flat(key), flat(value), pages.key, pages.value, rows, scale);
+    auto [query, key, value] = project(hidden_states, rotary, {});
+    at::Tensor y =
+        paged_attention(query.flatten(1), key.flatten(1), value.flatten(1), pages.key, pages.value, rows, scale);
     return residual.add(hidden_states, o_proj(y, {}));
   }
 
  private:
-  // Queries, keys and values, each [batch, tokens, its heads, head_dim].
+  // Queries, keys and values, each [tokens, its heads, head_dim].
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(
       const at::Tensor& hidden_states, const std::optional<RotaryTables>& rotary, const AdapterRows& adapters) const {
-    check_shape(hidden_states, "hidden_states", {-1, -1, residual.hidden_size()});
+    check_shape(hidden_states, "hidden_states", {-1, residual.hidden_size()});
     at::Tensor x = residual.normalised(hidden_states);
     auto heads = [&](const Linear& projection) {
-      return projection(x, adapters).view({x.size(0), x.size(1), projection.rows() / head_dim, head_dim});
+      return projection(x, adapters).view({x.size(0), projection.rows() / head_dim, head_dim});
     };
     at::Tensor query = heads(q_proj), key = heads(k_proj), value = heads(v_proj);
     if (rotary.has_value()) {
-      apply_rotary(query, *rotary);
-      apply_rotary(key, *rotary);
+      apply_rotary(query.unsqueeze(0), *rotary);
+      apply_rotary(key.unsqueeze(0), *rotary);
     }
     return {query, key, value};
   }

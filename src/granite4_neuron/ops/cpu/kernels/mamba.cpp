@@ -30,40 +30,35 @@ inline void check_call(const MambaMixer& mixer, const at::Tensor& projected, con
       " heads of ", head_dim, " and twice ", groups, " groups of ", d_state);
 }
 
-inline Rows check_slot_rows(const SlotRows& rows, int64_t batch, int64_t tokens, int64_t num_slots) {
-  check_rows(rows.lengths, rows.read_slots, batch, tokens, num_slots);
-  check_rows(rows.lengths, rows.write_slots, batch, tokens, num_slots, tokens > 1 ? -1 : 0);
-  check_dense(rows.starts, "starts", {batch}, at::kLong);
-  return {rows.lengths.const_data_ptr<int64_t>(), rows.read_slots.const_data_ptr<int64_t>(),
-          rows.write_slots.const_data_ptr<int64_t>(), rows.starts.const_data_ptr<int64_t>()};
+inline Rows check_slot_rows(const SlotRows& rows, int64_t tokens, int64_t num_slots) {
+  check_packed(rows.tokens, tokens);
+  check_slots(rows.read_slots, "read_slots", rows.tokens.count(), num_slots);
+  check_slots(rows.write_slots, "write_slots", rows.tokens.count(), num_slots, -1);
+  check_dense(rows.starts, "starts", {rows.tokens.count()}, at::kLong);
+  auto numbers = [](const at::Tensor& tensor) { return tensor.const_data_ptr<int64_t>(); };
+  return {numbers(rows.tokens.offsets), numbers(rows.tokens.lengths), numbers(rows.read_slots),
+          numbers(rows.write_slots), numbers(rows.starts)};
 }
 
 at::Tensor mamba_mixer(
     const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const SlotRows& rows) {
-  check_shape(projected, "projected", {-1, -1, -1});
+  check_shape(projected, "projected", {-1, -1});
   check_call(mixer, projected, state);
   check_dense(state.ssm, "ssm_state", state.ssm.sizes(), state.ssm.scalar_type());
   check_dense(state.conv, "conv_state", {-1, -1, mixer.width - 1}, state.conv.scalar_type());
-  int64_t batch = projected.size(0), tokens = projected.size(1);
-  int64_t heads = mixer.heads, head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
+  int64_t tokens = projected.size(0), heads = mixer.heads, head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
   int64_t width = mixer.width, channels = mixer.channels;
-  Mixer m{batch, tokens, heads, head_dim, d_state, width, channels,
-          check_slot_rows(rows, batch, tokens, state.ssm.size(0)),
+  Rows checked = check_slot_rows(rows, tokens, state.ssm.size(0));
+  Mixer m{rows.tokens.count(), rows.tokens.longest(), heads, head_dim, d_state, width, channels, checked,
           mixer.settings, mixer.dt_bias, mixer.A, mixer.D, mixer.filter};
 
-  at::Tensor y = empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
-  if (y.numel() == 0) return y;
-  for (int64_t row = 0; row < batch; row++) {
-    float* row_y = y.mutable_data_ptr<float>() + row * y.stride(0);
-    std::fill(row_y + m.rows.lengths[row] * y.stride(1), row_y + y.stride(0), 0.0f);
-  }
-  at::Tensor xBC = empty({batch, tokens, channels}, y.options());
-  at::Tensor dt = empty({batch, tokens, heads}, y.options());
+  at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
+  if (rows.tokens.real_tokens() < tokens) std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);
+  at::Tensor xBC = empty({tokens, channels}, y.options()), dt = empty({tokens, heads}, y.options());
   GRANITE4_DISPATCH(projected.scalar_type(), "mamba_mixer", [&] {
     ConvViews<scalar_t> views{
         projected.const_data_ptr<scalar_t>(),
         projected.stride(0),
-        projected.stride(1),
         state.conv.mutable_data_ptr<scalar_t>(),
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};
@@ -95,7 +90,8 @@ at::Tensor paged_mamba_mixer(
       " columns where ", columns, " are needed");
 
   // One row of the mixer's own kind, whose tokens are those of all sequences.
-  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr},
+  const int64_t first = 0;
+  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&first, &tokens, nullptr, nullptr, nullptr},
           mixer.settings, mixer.dt_bias, mixer.A, mixer.D, mixer.filter};
   at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
   std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // what padding gives
@@ -103,7 +99,6 @@ at::Tensor paged_mamba_mixer(
   GRANITE4_DISPATCH(projected.scalar_type(), "paged_mamba_mixer", [&] {
     ConvViews<scalar_t> views{
         projected.const_data_ptr<scalar_t>(),
-        0,
         projected.stride(0),
         nullptr,
         xBC.mutable_data_ptr<float>(),
@@ -119,7 +114,7 @@ at::Tensor paged_mamba_mixer(
         if (rows.is_padding(row)) continue;
         convolve_paged(m, views, windows, rows, row, first, std::min(first + BLOCK, channels));
         for (int64_t token = rows.starts[row]; first == 0 && token < rows.starts[row + 1]; token++)
-          step_sizes(m, views.token(0, token) + channels, views.steps + token * heads);
+          step_sizes(m, views.token(token) + channels, views.steps + token * heads);
       }
     });
   });

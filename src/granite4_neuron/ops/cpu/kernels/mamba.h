@@ -2,19 +2,20 @@
 #pragma once
 
 #include "mixer.h"
+#include "packed.h"
 
 namespace granite4_neuron {
 
-// The rows of a step over states in slots, each [batch], int64: real tokens; the slot that is read; the slot that is
-// written, or -1 for none, in steps of several tokens; the position of the first token.
+// The rows of a step over states in slots; beside their tokens [rows], int64: the slot that is read; the slot that is
+// written, or -1 for none; the position of the first token.
 struct SlotRows {
-  at::Tensor lengths, read_slots, write_slots, starts;
+  PackedRows tokens;
+  at::Tensor read_slots, write_slots, starts;
 };
 
 // `MambaMixer.step` of ops/cpu/layers.py. Real tokens only are computed; y of padding is 0.
 //
-// projected: [batch, tokens, channels + heads], tokens at any distance. Returns y, [batch, tokens, heads * head_dim] in
-// float32.
+// projected: [tokens, channels + heads], tokens at any distance. Returns y, [tokens, heads * head_dim] in float32.
 at::Tensor mamba_mixer(
     const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const SlotRows& rows);
 

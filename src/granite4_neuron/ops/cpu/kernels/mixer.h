@@ -19,16 +19,16 @@ struct MixerState {
   at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32, bfloat16 or float16
 };
 
-// For each row of the batch: its number of real tokens, the slots where its state is read and written, and its first
-// token's place in the sequence. A write slot of -1 says that the state is not written; steps of one token have none.
+// For each row: the number of its first token in the step, its number of real tokens, the slots where its state is read
+// and written, and its first token's place in the sequence. A write slot of -1 says that the state is not written.
 struct Rows {
-  const int64_t *lengths, *read_slots, *write_slots, *starts;
+  const int64_t *offsets, *lengths, *read_slots, *write_slots, *starts;
 };
 
 constexpr int64_t MAX_SCAN_BLOCK = 128;
 
 // groups: of B and C. chunk_size: tokens that pass through a part of a state at a time, MAX_SCAN_BLOCK at most.
-// heads_per_task: states that a thread takes at a time in steps of one token. dt_low, dt_high: the limits of step
+// heads_per_task: states of rows of one token that a thread takes at a time. dt_low, dt_high: the limits of step
 // sizes. rounding: of SSM states that are not float32.
 struct MixerSettings {
   int64_t groups, chunk_size, heads_per_task;
@@ -42,9 +42,9 @@ struct Filter {
   std::vector<float> bias;  // [channels], zeros where the layer has none
 };
 
-// One call.
+// One call. longest: the most tokens of a row.
 struct Mixer {
-  int64_t batch, tokens, heads, head_dim, d_state, width, channels;
+  int64_t num_rows, longest, heads, head_dim, d_state, width, channels;
   Rows rows;
   const MixerSettings& settings;
   const std::vector<float>&dt_bias, &A, &D;  // [heads]

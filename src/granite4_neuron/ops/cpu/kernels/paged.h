@@ -58,7 +58,7 @@ inline void convolve_paged(
     for (int64_t c = 0; c < count; c++)
       inputs[h * count + c] = static_cast<float>(page.row(offset + h)[c * page.column_stride]);
   for (int64_t t = 0; t < length; t++)
-    to_float(views.token(0, rows.starts[row] + t) + first, &inputs[(history + t) * count], count);
+    to_float(views.token(rows.starts[row] + t) + first, &inputs[(history + t) * count], count);
   for (int64_t t = 0; t < length; t++) {
     auto inputs_of = [&](int64_t tap) { return &inputs[(t + tap) * count] - first; };
     convolve_channels(m, inputs_of, views.activated + (rows.starts[row] + t) * m.channels, first, last);

@@ -17,10 +17,10 @@ namespace granite4_neuron {
 // S is the dtype of states, which are computed in float32 and rounded where they are stored.
 template <typename S>
 struct ScanViews {
-  const float* xBC;  // [batch, tokens, channels], with channels = inner + 2 * groups * d_state
-  const float* dt;   // [batch, tokens, heads]
+  const float* xBC;  // [tokens, channels], with channels = inner + 2 * groups * d_state
+  const float* dt;   // [tokens, heads]
   S* ssm_state;      // [slots, heads, head_dim, d_state]
-  float* y;          // [batch, tokens, inner]; null where nobody asks for it
+  float* y;          // [tokens, inner]; null where nobody asks for it
 };
 
 // One head's part of one sequence's tokens: a row each of x, B, C and y, and a step size.
@@ -41,7 +41,7 @@ struct HeadTokens {
 
 template <typename S>
 inline HeadTokens head_tokens(const Mixer& m, const ScanViews<S>& views, int64_t row, int64_t head) {
-  int64_t first = row * m.tokens, groups_width = m.settings.groups * m.d_state;
+  int64_t first = m.rows.offsets[row], groups_width = m.settings.groups * m.d_state;
   const float* x = views.xBC + first * m.channels;
   const float* B = x + m.inner() + m.group_of(head) * m.d_state;
   return {m.rows.lengths[row],
@@ -179,7 +179,7 @@ class RoundedScan {
  public:
   explicit RoundedScan(const Mixer& m)
       : m_(m), rounding_(m.settings.rounding, m.head_dim, m.d_state),
-        block_(std::min(m.tokens, m.settings.chunk_size)), words_(block_ * rounding_.num_words()),
+        block_(std::min(m.longest, m.settings.chunk_size)), words_(block_ * rounding_.num_words()),
         totals_(block_ * SHARED_ROWS * LANES) {}
 
   // All tokens of one head of one sequence, of which the first has this position.
@@ -266,16 +266,15 @@ class RoundedScan {
   }
 };
 
-// Any number of tokens of every sequence.
+// All tokens of some rows, `grain` heads at a time.
 template <typename S>
-inline void scan(const Mixer& m, const ScanViews<S>& views) {
-  int64_t size = m.head_dim * m.d_state, grain = m.tokens == 1 ? m.settings.heads_per_task : 1;
-  parallel_tasks(m.batch * m.heads, grain, [&](int64_t begin, int64_t end) {
+inline void scan_rows(const Mixer& m, const ScanViews<S>& views, const std::vector<int64_t>& rows, int64_t grain) {
+  int64_t size = m.head_dim * m.d_state;
+  parallel_tasks(rows.size() * m.heads, grain, [&](int64_t begin, int64_t end) {
     std::conditional_t<IS_REDUCED<S>, RoundedScan<S>, PlainScan> head_scan(m);
     std::vector<S> unwritten;  // the state of a step that leaves it as it is
     for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / m.heads, head = task % m.heads, slot = m.rows.write_slots[row];
-      if (m.rows.lengths[row] == 0) continue;
+      int64_t row = rows[task / m.heads], head = task % m.heads, slot = m.rows.write_slots[row];
       if (slot < 0) unwritten.resize(size);
       HeadState<S> state{
           views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
@@ -283,6 +282,16 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
       head_scan.run(head_tokens(m, views, row, head), state, head, m.rows.starts[row]);
     }
   });
+}
+
+// Any number of tokens of every row.
+template <typename S>
+inline void scan(const Mixer& m, const ScanViews<S>& views) {
+  std::vector<int64_t> tokens, others;  // of one token, which are short tasks, and of more
+  for (int64_t row = 0; row < m.num_rows; row++)
+    if (m.rows.lengths[row] > 0) (m.rows.lengths[row] == 1 ? tokens : others).push_back(row);
+  if (!others.empty()) scan_rows(m, views, others, 1);
+  if (!tokens.empty()) scan_rows(m, views, tokens, m.settings.heads_per_task);
 }
 
 }  // namespace granite4_neuron

@@ -63,7 +63,7 @@ def states():
 
 
 def slot_rows():
-    rows = dict(lengths=[3, 2], read_slots=[0, 0], write_slots=[1, 2], starts=[0, 0])
+    rows = dict(offsets=[0, 3], lengths=[3, 2], read_slots=[0, 0], write_slots=[1, 2], starts=[0, 0])
     return {name: torch.tensor(row) for name, row in rows.items()}
 
 
@@ -108,7 +108,7 @@ GOOD = {
     "rms_norm": lambda: dict(x=torch.randn(2, 8), z=torch.randn(2, 8), weight=torch.randn(8), eps=1e-5, n_groups=2),
     "silu_and_mul": lambda: dict(x=torch.randn(2, 8)),
     "residual_add": lambda: dict(x=torch.randn(2, 8), y=torch.randn(2, 8), alpha=1.0),
-    "MambaMixer.step": lambda: mixer() | states() | slot_rows() | {"projected": torch.randn(2, 3, CHANNELS + HEADS)},
+    "MambaMixer.step": lambda: mixer() | states() | slot_rows() | {"projected": torch.randn(6, CHANNELS + HEADS)},
     "MambaMixer.step_paged": lambda: mixer() | states() | page_rows() | {"projected": torch.randn(3, CHANNELS + HEADS)},
     "MambaLayer.step_paged": mamba_layer,
     "AttentionLayer.step_paged": attention_layer,
@@ -205,7 +205,15 @@ BAD = [
     ("MambaMixer.step_paged", dict(starts=WRAPPING, pages=torch.tensor([[1], [2], [1], [2]]).int()), "ends before it"),
     ("MambaMixer.step", dict(rounds=11), "11 rounds"),
     ("MambaMixer.step", dict(ssm_state=torch.zeros(3, HEADS, HEAD_DIM, D_STATE).double()), "ssm_state is Double"),
-    ("MambaMixer.step", dict(lengths=torch.tensor([3])), "lengths has the shape"),
+    ("MambaMixer.step", dict(offsets=torch.tensor([3])), "offsets has the shape"),
+    ("MambaMixer.step", dict(offsets=torch.tensor([0, 2])), "row 1 begins at token 2 of 6"),
+    ("MambaMixer.step", dict(offsets=torch.tensor([0, 7])), "row 1 begins at token 7 of 6"),
+    ("MambaMixer.step", dict(offsets=torch.tensor([-1, 3])), "row 0 begins at token -1 of 6"),
+    ("MambaMixer.step", dict(lengths=torch.tensor([3, 4])), "row 1 has length 4 of 3 tokens"),
+    ("MambaMixer.step", dict(lengths=torch.tensor([2**63 - 1, 2])), "has length 9223372036854775807 of 6 tokens"),
+    ("MambaMixer.step", dict(lengths=torch.tensor([-1, 2])), "row 0 has length -1 of 6 tokens"),
+    ("MambaMixer.step", dict(read_slots=torch.tensor([-1, 0])), "row 0 is in slot -1 of 3"),
+    ("MambaMixer.step", dict(write_slots=torch.tensor([1, 3])), "row 1 is in slot 3 of 3"),
     ("MambaMixer.step", dict(starts=NO_NUMBERS), "starts has the shape"),
     ("MambaMixer.step", dict(conv_state=torch.zeros(2, CHANNELS, 3)), "conv_state has the shape"),
     ("MambaMixer.step_paged", dict(pages=torch.zeros(2, 0, dtype=torch.int32)), "no columns"),
@@ -264,7 +272,7 @@ def no_rows(good):
         ("fused_experts", dict(x=no_rows, weights=no_rows, ids=no_rows)),
         ("FeedForward.step", dict(hidden_states=lambda good: good[:, :0])),
         ("MambaMixer.step", dict.fromkeys(("projected", *slot_rows()), no_rows)),
-        ("MambaMixer.step", dict(projected=lambda x: x[:, :0], lengths=lambda good: 0 * good)),
+        ("MambaMixer.step", dict(projected=no_rows, offsets=lambda good: 0 * good, lengths=lambda good: 0 * good)),
         ("MambaMixer.step_paged", dict(projected=no_rows, starts=lambda good: good[:1], pages=no_rows)),
         ("MambaLayer.step_paged", dict(hidden_states=no_rows, starts=lambda good: good[:1], pages=no_rows)),
         ("AttentionLayer.step_paged", dict(hidden_states=no_rows, starts=lambda good: 0 * good)),

@@ -327,15 +327,17 @@ class Mamba:
             ),
             LaunchParameters(*self.launch, HEURISTIC.torch_chunk_size),
         )
-        return mixer.step(
-            projected=projected,
+        y = mixer.step(
+            projected=projected.flatten(0, 1),
             conv_state=self.conv_state,
             ssm_state=self.ssm_state,
+            offsets=torch.arange(len(lengths)) * projected.shape[1],
             lengths=lengths,
             read_slots=slots.where(started > 0, 0),
             write_slots=slots,
             starts=started,
         )
+        return y.unflatten(0, projected.shape[:2])
 
     def exact(self, projected):
         """Return (y, final ssm_state) of one sequence from its beginning, [tokens, ..], in float64."""
