@@ -52,6 +52,8 @@ from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
 
 MAX_LENGTH, NUM_SEQUENCES, NEW_TOKENS = 160, 4, 10
@@ -64,9 +66,18 @@ _MOST_LINES = 5000  # of the engine's files, within which an interrupt comes
 
 
 class TargetRuntime(CPURuntime):
-    """The model's runtime. It cuts prompts every 16 tokens."""
+    """The model's runtime. It cuts prompts every 16 tokens.
+
+    mixed: steps of pieces of prompts and of single tokens.
+    """
 
     tokens_per_step = 16
+    mixed = 0
+
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """Count steps of both."""
+        self.mixed += len({len(row.tokens) > 1 for row in rows}) > 1
+        return super().step(state, rows, all_logits)
 
 
 class TargetOnDevice(DecodingRuntime):
@@ -86,6 +97,7 @@ class Report:
     """faults: those that came to pass, by place.
     compared: texts that were to be those of the sequence alone.
     failed: sequences that ended with an error.
+    mixed: steps of pieces of prompts and of single tokens.
     ahead: tokens that ran before the engine knew them. stopped: stop tokens that a device did not run.
     wrong: what is not as it must be, in words.
     """
@@ -93,6 +105,7 @@ class Report:
     faults: Counter = field(default_factory=Counter)
     compared: int = 0
     failed: int = 0
+    mixed: int = 0
     ahead: int = 0
     stopped: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -322,6 +335,8 @@ class Fuzz:
         self._folder.close()
         if isinstance(self._runtime, TargetOnDevice):
             self.report.ahead, self.report.stopped = self._runtime.ahead, self._runtime.stopped
+        else:
+            self.report.mixed = self._runtime.mixed
         return self.report
 
     def _add_kinds_that_run_ahead(self) -> None:
@@ -352,7 +367,8 @@ class Fuzz:
             max_length=MAX_LENGTH,
             tokenizer=self._tokenizer,
             prefix_cache=self._cache,
-            drafter=None if self._on_device else self._chance.choice(self._drafters),
+            # Without one, pieces of prompts and single tokens share steps.
+            drafter=None if self._on_device else self._chance.choice([*self._drafters, None]),
             draft_tokens=self._chance.randrange(1, 6),
         )
 
@@ -543,6 +559,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"tokens that ran before the engine knew them: {report.ahead}, and {report.stopped} that ended a sequence"
         )
+    else:
+        print(f"steps of pieces of prompts and of single tokens: {report.mixed}")
     print(f"wrong: {len(report.wrong)}")
     for wrong in report.wrong[:5]:
         print(wrong)

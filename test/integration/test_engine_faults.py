@@ -6,7 +6,7 @@ from benchmarks.engine_faults import fuzz
 def test_whatever_fails_all_other_texts_are_those_of_the_sequence_alone():
     report = fuzz(2000)
     assert not report.wrong, report.wrong[:3]
-    assert report.compared > 600 and report.failed > 300
+    assert report.compared > 600 and report.failed > 300 and report.mixed > 30, report
     assert len(report.faults) > 15 and report.faults.total() > 600, report.faults
 
 

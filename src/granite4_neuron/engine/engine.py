@@ -24,7 +24,7 @@ from granite4_neuron.engine.live_sequences import LiveSequences
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.engine.prefix_reuse import PrefixReuse
 from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
-from granite4_neuron.engine.sampling_params import is_whole
+from granite4_neuron.engine.sampling_params import is_number, is_whole
 from granite4_neuron.engine.scheduler import ScheduledStep, Scheduler
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
@@ -94,6 +94,11 @@ class Engine:
         drafter: proposes tokens, which makes sequences faster and does not change them. A sequence whose drafts keep
             being rejected pauses drafting.
         draft_tokens: the most tokens it proposes for a sequence.
+        max_gap: how many seconds a sequence should wait for its next token at most while prompts of others run, where
+            two steps of decode are not longer. The sizes of a prompt's pieces then follow from measured step times.
+            A runtime whose prompts have fixed cuts runs at least a chunk between two steps of decode. None for whole
+            chunks, of which one comes between two steps of decode or shares such a step.
+        clock: tells the time in seconds.
 
     Attributes:
         stats: totals over all sequences.
@@ -115,6 +120,8 @@ class Engine:
         prefix_cache: PrefixCache | SlotPrefixCache | None = None,
         drafter: Drafter | None = None,
         draft_tokens: int = 4,
+        max_gap: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         check_count("num_sequences", num_sequences, 1)
         check_count("draft_tokens", draft_tokens, 1)
@@ -122,6 +129,8 @@ class Engine:
             check_count("max_length", max_length, 2)  # a token of the prompt, and a new one
         if memory_bytes is not None:
             check_count("memory_bytes", memory_bytes, 0)
+        if max_gap is not None and not (is_number(max_gap) and max_gap > 0):
+            raise UserError(f"max_gap is {reprlib.repr(max_gap)}, and must be a number of seconds above 0.")
         check_has("tokenizer", tokenizer, "backend_tokenizer")
         check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
         check_has("drafter", drafter, "propose", "end")
@@ -138,7 +147,9 @@ class Engine:
         self._prefixes = PrefixReuse(prefix_cache, runtime, self._slots, self.stats)
         drafting = Drafting(drafter, runtime, draft_tokens)
         self._live = LiveSequences(self._prefixes, drafting, self.stats)
-        self._scheduler = Scheduler(runtime, self._slots, self._live, self._prefixes, drafting, prompts_first)
+        parts = self._slots, self._live, self._prefixes, drafting
+        self._scheduler = Scheduler(runtime, *parts, prompts_first, max_gap, clock)
+        self._clock = clock
         self._ahead: _Launched | None = None  # begun before the tokens that it runs were known
         self._lock = threading.RLock()
 
@@ -239,10 +250,11 @@ class Engine:
         """Schedule, run, postprocess."""
         self._prefixes.keep_due(self._live.running.values())  # the last step's new tokens have not waited for these
         self._scheduler.admit()
-        started, generated = time.perf_counter(), self.stats.generated_tokens
+        started = self._clock()
         step = None if self._ahead is None else self._live_part(self._ahead.step)
         if step is None or not step.rows:
             self._ahead, step = None, self._scheduler.schedule()
+        generated = self.stats.generated_tokens
         with self._live.guard(*step.sequences):
             if step.has_drafts:
                 self._accept(step, self._verify(step))
@@ -250,7 +262,7 @@ class Engine:
                 self._decode(step)
             elif step.rows:
                 self._choose(step, self._run(step))
-        self._record(step, self.stats.generated_tokens - generated, time.perf_counter() - started)
+        self._record(step, self.stats.generated_tokens - generated, self._clock() - started)
 
     def _run(self, step: ScheduledStep) -> torch.Tensor:
         """Run a step; return the logits as `Runtime.step` does."""
@@ -271,7 +283,7 @@ class Engine:
 
     def _leaves_logits(self, step: ScheduledStep) -> bool:
         """Return whether the logits of a step stay on the device, from where only the wanted rows come to the host."""
-        if step.is_prefill or "decode" in self.runtime.cannot:
+        if step.prompt_rows or "decode" in self.runtime.cannot:
             return False
         count = self.runtime.num_candidates
         return any(each.takes_likeliest or each.takes_candidates(count) for each in step.sequences)
@@ -363,10 +375,13 @@ class Engine:
             self.stats.accepted_tokens += accepted
 
     def _record(self, step: ScheduledStep, generated_tokens: int, seconds: float) -> None:
-        if step.is_prefill:
-            self.stats.prompt_tokens += sum(len(row.tokens) for row in step.rows)
-            self.stats.prompt_seconds += seconds
-        else:
-            self.stats.decode_tokens += generated_tokens
-            self.stats.decode_rows += len(step.rows)
-            self.stats.decode_seconds += seconds
+        self._scheduler.record(step, seconds)
+        decode_rows, prompt_tokens = len(step.rows) - step.prompt_rows, step.prompt_tokens
+        first_tokens = sum(len(each.tokens) > len(each.request.tokens) for each in step.sequences[decode_rows:])
+        # The time of a step of both is divided by their tokens.
+        prompt_part = prompt_tokens / (prompt_tokens + decode_rows) if prompt_tokens else 0.0
+        self.stats.prompt_tokens += prompt_tokens
+        self.stats.prompt_seconds += prompt_part * seconds
+        self.stats.decode_tokens += generated_tokens - first_tokens
+        self.stats.decode_rows += decode_rows
+        self.stats.decode_seconds += (1 - prompt_part) * seconds

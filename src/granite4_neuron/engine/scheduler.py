@@ -1,17 +1,23 @@
 """Decides what runs next: which sequences get a slot, which of them are in the next step, and with which tokens.
 
-A step is either a chunk of prompts, or decode for every sequence whose prompt is done: one token each, or several if
-there are drafts. The two take turns, so that a long prompt delays other sequences by at most one chunk. They are not
-mixed, because a chunk beside single tokens would be padded to a rectangle.
+Where a runtime packs rows (`Runtime.packs_rows`), a step holds the next token of every sequence whose prompt is done,
+and pieces of prompts, as many tokens as there is time for (`engine.pace`). So a prompt delays the others little, and
+the weights are read once for all.
+
+Elsewhere, because a chunk beside single tokens would be padded to a rectangle, and for an engine with a drafter, a step
+is either a chunk of prompts or decode, which may have drafts. The two take turns; several chunks may come in a row if
+there is time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from granite4_neuron.engine.drafting import Drafting
 from granite4_neuron.engine.live_sequences import LiveSequences
+from granite4_neuron.engine.pace import Pace
 from granite4_neuron.engine.prefix_reuse import PrefixReuse
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slots import Slots
@@ -22,16 +28,22 @@ class ScheduledStep(NamedTuple):
     """A step of the runtime; one without rows does nothing.
 
     sequences, rows: in the same order.
-    is_prefill: whether the rows are chunks of prompts; otherwise each is a sequence's last token, followed by drafts.
+    prompt_rows: how many of the rows, which are the last ones, are pieces of prompts; each other one is a sequence's
+        last token, followed by drafts.
     all_logits: whether the logits of all tokens are needed, for log-probabilities of a prompt.
     has_drafts: whether a row has drafts, which are to be verified.
     """
 
     sequences: Sequence[RunningSequence]
     rows: Sequence[Row]
-    is_prefill: bool
+    prompt_rows: int = 0
     all_logits: bool = False
     has_drafts: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens of prompts it runs."""
+        return sum(len(row.tokens) for row in self.rows[len(self.rows) - self.prompt_rows :])
 
 
 class Scheduler:
@@ -44,6 +56,7 @@ class Scheduler:
         prefixes: lets prompts begin from cached prefixes.
         drafting: proposes tokens for decode.
         prompts_first: run all prompts before the first decode.
+        max_gap, clock: see `Pace`.
     """
 
     def __init__(
@@ -54,6 +67,8 @@ class Scheduler:
         prefixes: PrefixReuse,
         drafting: Drafting,
         prompts_first: bool,
+        max_gap: float | None,
+        clock: Callable[[], float],
     ):
         self._runtime = runtime
         self._slots = slots
@@ -62,6 +77,8 @@ class Scheduler:
         self._drafting = drafting
         self._prompts_first = prompts_first
         self._prompts_are_next = True
+        self._pace = Pace(max_gap, clock)
+        self._others_wait = False  # for their next token, while a step of prompts alone runs
 
     def admit(self) -> None:
         """Give waiting sequences slots, in order: one that does not fit yet holds back those after it."""
@@ -86,11 +103,26 @@ class Scheduler:
         running = list(self._live.running.values())
         prompts = [sequence for sequence in running if sequence.is_prompt]
         others = [sequence for sequence in running if not sequence.is_prompt] if prompts else running
-        if prompts and (self._prompts_first or self._prompts_are_next or not others):
+        most = self._runtime.tokens_per_step
+        self._others_wait = bool(others)
+        if prompts and (self._prompts_first or not others):
             self._prompts_are_next = False
-            return self._prefill(prompts)
+            return self._prefill(prompts, most)
+        if prompts and self._may_mix(prompts[0]):
+            return self._decode_and_prefill(others, prompts)
+        if prompts and (self._prompts_are_next or self._pace.has_time_for(most)):
+            self._prompts_are_next = False
+            return self._prefill(prompts, self._pace.prompt_tokens(most))
         self._prompts_are_next = True
         return self._decode(others)
+
+    def record(self, step: ScheduledStep, seconds: float) -> None:
+        """Take note of how long a step took."""
+        has_decode = len(step.rows) > step.prompt_rows
+        if step.rows:
+            self._pace.record(step.prompt_tokens, has_decode, seconds)
+        if has_decode or not self._others_wait:
+            self._pace.begin()
 
     def following(self, step: ScheduledStep) -> ScheduledStep | None:
         """Return the step of decode that may begin before the tokens of another one are known, if there is one.
@@ -105,7 +137,7 @@ class Scheduler:
             return None
         going_on = [each for each in step.sequences if len(each.tokens) + 1 < each.limit]
         rows = [sequence.following_row() for sequence in going_on]
-        return ScheduledStep(going_on, rows, is_prefill=False) if rows else None
+        return ScheduledStep(going_on, rows) if rows else None
 
     def _may_go_ahead(self, sequence: RunningSequence) -> bool:
         """Return whether a sequence may run its next token before the host knows it."""
@@ -115,31 +147,62 @@ class Scheduler:
         # A stop string is found on the host.
         return self._prefixes.cache is None or (not request.stop and len(request.stop_token_ids or ()) <= MOST_STOPS)
 
-    def _prefill(self, prompts: Sequence[RunningSequence]) -> ScheduledStep:
-        """Take one chunk of the first prompt, together with those of others that fit into the padded step."""
+    def _may_mix(self, prompt: RunningSequence) -> bool:
+        """Return whether a prompt may share a step with other sequences' tokens."""
+        # Drafts are verified in steps of their own.
+        return self._runtime.packs_rows and self._drafting.drafter is None and not prompt.reports_prompt
+
+    def _decode_and_prefill(
+        self, others: Sequence[RunningSequence], prompts: Sequence[RunningSequence]
+    ) -> ScheduledStep:
+        decode = self._decode(others)
+        prompts = list(itertools.takewhile(self._may_mix, prompts))
+        prefill = self._prefill(prompts, self._pace.prompt_tokens(self._runtime.tokens_per_step))
+        sequences, rows = [*decode.sequences, *prefill.sequences], [*decode.rows, *prefill.rows]
+        return ScheduledStep(sequences, rows, prefill.prompt_rows)
+
+    def _prefill(self, prompts: Sequence[RunningSequence], most: int) -> ScheduledStep:
+        """Take one chunk of the first prompt, together with those of others that fit into the step.
+
+        Args:
+            most: tokens, of a runtime that packs rows; others always have whole chunks.
+        """
         chosen: list[RunningSequence] = []
         rows: list[Row] = []
         for sequence in prompts:
             # Not one more token fits. Later sequences wait: they may find more in the prefix cache by then.
-            if len(rows) == self._runtime.rows_per_step or not self._fits(rows):
+            room = self._room(rows, most)
+            if len(rows) == self._runtime.rows_per_step or room < 1 or not self._may_share(sequence, chosen):
                 break
             if self._prefixes.is_worth_waiting(sequence, chosen):
                 continue
             self._begin(sequence)
             if sequence.id not in self._live.running or not sequence.is_prompt:
                 continue
-            row = sequence.next_row(sequence.next_cut(self._runtime.tokens_per_step, self._runtime.is_exact_at_any_cut))
-            if not self._fits(rows, len(row.tokens)):
+            cut = sequence.next_cut(self._runtime.tokens_per_step, self._runtime.is_exact_at_any_cut)
+            if self._runtime.packs_rows:
+                cut = min(cut, sequence.stored + room)
+            if cut - sequence.stored > room:
                 break
             chosen.append(sequence)
-            rows.append(row)
+            rows.append(sequence.next_row(cut))
         all_logits = any(sequence.reports_prompt for sequence in chosen)
-        return ScheduledStep(chosen, rows, is_prefill=True, all_logits=all_logits)
+        return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
 
-    def _fits(self, rows: Sequence[Row], tokens: int = 1) -> bool:
-        """Return whether a step of these rows has room for another row of so many tokens; an empty step always has."""
-        longest = max(tokens, *(len(row.tokens) for row in rows), 0)
-        return not rows or (len(rows) + 1) * longest <= self._runtime.tokens_per_step
+    def _room(self, rows: Sequence[Row], most: int) -> int:
+        """Return how many tokens another row may have in a step of these rows."""
+        if self._runtime.packs_rows:
+            return most - sum(len(row.tokens) for row in rows)
+        room = self._runtime.tokens_per_step // (len(rows) + 1)
+        return room if all(len(row.tokens) <= room for row in rows) else 0
+
+    def _may_share(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
+        """Return whether a prompt may be in a step with others. Where rows are packed, none is padded for the logits of
+        all its tokens, which are a rectangle.
+        """
+        if not self._runtime.packs_rows or not others:
+            return True
+        return not sequence.reports_prompt and not others[0].reports_prompt
 
     def _begin(self, sequence: RunningSequence) -> None:
         """Start a prompt from its cached prefix. If that is the whole prompt, choose the first token at once."""
@@ -154,7 +217,7 @@ class Scheduler:
         drafts = self._drafts(sequences)
         sequences = [sequence for sequence in sequences if sequence.id in self._live.running]
         rows = [sequence.next_row(len(sequence.tokens), drafts.get(sequence.id, ())) for sequence in sequences]
-        return ScheduledStep(sequences, rows, is_prefill=False, has_drafts=any(drafts.values()))
+        return ScheduledStep(sequences, rows, has_drafts=any(drafts.values()))
 
     def _drafts(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
         """Return the drafts of sequences that have some, by id, as far as their constraints allow them."""

@@ -69,6 +69,7 @@ class RunningSequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
     _keys: list[int] = field(default_factory=list)
+    _cut: int = 0  # where the tokens that run now end, in this step or a later one
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request, len(self.request.tokens))
@@ -108,16 +109,18 @@ class RunningSequence:
 
     def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
         """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
-        multiple of `chunk`.
+        multiple of `chunk`. It stays there until they have been run, in one step or in pieces.
 
         Where numbers depend on the cuts, these depend only on the request; but a prefix cache may add cuts where
-        sequences diverge. Elsewhere no step ends at a multiple if it has room for what comes after.
+        sequences diverge. Elsewhere there is no cut at a multiple if a chunk has room for what comes after.
         """
-        return self._cut_after(self.stored, chunk, is_exact_at_any_cut)
+        if self._cut <= self.stored:
+            self._cut = self._cut_after(self.stored, chunk, is_exact_at_any_cut)
+        return self._cut
 
     def next_kept(self, interval: int | None, chunk: int, is_exact_at_any_cut: bool) -> int:
         """Return at which of the next cuts of the prompt a prefix cache will keep a snapshot."""
-        length = self._cut_after(self.stored, chunk, is_exact_at_any_cut)
+        length = self.next_cut(chunk, is_exact_at_any_cut)
         while not self._is_kept_at(length, interval):
             length = self._cut_after(length, chunk, is_exact_at_any_cut)
         return length

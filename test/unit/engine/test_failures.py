@@ -574,11 +574,11 @@ def test_a_cancelled_sequence_gives_nothing_more(runtime, monkeypatch):
 def test_memory_that_runs_out_beside_a_step_ends_nobody(runtime, alone, monkeypatch):
     engine = engine_of(runtime)
     ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
-    fits = Scheduler._fits
-    monkeypatch.setattr(Scheduler, "_fits", raising(MemoryError()))
+    room = Scheduler._room
+    monkeypatch.setattr(Scheduler, "_room", raising(MemoryError()))
     with pytest.raises(MemoryError):
         engine.step()
-    monkeypatch.setattr(Scheduler, "_fits", fits)
+    monkeypatch.setattr(Scheduler, "_room", room)
     outputs = run(engine)
     assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
 

@@ -2,9 +2,13 @@
 
 import pytest
 
-from granite4_neuron.engine import Engine, Request
+from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
-from test.support.engines import CHUNK
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops import cpu
+from test.support.engines import CHUNK, ChunkRuntime, run
+
+needs_packing = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="plain torch does not pack rows")
 
 
 def scheduled(engine):
@@ -24,8 +28,8 @@ def test_prompts_and_decode_take_turns(runtime, prompts_first):
     engine.step()
     engine.add(Request([2] * 40, 8))
     steps = [scheduled(engine) for _ in range(4)]
-    assert [step.is_prefill for step in steps] == [True] * 4 if prompts_first else [False, True, False, True]
-    assert all([row.start for row in step.rows] == [0 if step.is_prefill else 5] for step in steps)
+    assert [step.prompt_rows for step in steps] == [1] * 4 if prompts_first else [0, 1, 0, 1]
+    assert all([row.start for row in step.rows] == [0 if step.prompt_rows else 5] for step in steps)
 
 
 def test_short_prompts_share_a_step_within_one_chunk(runtime):
@@ -58,5 +62,106 @@ def test_drafts_follow_the_last_token(runtime):
     [sequence] = engine._live.running.values()
     sequence.tokens[-1] = 7  # as if it had been chosen
     step = scheduled(engine)
-    assert output.token is not None and step.has_drafts and not step.is_prefill
+    assert output.token is not None and step.has_drafts and not step.prompt_rows
     assert [row.tokens for row in step.rows] == [[7, 8, 9, 7]]
+
+
+class SlowRuntime(ChunkRuntime):
+    """A runtime that packs rows. A step takes two seconds, and one more for each token."""
+
+    def __init__(self, model):
+        super().__init__(model, kernels="fused")
+        self.now = 0.0
+
+    def clock(self):
+        return self.now
+
+    def step(self, state, rows, all_logits=False):
+        self.now += 2 + sum(len(row.tokens) for row in rows)
+        return super().step(state, rows, all_logits)
+
+
+@pytest.fixture
+def packing(model):
+    return SlowRuntime(model)
+
+
+def shapes(runtime):
+    return [[len(row.tokens) for row in rows] for rows in runtime.steps]
+
+
+@needs_packing
+class TestStepsOfBoth:
+    def test_a_prompt_runs_beside_the_tokens_of_others(self, packing):
+        engine = Engine(packing, 3, clock=packing.clock)
+        for length in (5, 3):
+            engine.add(Request([1] * length, 20))
+        engine.step()
+        engine.add(Request([2] * 20, 20))
+        for _ in range(3):
+            engine.step()
+        assert shapes(packing) == [[5, 3], [1, 1, 16], [1, 1, 4], [1, 1, 1]]
+        stats = engine.stats
+        assert (stats.prompt_tokens, stats.decode_tokens, stats.decode_rows) == (28, 7, 7)
+        assert stats.prompt_seconds + stats.decode_seconds == packing.now
+
+    def test_short_prompts_fill_a_step(self, packing):
+        engine = Engine(packing, 4)
+        for length in (5, 4, 10, 1):
+            engine.add(Request([1] * length, 8))
+        engine.step()
+        engine.step()
+        assert shapes(packing) == [[5, 4, 7], [1, 1, 3, 1]], "in order of arrival"
+
+    def test_pieces_are_as_long_as_there_is_time(self, packing):
+        """The first prompt has whole chunks, since there are no others."""
+        packing.tokens_per_step = 100
+        engine = Engine(packing, 2, max_gap=40.0, clock=packing.clock)
+        engine.add(Request([1] * 50, 20))
+        for _ in range(3):
+            engine.step()
+        engine.add(Request([2] * 90, 20))
+        for _ in range(4):
+            engine.step()
+        assert shapes(packing) == [[50], [1], [1], [1, 35], [1, 36], [1, 19], [1, 1]]
+
+    @pytest.mark.parametrize("max_gap", [None, 30.0])
+    def test_snapshots_are_kept_where_they_are_without_pieces(self, packing, max_gap):
+        packing.tokens_per_step = 32
+        cache = PrefixCache(packing, None, 32)
+        engine = Engine(packing, 2, prefix_cache=cache, max_gap=max_gap, clock=packing.clock)
+        engine.add(Request([1] * 5, 20))
+        for _ in range(3):
+            engine.step()
+        engine.add(Request([2] * 40, 2))
+        run(engine)
+        pieces = [rows[-1] for rows in shapes(packing)[3:] if rows[-1] > 1]
+        assert pieces == ([32, 8] if max_gap is None else [19, 13, 8])
+        found = [cache.match_prefix([2] * length) for length in range(1, 41)]
+        assert {prefix.length for prefix in found if prefix is not None} == {32, 40}
+
+    def test_log_probabilities_of_a_prompt_have_steps_of_their_own(self, packing):
+        engine = Engine(packing, 4)
+        engine.add(Request([1] * 5, 20))
+        engine.step()
+        ids = [engine.add(Request([2] * 4, 2, prompt_logprobs=logprobs)) for logprobs in (None, 1, None)]
+        outputs = run(engine)
+        assert shapes(packing)[1:5] == [[1, 4], [1, 1], [4], [1, 1, 4]]
+        alone = Engine(packing, 1)
+        id = alone.add(Request([2] * 4, 2, prompt_logprobs=1))
+        assert outputs[ids[1]][0].prompt == run(alone)[id][0].prompt
+
+    def test_drafts_have_steps_of_their_own(self, packing):
+        engine = Engine(packing, 2, drafter=NgramDrafter())
+        engine.add(Request([1, 2, 3] * 3, 20))
+        engine.step()
+        engine.add(Request([2] * 20, 2))
+        for _ in range(4):
+            engine.step()
+        assert all(len({row.start > 8 for row in rows}) == 1 or len(rows) == 1 for rows in packing.steps)
+
+
+@pytest.mark.parametrize("max_gap", [0, -1.0, float("nan"), "1", True])
+def test_a_gap_that_is_none_is_refused(runtime, max_gap):
+    with pytest.raises(UserError, match="must be a number of seconds above 0"):
+        Engine(runtime, 1, max_gap=max_gap)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from granite4_neuron import UserError
 from granite4_neuron.engine import DraftModel, Engine, Request
 from granite4_neuron.engine.drafters import DraftRequest, NgramDrafter
+from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import (
     CHUNK,
@@ -346,12 +347,15 @@ cases = Counter()
     draft_tokens=st.integers(1, 9),
     budget=st.sampled_from([0, 30_000, 200_000, None]),
     interval=st.sampled_from([None, CHUNK, 2 * CHUNK]),
+    kernels=st.sampled_from(["torch", "fused"]),
 )
 def test_every_text_is_that_of_the_sequence_alone(
-    model, other_model, alone, arrivals, num_sequences, kind, draft_tokens, budget, interval
+    model, other_model, alone, arrivals, num_sequences, kind, draft_tokens, budget, interval, kernels
 ):
-    """Sequences come and go, with NaN in everything that must not be read."""
-    runtime = ChunkRuntime(model)
+    """Sequences come and go, with NaN in everything that must not be read. With the fused kernels a step has pieces of
+    prompts beside tokens of others.
+    """
+    runtime = ChunkRuntime(model, kernels)
     cache = PoisonedPrefixCache(runtime, budget, interval)
     drafter = kind and drafter_of(kind, model, other_model, alone, num_sequences)
     engine = Engine(runtime, num_sequences, prefix_cache=cache, drafter=drafter, draft_tokens=draft_tokens)
@@ -381,6 +385,7 @@ def test_every_text_is_that_of_the_sequence_alone(
         sequences=len(expected),
         cancelled=len(cancelled),
         cached_tokens=engine.stats.cached_tokens,
+        mixed=sum(runtime.packs_rows and len({len(row.tokens) == 1 for row in rows}) == 2 for rows in runtime.steps),
         evictions=cache.stats.evictions,
         drafted=engine.stats.drafted_tokens,
         accepted=engine.stats.accepted_tokens,
@@ -391,4 +396,6 @@ def test_the_cases_above_were_worth_running():
     """The number of cases is printed, with -s or -rP."""
     print(dict(cases))
     if cases:  # the test above was selected, too
-        assert min(cases[name] for name in ("cancelled", "cached_tokens", "evictions", "drafted", "accepted")) > 0
+        names = ("cancelled", "cached_tokens", "evictions", "drafted", "accepted")
+        assert min(cases[name] for name in names) > 0
+        assert cases["mixed"] > 0 or not cpu.has_fused_kernels()
