@@ -193,6 +193,7 @@ class TestRefusals:
     def test_options(self, capsys):
         for arguments in (("--max-num-seqs", "0"), ("--max-model-len", "1"), ("--max-queue", "-1")):
             self.refused(capsys, "is not a whole number of at least", *arguments)
+        self.refused(capsys, "0 is not a number above 0", "--max-gap", "0")
         self.refused(capsys, "the model's longest text has 131,072 tokens", "--port", "0", "--max-model-len", "131073")
         self.refused(capsys, "'much' is not a size", "--port", "0", "--max-body", "much")
         self.refused(capsys, "'much' is not a size", "--port", "0", "--prefix-cache", "much")

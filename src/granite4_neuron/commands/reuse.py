@@ -179,6 +179,7 @@ def new_engine(
     num_sequences: int,
     max_length: int | None,
     cache: PrefixCache | SlotPrefixCache | None,
+    max_gap: float | None = None,
 ) -> Engine:
     """Return an engine with the drafter of `add_speculation`; a draft model gets a prefix cache as large as `cache`.
 
@@ -196,6 +197,7 @@ def new_engine(
         prefix_cache=cache,
         drafter=drafts,
         draft_tokens=draft_tokens,
+        max_gap=max_gap,
     )
 
 

@@ -19,6 +19,7 @@ from granite4_neuron.commands.options import (
     at_least,
     load_runtime,
     model_checkpoint,
+    number_in,
 )
 from granite4_neuron.commands.output import write
 from granite4_neuron.commands.reuse import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 _MODEL_LEN = 8192
+_MAX_GAP = 100  # milliseconds
 _PREFIX_CACHE = "1GiB"
 _KEY_VARIABLE = "GRANITE4_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
@@ -92,6 +94,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     limits = serve.add_argument_group("limits")
     limits.add_argument(
         "--max-num-seqs", type=at_least(1), default=8, metavar="N", help="texts at a time (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--max-gap",
+        type=number_in(0, includes_least=False),
+        default=_MAX_GAP,
+        metavar="MS",
+        help="how many milliseconds a stream should wait for its next token at most while prompts of others are read: "
+        "less makes streams smoother and first tokens later (default: %(default)s)",
     )
     limits.add_argument(
         "--max-queue",
@@ -164,7 +174,8 @@ def run(options: argparse.Namespace) -> int:
         if kept is not None:
             at_end.callback(kept.close)
         cache = _prefix_cache(options, runtime, kept)
-        engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, _max_model_len(options, runtime), cache)
+        longest, max_gap = _max_model_len(options, runtime), options.max_gap / 1000
+        engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, longest, cache, max_gap=max_gap)
 
         def on_start(port: int) -> None:
             url = f"http://{in_url(options.host)}:{port}/"
