@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -68,6 +69,7 @@ class Sampler:
         self._constraint = _fork(params.constraint)
         self._is_greedy = params.temperature == 0
         self._temperature = float(1 if params.temperature is None else params.temperature)
+        self._noise: deque[torch.Tensor] = deque()  # of the next choices, in order
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -170,7 +172,20 @@ class Sampler:
             )
         if self._is_greedy:
             return likeliest
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        noise = self.noise(0, len(scores))
+        self._noise.popleft()
+        return _argmax(scores.softmax(-1).div_(noise))
+
+    def noise(self, ahead: int, vocab_size: int) -> torch.Tensor:
+        """Return the random numbers [vocab_size] of the choice that comes after `ahead` others, in float32.
+
+        They do not depend on logits, so they may be drawn before these are known. Each choice has its own, the same
+        whenever they are drawn: of probabilities p it takes the highest p / noise. That is how torch.multinomial
+        chooses, bit by bit: noise has an exponential distribution, so each token wins with its probability.
+        """
+        while len(self._noise) <= ahead:
+            self._noise.append(torch.empty(vocab_size).exponential_(1, generator=self._generator))
+        return self._noise[ahead]
 
     def fork(self) -> Sampler:
         """Return a copy that chooses the same tokens and advances neither random numbers nor constraint of this one.
@@ -179,7 +194,7 @@ class Sampler:
             RequestFault: the constraint fails.
         """
         forked = copy.copy(self)
-        forked._generator = self._generator.clone_state()
+        forked._generator, forked._noise = self._generator.clone_state(), self._noise.copy()
         forked._constraint = _fork(self._constraint)
         return forked
 

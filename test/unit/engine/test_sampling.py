@@ -165,3 +165,26 @@ class TestBranches:
         for id, prompt in zip(ids, [*prompts, *prompts], strict=True):
             alone = generate_one(Engine(runtime, 1), Request(prompt, 10))
             assert [output.token for output in outputs[id]] == alone
+
+
+class TestNoise:
+    """Random numbers may be drawn before the logits are known: tokens are those of torch.multinomial."""
+
+    @pytest.mark.parametrize("vocab_size", [7, 5000])
+    def test_tokens_are_multinomials_whenever_noise_is_drawn(self, vocab_size):
+        def scores(number):
+            row = 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(number))
+            return row.masked_fill(row < -2, float("-inf")) if number % 2 else row.round()  # some are equal
+
+        generator = torch.Generator().manual_seed(11)
+        expected = [int(torch.multinomial(scores(n).softmax(-1), 1, generator=generator)) for n in range(60)]
+        sampler, tokens = Sampler(SamplingParams(temperature=1, top_k=0, seed=11), 1), []
+        for number in range(60):
+            if number % 7 == 4:
+                ahead = [sampler.noise(more, vocab_size) for more in (2, 0)]
+                assert not torch.equal(*ahead) and sampler.noise(0, vocab_size) is ahead[1]
+            forked = sampler.fork()
+            assert [forked(scores(more), [0]) for more in range(number, min(number + 4, 60))] == expected[number:][:4]
+            tokens.append(sampler(scores(number), [0]))
+        assert tokens == expected
+        assert torch.equal(sampler._generator.get_state(), generator.get_state())
