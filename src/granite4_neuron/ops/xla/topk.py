@@ -1,5 +1,5 @@
-"""The router's choice and the likeliest token, in plain torch without a sort, which the compiler for Trainium does not
-handle.
+"""The router's choice, the likeliest token and a sampled one, in plain torch without a sort, which the compiler for
+Trainium does not handle.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import torch
 _MOST_IN_PAIRS = 64
 # Of a vocabulary's candidates: so many groups of neighbouring tokens, with so many candidates of each.
 _GROUPS, _OF_A_GROUP = 64, 8
+# Options of `drawn` in front of the noise.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(5)
+NOT_FINITE, UNDECIDED = -1, -2  # in place of a token
+# How far two computations of a quantity may be apart, see `drawn`.
+_ROUNDING, _ROUNDING_OF_LOGITS, _ROUNDING_OF_ORDER, _SMALLEST = 2e-4, 2.0**-19, 2.0**-20, 1e-30
+_HIGHEST_TEMPERATURE = 1e6
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +68,117 @@ def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
     highest, of_highest = (torch.where(is_chosen, each[:, None], 0.0).sum(-1) for each in (found, of_tokens))
     bound = torch.maximum(tops[-1].amax(1), highest[:, -1:])
     return torch.cat([highest, of_highest, bound], -1)
+
+
+def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the token that a host draws for each row, wherever it cannot depend on how numbers are rounded.
+
+    A host keeps the tokens that temperature, top_k, top_p and min_p leave, in this order and as transformers' logits
+    warpers do, and takes the highest p / noise of their probabilities p (`engine.Sampler.noise`). In p / noise a factor
+    of all tokens changes nothing; so exp((logit - highest) / temperature) is as good as p. Rounding is met in this way:
+
+    * Two tokens' p / noise are compared up to a factor of 1 + `slack`. Both sides compute logit / temperature with a
+      relative error of at most 4 * 2**-24 and take a difference of two; tokens that matter are within 104 of the
+      highest, since exp(-104) is 0 in float32. For two tokens on two sides these are 32 * 2**-24, which is
+      `_ROUNDING_OF_LOGITS`, times (the highest + 52). `_ROUNDING` is for exp, products and sums; sums of a whole
+      vocabulary, with which top_p is compared, are met with 4 * `slack`.
+    * Two logits may become equal by the division, or be sorted in another order, if they are as near as
+      `_ROUNDING_OF_ORDER`; equal ones may be in any order. Up to `_HIGHEST_TEMPERATURE` quotients of others than those
+      nearer than `_SMALLEST` are no subnormal numbers.
+    * So there are two sets of tokens: `loose` has all that a host may keep, and `strict` those that it keeps for sure.
+      The best one of the first has to be in the second.
+
+    Args:
+        draws: [rows, `NOISE` + vocab_size] in float32: the temperature, 0 for a row that draws none; top_k below
+            `count`, 0 for none; top_p, 1 for none; min_p, 0 for none; the noise.
+        logits: [rows, vocab_size] in float32.
+        tokens: `likeliest` of them; for a row that draws none it is the result.
+        count: of candidates, among which top_k and top_p find what they keep.
+
+    Returns:
+        [rows] in int32; -1 for logits that are not finite, `UNDECIDED` where the host has to choose.
+    """
+    options, noise = draws[:, :NOISE], draws[:, NOISE:]
+    temperature, top_k, top_p, min_p = (options[:, each : each + 1] for each in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
+    is_drawn = temperature > 0
+    temperature = torch.where(is_drawn, temperature, torch.ones_like(temperature))
+    found = candidates(logits, count)
+    values, bound = found[:, :count], found[:, -1:]
+    top = values[:, :1]
+    slack = _ROUNDING + _ROUNDING_OF_LOGITS * (top.abs() / temperature + 52)
+    near = _ROUNDING_OF_ORDER * torch.maximum(top.abs(), bound.abs()) + _SMALLEST
+
+    weights = ((logits - top) / temperature).exp()
+    loose, strict, is_covered = _kept(values, bound, near, temperature, slack, top_k, top_p, weights)
+    may_stay = (logits >= loose) & (weights >= min_p * (1 - slack))
+    stays = (logits >= strict) & ((weights >= min_p * (1 + slack)) | (logits == top))
+
+    zeros = torch.zeros_like(weights)
+    scores = torch.where(may_stay, weights / noise, zeros)
+    best = scores.amax(-1, keepdim=True)
+    places = torch.arange(logits.shape[1], dtype=torch.float32, device=logits.device)
+    first = torch.where(scores == best, places, float(logits.shape[1])).amin(-1, keepdim=True)
+    second = torch.where(places == first, zeros, scores).amax(-1, keepdim=True)
+    best_that_stays = torch.where(stays, scores, zeros).amax(-1, keepdim=True)
+    is_covered = is_covered & (temperature < torch.full_like(temperature, _HIGHEST_TEMPERATURE))
+    is_decided = is_covered & (best_that_stays >= best) & (best * (1 - slack) > second)
+    choice = torch.where(is_decided, first, torch.full_like(first, UNDECIDED))[:, 0].int()
+    return torch.where(is_drawn[:, 0] & (tokens >= 0), choice, tokens)
+
+
+def _kept(
+    values: torch.Tensor,
+    bound: torch.Tensor,
+    near: torch.Tensor,
+    temperature: torch.Tensor,
+    slack: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the lowest logits that top_k and top_p may keep and that they keep for sure, and whether that is known.
+
+    Args:
+        values, bound: of `candidates`; the others as in `drawn`, each [rows, 1] but for `weights`.
+
+    Returns:
+        Each [rows, 1]; the logits are -inf where neither of the two is given.
+    """
+    has_k, has_p, edge = top_k > 0, top_p < 1, 4 * slack
+    ranks = torch.arange(values.shape[1], dtype=torch.float32, device=values.device)
+    lowest = torch.full_like(top_k, -math.inf)
+    last = torch.where(has_k, torch.where(ranks == top_k - 1, values, lowest).amax(-1, keepdim=True), lowest)
+    is_covered = ~has_k | (last > bound + near)
+    # A host's k-th logit may be that of a lower one, and then it keeps both.
+    kept, kept_for_sure = values >= last - near, values >= last
+    of_candidates = ((values - values[:, :1]) / temperature).exp()
+    none = torch.zeros_like(of_candidates)
+    total = torch.where(has_k, torch.where(kept, of_candidates, none).sum(-1, keepdim=True), _sum_of_groups(weights))
+
+    # What a host has added up before it comes to a token, at least and at most: other tokens, never the token itself.
+    this, other, is_other = values[:, :, None], values[:, None], ranks[:, None] != ranks
+    before = torch.where(other > this + near[:, None], of_candidates[:, None], 0.0).sum(-1)
+    before_at_most = torch.where(is_other & (other >= this - near[:, None]), of_candidates[:, None], 0.0).sum(-1)
+    sure_total = torch.where(has_k, torch.where(kept_for_sure, of_candidates, none).sum(-1, keepdim=True), total)
+    loose = kept & (~has_p | (before < (top_p + edge) * total))
+    strict = kept_for_sure & (~has_p | (before_at_most < (top_p - edge) * sure_total) | (before_at_most <= 0))
+    # Without top_k others than the candidates may be kept, unless these are enough.
+    above = torch.where(values > bound + near, of_candidates, none).sum(-1, keepdim=True)
+    is_covered = is_covered & (has_k | ~has_p | (above >= (top_p + edge) * total))
+
+    has_either = has_k | has_p
+    highest = torch.full_like(lowest, math.inf)
+    lowest_kept, lowest_for_sure = (
+        torch.where(has_either, torch.where(each, values, highest).amin(-1, keepdim=True), lowest)
+        for each in (loose, strict)
+    )
+    return lowest_kept, lowest_for_sure, is_covered
+
+
+def _sum_of_groups(values: torch.Tensor) -> torch.Tensor:
+    """Add up values of [rows, vocab_size] in groups, whose sums round less than one long sum: [rows, 1]."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % _GROUPS))
+    return padded.view(len(values), _GROUPS, -1).sum(-1).sum(-1, keepdim=True)
 
 
 def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The likeliest token is that which numpy's argmax finds, from finite logits only."""
+"""The likeliest token is that which numpy's argmax finds, from finite logits only; a drawn one that of the host."""
 
 import math
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, lower
-from granite4_neuron.ops.xla.topk import candidates, likeliest
+from granite4_neuron.ops.xla.topk import NOT_FINITE, UNDECIDED, candidates, drawn, likeliest
 from test.support.fx_lint import findings
 from test.support.stablehlo import execute
 from test.support.stablehlo import findings as stablehlo_findings
@@ -36,8 +37,25 @@ def test_a_large_vocabulary():
     assert likeliest(logits).tolist() == [100_351, 99_999]
 
 
-@pytest.mark.parametrize("choose", [likeliest, lambda logits: candidates(logits, 64)], ids=["likeliest", "candidates"])
-def test_what_the_neuron_compiler_gets(choose):
+def draws_of(noise, **options):
+    """Return `drawn`'s options of all rows, and noise."""
+    values = dict(temperature=1, top_k=0, top_p=1, min_p=0) | options
+    return torch.cat([torch.tensor([list(values.values())] * len(noise)), noise], 1)
+
+
+@pytest.mark.parametrize(
+    "choose, draws",
+    [
+        (likeliest, ()),
+        (lambda logits: candidates(logits, 64), ()),
+        (
+            lambda logits, draws: drawn(draws, logits, likeliest(logits), 64),
+            (draws_of(torch.arange(1.0, 3001).view(3, 1000), temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),),
+        ),
+    ],
+    ids=["likeliest", "candidates", "drawn"],
+)
+def test_what_the_neuron_compiler_gets(choose, draws):
     pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; the extra dev has it")
     pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
     modules, logits = [], 3 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
@@ -46,10 +64,10 @@ def test_what_the_neuron_compiler_gets(choose):
         modules.append(module)
         return module
 
-    [expected] = [torch.compile(choose, backend=aot_backend(keep), fullgraph=True, dynamic=False)(logits)]
+    [expected] = [torch.compile(choose, backend=aot_backend(keep), fullgraph=True, dynamic=False)(logits, *draws)]
     lowered = lower(modules[0])
     assert findings(modules[0], 0) == stablehlo_findings(lowered.text, 0) == []
-    np.testing.assert_array_equal(execute(lowered.text, [logits])[0], expected)
+    np.testing.assert_array_equal(execute(lowered.text, [logits, *draws])[0], expected)
 
 
 class TestCandidates:
@@ -75,3 +93,72 @@ class TestCandidates:
         logits[0, :20] = torch.arange(20.0, 0, -1)
         found = candidates(logits, 16)[0]
         assert found[:8].tolist() == list(range(20, 12, -1)) and found[8] == 0 and found[-1] == 13
+
+
+OPTIONS = {
+    "all": dict(temperature=1.3),
+    "top_k": dict(temperature=0.7, top_k=50),
+    "top_p": dict(temperature=0.4, top_p=0.8),
+    "min_p": dict(min_p=0.05),
+    "each": dict(temperature=1.1, top_k=30, top_p=0.95, min_p=0.02),
+    "the best": dict(top_k=1, top_p=1e-9, min_p=1),
+    "nearly equal": dict(temperature=3e5, top_k=30),
+    "equal": dict(temperature=1e38, top_k=30),
+}
+ROWS, SIZE = 100, 400
+
+
+def plain(logits, noise, temperature):
+    return logits, noise
+
+
+def coarse(logits, noise, temperature):
+    """Return logits as of a model in bfloat16: many are equal."""
+    return logits.bfloat16().float(), noise
+
+
+def close(logits, noise, temperature):
+    """Return noise with which most tokens are nearly as good as the best, or as good."""
+    steps = (noise - 1).mul(3).round()
+    near = (logits / temperature).softmax(-1) * (1 + 2e-5 * steps)
+    return logits, torch.where(noise < 2, near, noise)
+
+
+class TestDrawn:
+    def cases(self, options, kind, device):
+        """Return what the host draws; and what a device does of the logits, and of what `device` makes of them."""
+        generator = torch.Generator().manual_seed(len(options))
+        logits = 3 * torch.randn(ROWS, SIZE, generator=generator) + 9
+        noise = torch.empty(ROWS, SIZE).exponential_(1, generator=generator)
+        logits, noise = kind(logits, noise, options.get("temperature", 1))
+        sampler, expected = Sampler(SamplingParams(**{"temperature": 1, "top_k": 0, **options}), 1), []
+        for row_logits, row_noise in zip(logits, noise, strict=True):
+            sampler._noise.append(row_noise)
+            expected.append(sampler(row_logits, [0]))
+        draws = draws_of(noise, **options)
+        return expected, [drawn(draws, each, likeliest(each), 64).tolist() for each in (logits, device(logits))]
+
+    @pytest.mark.parametrize("kind", [plain, coarse, close])
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_they_are_the_hosts(self, name, kind):
+        """Also where the device rounds otherwise; few are left to the host, unless all are close."""
+        sign = torch.rand(ROWS, SIZE, generator=torch.Generator().manual_seed(5)).round() * 2 - 1
+        expected, both = self.cases(OPTIONS[name], kind, lambda logits: logits * (1 + 2.0**-22 * sign))
+        for found in both:
+            wrong = [pair for pair in zip(found, expected, strict=True) if pair[0] not in (pair[1], UNDECIDED)]
+            assert not wrong
+            many = name == "equal" or (kind is close and name != "the best")
+            assert (found.count(UNDECIDED) > ROWS / 10) == many
+
+    def test_what_the_host_has_to_choose(self):
+        lower = torch.linspace(9, -9, 1300)
+        logits = lower[torch.arange(1300) * 563 % 1300].repeat(6, 1)
+        draws = draws_of(torch.ones(6, 1300), top_k=10)
+        logits[1, 3] = math.nan
+        draws[2, :4] = torch.tensor([0.0, 5, 0.5, 0.5])  # it draws none
+        logits[2, 7] = 10
+        logits[3] = lower  # more than 8 of the highest are among neighbours
+        draws[3, 4 + 25] = 1e-9
+        draws[4, :4] = torch.tensor([1, 0, 0.999, 0])  # more tokens than candidates
+        draws[5, 4 + 1] = 1e-9  # top_k has removed it
+        assert drawn(draws, logits, likeliest(logits), 64).tolist() == [0, NOT_FINITE, 7, UNDECIDED, UNDECIDED, 0]
