@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from granite4_neuron.ops.xla.topk import candidates
+from granite4_neuron.ops.xla.topk import drawn, likeliest
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import CHOSEN, Ability, Candidates, Decoded, Row
+from granite4_neuron.runtime.graphs import draw_inputs
+from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
 
-_CANDIDATES = 24
+_LEFT_TO_HOST = 7  # one in so many draws
 
 
 class _Decoded(NamedTuple):
@@ -27,11 +28,6 @@ class _Decoded(NamedTuple):
         """See `Decoded.tokens`."""
         return self.chosen
 
-    def candidates(self) -> Sequence[Candidates]:
-        """See `Decoded.candidates`."""
-        rows = candidates(self.row_logits, _CANDIDATES)
-        return [Candidates(row[:_CANDIDATES], row[_CANDIDATES:-1].long(), float(row[-1])) for row in rows]
-
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See `Decoded.logits`."""
         return self.row_logits[list(rows)]
@@ -41,15 +37,15 @@ class DecodingRuntime(CPURuntime):
     """Implements `Runtime.decode` with `step`. What is unspecified there is NaN, or a token.
 
     ahead: rows that have run tokens which only this runtime knew. stopped: those that one of their stops left alone.
+    drawn: tokens that it has drawn. undecided: those that it left to the host; here these are more than on a device.
     """
 
     cannot: Mapping[Ability, str] = {}
-    num_candidates = _CANDIDATES
     packs_rows = False
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.ahead = self.stopped = 0
+        self.ahead = self.stopped = self.drawn = self.undecided = 0
         self._chosen: dict[int, int] = {}  # by slot
 
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
@@ -67,10 +63,19 @@ class DecodingRuntime(CPURuntime):
         if running:
             logits[running] = super().step(state, [row for row in known if row is not None])
         for number in running:
-            likeliest = int(logits[number].numpy().argmax())
-            tokens[number] = likeliest if math.isfinite(logits[number, likeliest]) else -1
+            tokens[number] = self._chosen_by(rows[number], logits[number : number + 1])
         self._chosen = {rows[number].slot: tokens[number] for number in running}
         return _Decoded(tokens, logits)
+
+    def _chosen_by(self, row: Row, logits: torch.Tensor) -> int:
+        """Return the token that follows a row, by logits [1, vocab_size]."""
+        token = likeliest(logits)
+        if row.draw is not None:
+            token = drawn(draw_inputs([replace(row, slot=1)], 1, logits.shape[1]), logits, token)
+            if token >= 0 and (row.start + row.slot) % _LEFT_TO_HOST == 0:
+                token.fill_(UNDECIDED)
+            self.drawn, self.undecided = self.drawn + int(token >= 0), self.undecided + int(token == UNDECIDED)
+        return int(token)
 
     def _known(self, row: Row) -> Row | None:
         """Return a row with its token; None if its token stops it."""
@@ -78,7 +83,7 @@ class DecodingRuntime(CPURuntime):
             return row
         token = self._chosen[row.slot]
         if token < 0 or token in row.stops:
-            self.stopped += 1
+            self.stopped += token != UNDECIDED
             return None
         self.ahead += 1
         return replace(row, tokens=[token])

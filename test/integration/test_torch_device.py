@@ -299,7 +299,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize(
         ("graphs", "max_length", "compilations"),
-        # For prompts of 16 and 64 tokens, the two heads, decode, candidates, verification of 4 tokens, and its commit.
+        # For prompts of 16 and 64 tokens, the two heads, decode, draws, verification of 4 tokens, and its commit.
         # An attention layer has two, for the two lengths of the cache.
         [
             pytest.param("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1, marks=pytest.mark.slow),

@@ -16,12 +16,12 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
-from granite4_neuron.runtime.interface import CHOSEN, Row
+from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Row
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
@@ -233,9 +233,6 @@ class DecodeContract:
             assert torch.equal(decoded.logits([1]), decoded.logits([0, 1])[1:])
             assert list(decoded.tokens()) == expected.argmax(-1).tolist()
             tokens = dict(zip(lengths, decoded.tokens(), strict=True))
-            if ours.num_candidates and number == 4:
-                highest = decoded.logits(range(3)).topk(ours.num_candidates).values
-                assert torch.equal(torch.stack([each.logits for each in decoded.candidates()]), highest)
             lengths = {slot: length + 1 for slot, length in lengths.items()}
         # A token that stops its row changes nothing of its slot; the others go on.
         before = {slot: ours.snapshot(states[1], slot, lengths[slot]).tensors for slot in lengths}
@@ -261,6 +258,33 @@ class DecodeContract:
         assert [token < 0 for token in ours.decode(states[1], host).tokens()] == [False, False, True]
         following = ours.decode(states[1], [Row(row.slot, row.start + 1, [CHOSEN]) for row in host])
         assert all(token >= 0 for token in following.tokens()[:2]) and following.logits([0, 1]).isfinite().all()
+
+    def test_drawn_tokens(self, backend):
+        """They are those that a host draws from the same logits; one that it has to draw is not run."""
+        ours = backend.make(engine_model(layer_types=FEW_LAYERS["layer_types"]), BUCKETS)
+        state = ours.allocate(4, 60)
+        backend.poison(state)
+        options = {3: dict(top_k=9, top_p=0.8), 1: dict(temperature=0.5, min_p=0.1), 2: dict(temperature=1e30), 4: {}}
+        samplers = {slot: Sampler(SamplingParams(seed=slot, **each), 1) for slot, each in options.items() if each}
+        lengths = {slot: 4 + slot for slot in options}
+        ours.step(state, [Row(slot, 0, [slot] * length) for slot, length in lengths.items()])
+        tokens = dict.fromkeys(options, 3)
+        for number in range(8):
+            rows = []
+            for slot, length in lengths.items():
+                draw = samplers[slot].draw(0, ours.config.vocab_size) if slot in samplers else None
+                is_known = number in (0, 4) or slot == 2
+                rows.append(Row(slot, length, [tokens[slot] if is_known else CHOSEN], draw=draw))
+            decoded = ours.decode(state, rows)
+            found, logits = decoded.tokens(), decoded.logits(range(4))
+            for row, token, row_logits in zip(rows, found, logits, strict=True):
+                expected = samplers[row.slot](row_logits, [0]) if row.draw else int(row_logits.argmax())
+                assert token == (UNDECIDED if row.slot == 2 else expected)
+                tokens[row.slot], lengths[row.slot] = expected, row.start + 1
+        before = ours.snapshot(state, 2, lengths[2]).tensors
+        ours.decode(state, [Row(2, lengths[2], [CHOSEN])]).tokens()
+        after = ours.snapshot(state, 2, lengths[2]).tensors
+        assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 class SlotContract:

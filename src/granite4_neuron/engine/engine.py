@@ -11,7 +11,7 @@ import itertools
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.interface import Decoded, Runtime, Verification, require
+from granite4_neuron.runtime.interface import UNDECIDED, Decoded, Runtime, Verification, require
 
 # One count for all engines: a drafter that outlives its engine must not take a new sequence for an old one.
 _IDS = itertools.count()
@@ -54,14 +54,19 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Launched(NamedTuple):
-    """A step of decode that the device runs."""
+    """A step of decode that the device runs.
+
+    idle: ids of sequences to which it adds nothing, because the device has left their tokens to the host.
+    """
 
     step: ScheduledStep
     decoded: Decoded
+    idle: frozenset[int] = frozenset()
 
     def row_of(self, sequence: RunningSequence) -> int | None:
-        """Return the number of a sequence's row, if it has one."""
-        return next((row for row, each in enumerate(self.step.sequences) if each is sequence), None)
+        """Return the number of the row that adds something to a sequence, if there is one."""
+        rows = (row for row, each in enumerate(self.step.sequences) if each is sequence and each.id not in self.idle)
+        return next(rows, None)
 
 
 class Engine:
@@ -251,7 +256,7 @@ class Engine:
         self._prefixes.keep_due(self._live.running.values())  # the last step's new tokens have not waited for these
         self._scheduler.admit()
         started = self._clock()
-        step = None if self._ahead is None else self._live_part(self._ahead.step)
+        step = None if self._ahead is None else self._live_part(self._ahead)
         if step is None or not step.rows:
             self._ahead, step = None, self._scheduler.schedule()
         generated = self.stats.generated_tokens
@@ -285,12 +290,12 @@ class Engine:
         """Return whether the logits of a step stay on the device, from where only the wanted rows come to the host."""
         if step.prompt_rows or "decode" in self.runtime.cannot:
             return False
-        count = self.runtime.num_candidates
-        return any(each.takes_likeliest or each.takes_candidates(count) for each in step.sequences)
+        return any(each.takes_chosen for each in step.sequences)
 
-    def _live_part(self, step: ScheduledStep) -> ScheduledStep:
-        """Return a step without the sequences that have ended."""
-        numbers = [number for number, each in enumerate(step.sequences) if each.id in self._live.running]
+    def _live_part(self, launched: _Launched) -> ScheduledStep:
+        """Return a step without the sequences that have ended, and those to which it adds nothing."""
+        step, live = launched.step, self._live.running.keys() - launched.idle
+        numbers = [number for number, each in enumerate(step.sequences) if each.id in live]
         sequences = [step.sequences[number] for number in numbers]
         return step._replace(sequences=sequences, rows=[step.rows[number] for number in numbers])
 
@@ -303,48 +308,40 @@ class Engine:
         self._ahead = None
         following = self._scheduler.following(step)
         if following is not None:
-            with self._live.guard(*following.sequences):
-                self._ahead = _Launched(following, self._launch(following))
+            with self._live.guard_ahead(*following.sequences):
+                self._ahead = _Launched(following, self._launch(following, ahead=1))
         rows = {sequence.id: row for row, sequence in enumerate(launched.step.sequences)}
         tokens = launched.decoded.tokens()
-        logits = self._logits_for_host(step, launched.decoded, rows)
+        undecided = frozenset(each.id for each in step.sequences if tokens[rows[each.id]] == UNDECIDED)
+        if self._ahead is not None:
+            self._ahead = self._ahead._replace(idle=undecided)
+        on_host = [each.id for each in step.sequences if each.id in undecided or not each.takes_chosen]
+        whole = launched.decoded.logits([rows[id] for id in on_host]) if on_host else ()
+        logits = dict(zip(on_host, whole, strict=True))
         if following is None or self._ahead is not None:
             self._slots.failed_steps = 0
         for sequence in step.sequences:
-            if sequence.id not in self._live.running:  # the step that follows has failed
-                continue
             with self._live.guard(sequence):
                 row = rows[sequence.id]
-                if sequence.takes_likeliest or tokens[row] < 0:
-                    outputs = [sequence.take(tokens[row])]
-                else:
+                if sequence.id in logits:
                     outputs = sequence.choose([logits[sequence.id]])
+                else:
+                    outputs = [sequence.take(tokens[row])]
+                if self._ahead is not None and sequence.takes_drawn:
+                    sequence.backoff.note(len(sequence.tokens), int(sequence.id not in undecided))
                 self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
 
-    def _logits_for_host(
-        self, step: ScheduledStep, decoded: Decoded, rows: Mapping[int, int]
-    ) -> dict[int, torch.Tensor]:
-        """Return logits [vocab_size] by which the host chooses tokens, by sequence: of candidates if these suffice.
+    def _launch(self, step: ScheduledStep, ahead: int = 0) -> Decoded:
+        """Have the device begin a step of decode.
 
         Args:
-            rows: of the sequences in `decoded`.
+            ahead: how many tokens of each sequence are not known yet.
         """
-        on_host = [sequence for sequence in step.sequences if not sequence.takes_likeliest]
-        logits, count = {}, self.runtime.num_candidates
-        among_some = [sequence for sequence in on_host if sequence.takes_candidates(count)]
-        candidates = decoded.candidates() if among_some else ()
-        for sequence in among_some:
-            spread = sequence.sampler.spread(candidates[rows[sequence.id]], self.runtime.config.vocab_size)
-            if spread is not None:
-                logits[sequence.id] = spread
-        left = [sequence.id for sequence in on_host if sequence.id not in logits]
-        whole = decoded.logits([rows[id] for id in left]) if left else ()
-        return logits | dict(zip(left, whole, strict=True))
-
-    def _launch(self, step: ScheduledStep) -> Decoded:
-        """Have the device begin a step of decode."""
+        vocab_size = self.runtime.config.vocab_size
+        pairs = zip(step.sequences, step.rows, strict=True)
+        rows = [sequence.with_draw(row, ahead, vocab_size) for sequence, row in pairs]
         self._slots.failed_steps += 1
-        return self.runtime.decode(self._slots.state, step.rows)
+        return self.runtime.decode(self._slots.state, rows)
 
     def _verify(self, step: ScheduledStep) -> Verification:
         """Run a step with drafts. It ends when `_accept` has committed the chosen tokens."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -42,6 +43,7 @@ class LiveSequences:
         self._prefixes = prefixes
         self._drafting = drafting
         self._unfinished: dict[int, RunningSequence] = {}  # by id, those whose work does not count yet
+        self._failed_ahead: dict[int, Callable[[], None]] = {}  # by id, what ends the sequence
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +52,13 @@ class LiveSequences:
 
     def guard(self, *sequences: RunningSequence) -> _Guard:
         """Return a context for work for these sequences. If it fails, those of them that have not ended yet end."""
-        return _Guard(self, self._unfinished, sequences)
+        return _Guard(self._unfinished, self.fail, sequences)
+
+    def guard_ahead(self, *sequences: RunningSequence) -> _Guard:
+        """Return a context for work whose outputs come after those that the sequences are about to get. If it fails,
+        the next call ends them; no snapshot is kept of one that ends before, because its state may be lost.
+        """
+        return _Guard(self._unfinished, self._fail_later, sequences)
 
     def count(
         self,
@@ -73,13 +81,17 @@ class LiveSequences:
         if reason is None:
             sequence.is_due = self._prefixes.is_due(sequence)
         else:
-            if reason != "error":
+            if reason != "error" and sequence.id not in self._failed_ahead:
                 self._prefixes.keep(sequence)
             self.end(sequence)
         self._unfinished.pop(sequence.id, None)
 
     def end_unfinished(self) -> None:
-        """End the sequences of a step that has been interrupted and does not count."""
+        """End the sequences of a step that has been interrupted and does not count, or for which one has failed that
+        was to follow.
+        """
+        for fail in list(self._failed_ahead.values()):
+            fail()
         self.fail(list(self._unfinished.values()), "it was interrupted in the middle of a step.")
 
     def fail(self, sequences: Sequence[RunningSequence], error: str, is_requests_fault: bool = False) -> None:
@@ -92,6 +104,10 @@ class LiveSequences:
                 self.end(sequence)
             self._unfinished.pop(sequence.id, None)
 
+    def _fail_later(self, sequences: Sequence[RunningSequence], error: str, is_requests_fault: bool = False) -> None:
+        for sequence in sequences:
+            self._failed_ahead[sequence.id] = partial(self.fail, [sequence], error, is_requests_fault)
+
     def end(self, sequence: RunningSequence) -> None:
         """Forget a sequence. It may be interrupted and done again."""
         self._prefixes.release(sequence)
@@ -99,6 +115,7 @@ class LiveSequences:
         if sequence.id not in self.running or (self.waiting and self.waiting[0] is sequence):
             self.waiting.remove(sequence)
         self.running.pop(sequence.id, None)
+        self._failed_ahead.pop(sequence.id, None)
 
     def cancel(self, id: int) -> bool:
         """End a sequence and drop its outputs; return whether there was anything of it."""
@@ -116,13 +133,17 @@ class _Guard:
 
     Args:
         unfinished: by id, the sequences whose work does not count yet.
+        fail: is called with those of the sequences that have not ended, an error, and whether it is a request's fault.
     """
 
     def __init__(
-        self, live: LiveSequences, unfinished: dict[int, RunningSequence], sequences: Sequence[RunningSequence]
+        self,
+        unfinished: dict[int, RunningSequence],
+        fail: Callable[[Sequence[RunningSequence], str, bool], None],
+        sequences: Sequence[RunningSequence],
     ):
-        self._live = live
         self._unfinished = unfinished
+        self._fail = fail
         self._sequences = sequences
 
     def __enter__(self) -> None:
@@ -138,7 +159,7 @@ class _Guard:
             if not isinstance(error, UserError):
                 _LOGGER.error("A step of the engine failed.", exc_info=error)
             failed = [sequence for sequence in self._sequences if sequence.id in self._unfinished]
-            self._live.fail(failed, sentence_of(error), isinstance(error, RequestFault))
+            self._fail(failed, sentence_of(error), isinstance(error, RequestFault))
         for id in self._new:
             self._unfinished.pop(id, None)
         return True

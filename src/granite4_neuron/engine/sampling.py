@@ -26,7 +26,7 @@ from transformers import (
 from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.engine.sampling_params import SamplingParams, is_whole
 from granite4_neuron.errors import UserError, described
-from granite4_neuron.runtime.interface import Candidates
+from granite4_neuron.runtime.interface import MOST_TOP_K, Draw
 
 NOT_FINITE = "no token can be chosen: the model's logits are not finite."
 _CONSTRAINT = "the request's constraint"
@@ -68,7 +68,8 @@ class Sampler:
         self._copies = bool(params.logits_processors)  # a processor may write to the scores, and others read the logits
         self._constraint = _fork(params.constraint)
         self._is_greedy = params.temperature == 0
-        self._temperature = float(1 if params.temperature is None else params.temperature)
+        options = 1 if params.temperature is None else params.temperature, params.top_k or 0, params.top_p or 1
+        self._options = Draw(*options, params.min_p or 0, torch.empty(0))
         self._noise: deque[torch.Tensor] = deque()  # of the next choices, in order
         self._generator = torch.Generator()
         if params.seed is None:
@@ -82,31 +83,19 @@ class Sampler:
         return self._is_greedy and not self._processors and self._constraint is None
 
     @property
-    def top_k(self) -> int | None:
-        """Among how many of the likeliest tokens it chooses, equal ones aside, if the model's logits alone decide which
-        these are; else None.
-        """
+    def is_drawn(self) -> bool:
+        """Whether the token is drawn by temperature, top_k, top_p and min_p alone, as a `Draw` can say."""
         kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        if self._constraint is not None or not all(isinstance(each, kinds) for each in self._processors):
-            return None
-        return next((each.top_k for each in self._processors if isinstance(each, TopKLogitsWarper)), None)
+        can_be_said = not self._is_greedy and self._options.top_k <= MOST_TOP_K
+        return can_be_said and self._constraint is None and all(isinstance(each, kinds) for each in self._processors)
 
-    def spread(self, candidates: Candidates, vocab_size: int) -> torch.Tensor | None:
-        """Return logits [vocab_size] by which `choose` chooses as by the model's: those of the candidates, and -inf for
-        all other tokens. None if other tokens may be among the `top_k` likeliest.
+    def draw(self, ahead: int, vocab_size: int) -> Draw:
+        """Return how a device draws the token that comes after `ahead` others, if `is_drawn`."""
+        return self._options._replace(noise=self.noise(ahead, vocab_size))
 
-        Once the options have removed all but these, no number differs: so neither does the choice, bit by bit.
-        """
-        if self.top_k is None or self.top_k >= len(candidates.logits):
-            return None
-        # The temperature may make equal what was not.
-        last, bound = torch.tensor([candidates.logits[self.top_k - 1], candidates.bound]) / self._temperature
-        if not last > bound:
-            return None
-        logits = torch.full((vocab_size,), -math.inf)
-        is_token = candidates.logits > -math.inf
-        logits[candidates.tokens[is_token]] = candidates.logits[is_token]
-        return logits
+    def count_drawn(self) -> None:
+        """Have the next token's noise be used: a device has drawn that token with it."""
+        self._noise.popleft()
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append by the model's logits; see `mask` and `choose`."""
@@ -172,9 +161,9 @@ class Sampler:
             )
         if self._is_greedy:
             return likeliest
-        noise = self.noise(0, len(scores))
+        quotients = scores.softmax(-1).div_(self.noise(0, len(scores)))
         self._noise.popleft()
-        return _argmax(scores.softmax(-1).div_(noise))
+        return _argmax(quotients)
 
     def noise(self, ahead: int, vocab_size: int) -> torch.Tensor:
         """Return the random numbers [vocab_size] of the choice that comes after `ahead` others, in float32.

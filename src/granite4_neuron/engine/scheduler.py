@@ -130,8 +130,11 @@ class Scheduler:
         Its rows run tokens that the device has chosen. It is the step that comes next whatever these are, except for
         sequences that one of them ends. Nobody needs the state of such a sequence but a prefix cache, for which the
         device leaves it as it is.
+
+        There is none while a sequence is not in that other step: a prompt, or one whose token the device left to the
+        host.
         """
-        if self._drafting.drafter is not None or any(each.is_prompt for each in self._live.running.values()):
+        if self._drafting.drafter is not None or len(step.sequences) < len(self._live.running):
             return None
         if not all(self._may_go_ahead(sequence) for sequence in step.sequences):
             return None
@@ -141,7 +144,9 @@ class Scheduler:
 
     def _may_go_ahead(self, sequence: RunningSequence) -> bool:
         """Return whether a sequence may run its next token before the host knows it."""
-        if not sequence.takes_likeliest or self._prefixes.is_due(sequence, more=1):
+        if not sequence.takes_chosen or self._prefixes.is_due(sequence, more=1):
+            return False
+        if sequence.takes_drawn and not sequence.backoff.allows(len(sequence.tokens)):
             return False
         request = sequence.request
         # A stop string is found on the host.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class RunningSequence:
     has_begun: whether the prefix cache has been asked, or tokens have been run.
     prefix: the cached prefix that was found for it, if any.
     cached_tokens: how many tokens of it the state has.
-    backoff: when to draft for it.
+    backoff: when to draft for it, or to run a drawn token before the host knows it.
     logits: [vocab_size], after the last stored token, perhaps still on the device; None before the first step.
     is_due: whether a prefix cache is to keep a snapshot before the next step.
     prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
@@ -99,13 +99,14 @@ class RunningSequence:
         return self.is_prompt and self.request.prompt_logprobs is not None
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether the next token is the likeliest one, and nothing else of the logits is needed for it."""
-        return self.sampler.takes_likeliest and self.request.logprobs is None
+    def takes_chosen(self) -> bool:
+        """Whether the next token is one that a device can choose, and nothing else of the logits is needed."""
+        return self.request.logprobs is None and (self.sampler.takes_likeliest or self.sampler.is_drawn)
 
-    def takes_candidates(self, count: int) -> bool:
-        """Whether the next token is chosen among fewer than so many of the likeliest, and nothing else is needed."""
-        return self.sampler.top_k is not None and self.sampler.top_k < count and self.request.logprobs is None
+    @property
+    def takes_drawn(self) -> bool:
+        """Whether it is one that a device can draw."""
+        return self.takes_chosen and self.sampler.is_drawn
 
     def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
         """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
@@ -128,6 +129,10 @@ class RunningSequence:
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
         """Return the tokens to run next, up to `stop`, followed by drafts."""
         return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts], self.adapter.at(self.stored))
+
+    def with_draw(self, row: Row, ahead: int, vocab_size: int) -> Row:
+        """Return a row with how a device draws the token that comes after `ahead` others, if it may."""
+        return replace(row, draw=self.sampler.draw(ahead, vocab_size)) if self.takes_drawn else row
 
     def following_row(self) -> Row:
         """Return the row that runs the token which `next_row` without drafts has the device choose."""
@@ -183,9 +188,11 @@ class RunningSequence:
         return outputs
 
     def take(self, token: int) -> Output:
-        """Add the likeliest token, of `Decoded.tokens`."""
+        """Add the token of `Decoded.tokens`, which the device has decided."""
         if token < 0:
             return Output(self.id, None, self.text.finish(), "error", NOT_FINITE)
+        if self.takes_drawn:
+            self.sampler.count_drawn()
         return self.append(token)
 
     def append(self, token: int, logits: torch.Tensor | None = None) -> Output:

@@ -20,12 +20,12 @@ CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
     "copy of a slot",
 )
 # Those of prompts on PyTorch's device, where each kind of layer has its own, and of what follows.
-EMBEDDING, MAMBA_LAYER, ATTENTION_LAYER, HEAD, CANDIDATES = (
+EMBEDDING, MAMBA_LAYER, ATTENTION_LAYER, HEAD, DRAW = (
     "embedding",
     "Mamba layer",
     "attention layer",
     "head",
-    "candidates",
+    "draw",
 )
 _SHORTEST_BUCKET = 128
 
@@ -33,8 +33,7 @@ _SHORTEST_BUCKET = 128
 @dataclass(frozen=True)
 class CompiledGraph:
     """kind: one of the above. bucket: entries of the cache that a step sees; where it sees none, the tokens that it
-    takes, or the number of candidates. tokens: that it takes of each sequence, if graphs of a kind and bucket differ in
-    that.
+    takes. tokens: that it takes of each sequence, if graphs of a kind and bucket differ in that.
     """
 
     kind: str

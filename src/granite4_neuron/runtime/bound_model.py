@@ -34,7 +34,6 @@ class BoundModel:
     cannot: Mapping[Ability, str] = {"decode": "this backend brings the logits of all steps to the host."}
     own_slots = 0
     is_exact_at_any_cut = False
-    num_candidates = 0
     adapters: Mapping[str, Adapter] = {}
     model: GraniteMoeHybridForCausalLM
     state_dtype: torch.dtype

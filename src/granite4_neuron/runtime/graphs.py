@@ -20,11 +20,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import Operators
+from granite4_neuron.ops.xla.topk import NOISE
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
     CHOSEN,
     MOST_STOPS,
-    Candidates,
     Row,
     StepInputs,
     Verification,
@@ -56,29 +56,20 @@ class DecodedOnDevice(NamedTuple):
     """The `Decoded` of a device.
 
     by_slot: each slot's logits [num_sequences, vocab_size], on the device or the host.
-    chosen: waits for the likeliest token of each slot, [num_sequences].
+    chosen: waits for the token of each slot, [num_sequences].
     entries: of the rows in them.
     to_host: copies a tensor to the host.
-    candidates_by_slot: computes `ops.xla.topk.candidates` of each slot, on the device.
     """
 
     by_slot: torch.Tensor
     chosen: Callable[[], torch.Tensor]
     entries: Sequence[int]
     to_host: Callable[[torch.Tensor], torch.Tensor]
-    candidates_by_slot: Callable[[torch.Tensor], torch.Tensor]
 
     def tokens(self) -> Sequence[int]:
         """Implement `Decoded.tokens`."""
         chosen = self.chosen().tolist()
         return [chosen[entry] for entry in self.entries]
-
-    def candidates(self) -> Sequence[Candidates]:
-        """Implement `Decoded.candidates`; one copy brings all."""
-        by_slot = self.to_host(self.candidates_by_slot(self.by_slot))
-        count = by_slot.shape[1] // 2
-        each = ((row[:count], row[count:-1].long(), float(row[-1])) for row in by_slot[list(self.entries)])
-        return [Candidates(*fields) for fields in each]
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Implement `Decoded.logits`. Single rows are copied alone."""
@@ -318,6 +309,17 @@ def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
         for row in _in_slot_order(rows, num_sequences)
     ]
     return torch.tensor(values, dtype=torch.int32)
+
+
+def draw_inputs(rows: Sequence[Row], num_sequences: int, vocab_size: int) -> torch.Tensor:
+    """Return the draws of a step as one tensor, for `ops.xla.topk.drawn`, of a row for every slot."""
+    inputs = torch.zeros(num_sequences, NOISE + vocab_size)
+    for row in rows:
+        if row.draw is not None:
+            *options, noise = row.draw
+            inputs[row.slot - 1, :NOISE] = torch.tensor(options)
+            inputs[row.slot - 1, NOISE:] = noise
+    return inputs
 
 
 def with_chosen(inputs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

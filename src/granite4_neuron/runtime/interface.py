@@ -16,15 +16,34 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.ops.xla import topk
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
 Ability = Literal["all_logits", "verify", "copy", "snapshot", "decode"]
 State = TypeVar("State", bound=HybridState | None)
+MOST_TOP_K, UNDECIDED = topk.MOST_TOP_K, topk.UNDECIDED  # see `Draw` and `Decoded`
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
 MOST_STOPS = 4  # of a row
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs` and `packed_inputs`
+
+
+class Draw(NamedTuple):
+    """How a row's token is drawn, by transformers' logits warpers in this order.
+
+    temperature: above 0.
+    top_k: at most `MOST_TOP_K`; 0 for none.
+    top_p: 1 for none.
+    min_p: 0 for none.
+    noise: [vocab_size] in float32; of probabilities p the highest p / noise is drawn.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    noise: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,7 @@ class Row:
     tokens: at least one new token.
     adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
     stops: at most `MOST_STOPS` tokens; see `Runtime.decode`.
+    draw: how `Runtime.decode` chooses the token that follows; None for the likeliest.
     """
 
     slot: int
@@ -43,6 +63,7 @@ class Row:
     tokens: Sequence[int]
     adapter: int = 0
     stops: Sequence[int] = ()
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True)
@@ -58,28 +79,14 @@ class Verification:
     kept_inputs: Sequence[torch.Tensor]
 
 
-class Candidates(NamedTuple):
-    """High logits of a row.
-
-    logits: from the highest down, [candidates] in float32. tokens: of them, [candidates] in int64.
-    bound: no other logit of the row is above it.
-    """
-
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    bound: float
-
-
 class Decoded(Protocol):
     """The result of `Runtime.decode`, on the device. It is read when it is asked for, also after later calls."""
 
     def tokens(self) -> Sequence[int]:
-        """Return each row's likeliest token, of equal ones the first; -1 where the highest logit is not finite or one
-        is NaN. It waits for that step, and copies 4 bytes of each slot.
+        """Return each row's token: the likeliest one, of equal ones the first, or that of its draw. It is -1 where the
+        highest logit is not finite or one is NaN, and `UNDECIDED` where the host has to draw, because another way of
+        rounding might draw another token. It waits for that step, and copies 4 bytes of each slot.
         """
-
-    def candidates(self) -> Sequence[Candidates]:
-        """Return `Runtime.num_candidates` candidates of each row; unspecified where `tokens` has -1."""
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the float32 logits of rows, by their numbers: [len(rows), vocab_size]."""
@@ -122,10 +129,6 @@ class Runtime(Protocol[State]):
     @property
     def tokens_per_verification(self) -> int:
         """The most tokens of a row in `verify`."""
-
-    @property
-    def num_candidates(self) -> int:
-        """How many candidates a row of `decode` has; 0 if the host gets all logits as fast."""
 
     @property
     def own_slots(self) -> int:
@@ -193,9 +196,9 @@ class Runtime(Protocol[State]):
         """Do as `step` for rows of one token whose sequences have begun, and leave the results on the device. It may
         return before the device has finished.
 
-        A row's token may be `CHOSEN`: the likeliest one after the last call, which was this one, and in which the
-        sequence had a row. So a step can begin before the host knows its tokens. If that token is one of the row's
-        stops, or -1, nothing is added to the sequence, and the row's results are unspecified.
+        A row's token may be `CHOSEN`: that of `Decoded.tokens` after the last call, which was this one, and in which
+        the sequence had a row. So a step can begin before the host knows its tokens. If that token is one of the row's
+        stops, -1 or `UNDECIDED`, nothing is added to the sequence, and the row's results are unspecified.
         """
 
     def verify(self, state: State, rows: Sequence[Row]) -> Verification:

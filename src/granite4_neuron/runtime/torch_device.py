@@ -32,7 +32,7 @@ from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
-from granite4_neuron.ops.xla.topk import candidates, likeliest
+from granite4_neuron.ops.xla.topk import TEMPERATURE, drawn, likeliest
 from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of, kind_of_device
 from granite4_neuron.runtime.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
@@ -47,6 +47,7 @@ from granite4_neuron.runtime.graphs import (
     buckets_up_to,
     cache_buckets,
     decode_inputs,
+    draw_inputs,
     graph_inputs,
     unpacked,
     with_chosen,
@@ -57,7 +58,6 @@ from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueS
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-NUM_CANDIDATES = 64
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
 # Where nothing has to fit into an SBUF, a long prompt takes fewer pieces.
 _BUCKETS = {"cpu": (*PREFILL_BUCKETS, 2048), "cuda": (*PREFILL_BUCKETS, 2048), "neuron": PREFILL_BUCKETS}
@@ -149,8 +149,6 @@ class TorchRuntime(GraphRuntime):
         self._captures = where.type == "cuda"
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
-        # A GPU's copies are fast: finding candidates would take longer.
-        self.num_candidates = 0 if self._captures else NUM_CANDIDATES
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
@@ -163,9 +161,8 @@ class TorchRuntime(GraphRuntime):
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
-            logits, _ = self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
-            if self.num_candidates:
-                self._candidates(logits)
+            decoded = self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
+            self._run_draw(state, [], *decoded)
             for tokens in self.prefill_buckets:
                 self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
             for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
@@ -219,11 +216,9 @@ class TorchRuntime(GraphRuntime):
         entries = [row.slot - 1 for row in rows]
         if self._captures:  # the outputs do not outlive the next step
             logits = logits.clone()
-        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host, self._candidates)
-
-    @torch.no_grad()
-    def _candidates(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._call(candidates, logits, NUM_CANDIDATES)
+        if any(row.draw is not None for row in rows):
+            tokens = self._run_draw(state, rows, logits, tokens)
+        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
 
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         logits, _ = self._run_decode(state, inputs, kv_length)
@@ -240,6 +235,25 @@ class TorchRuntime(GraphRuntime):
         key = GraphKey(kv_length, in_order=True, chooses=True)
         logits, tokens, _ = self._execute(run_step, state, key, inputs)
         return logits, tokens
+
+    @torch.no_grad()
+    def _run_draw(
+        self, state: HybridState, rows: Sequence[Row], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the graph that draws the tokens of rows that draw one; return each slot's token.
+
+        Args:
+            logits, tokens: of `_run_decode`.
+        """
+        memory = self._memory(state)
+        inputs = draw_inputs(rows, state.num_sequences, self.config.vocab_size)
+
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            return self._call(draw, *inputs, memory.chosen)
+
+        if not self._captures:
+            return run(self._to_device(inputs), logits, tokens)
+        return self._run_captured(memory, (draw,), run, inputs, (logits, tokens), TEMPERATURE)
 
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
         key = GraphKey(kv_length, looks_up=not self._prefill_by_view, all_logits=all_logits)
@@ -292,8 +306,7 @@ class TorchRuntime(GraphRuntime):
             inputs: of `graph_inputs`, on the host.
             kept_inputs: that `run_advance` takes.
         """
-
-        memory = next(memory for memory in self._memories if memory.user() is state)
+        memory = self._memory(state)
         chosen = memory.chosen
 
         def run(*inputs: torch.Tensor) -> Any:
@@ -307,13 +320,31 @@ class TorchRuntime(GraphRuntime):
         if not self._captures or (key.all_logits and not key.verifies):
             # Logits of a prompt are too large to keep memory for them.
             return run(self._to_device(inputs), *kept_inputs)
-        captured = memory.captured
-        capture = (function, key, inputs.shape)
-        if capture not in captured:
+        return self._run_captured(memory, (function, key), run, inputs, kept_inputs, LENGTH)
+
+    def _memory(self, state: HybridState) -> _Memory:
+        return next(memory for memory in self._memories if memory.user() is state)
+
+    def _run_captured(
+        self,
+        memory: _Memory,
+        what: tuple,
+        run: Callable[..., Any],
+        inputs: torch.Tensor,
+        others: Tensors,
+        column: int,
+    ) -> Any:
+        """Replay what `run` computes of inputs on the host and others on the device; capture it if it is new.
+
+        Args:
+            column: of the inputs; a row that has 0 there changes nothing, so that trying and capturing do no harm.
+        """
+        capture = (*what, inputs.shape)
+        if capture not in memory.captured:
             idle = inputs.clone()
-            idle[:, LENGTH] = 0  # rows without tokens, so that trying and capturing change nothing
-            captured[capture] = CudaGraph(run, idle, kept_inputs, self.device)
-        return self._replay(captured[capture], inputs, kept_inputs)
+            idle[:, column] = 0
+            memory.captured[capture] = CudaGraph(run, idle, others, self.device)
+        return self._replay(memory.captured[capture], inputs, others)
 
     def _replay(self, graph: CudaGraph, inputs: torch.Tensor, kept_inputs: Tensors) -> Any:
         return graph.replay(inputs, kept_inputs)
@@ -658,6 +689,13 @@ def choosing_head(
     tokens = likeliest(logits)
     chosen.copy_(torch.where(where[1] > 0, tokens, chosen))
     return logits, tokens
+
+
+def draw(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return `drawn` of the same arguments, and write it to the chosen tokens [rows] where a row draws one."""
+    tokens = drawn(draws, logits, tokens)
+    chosen.copy_(torch.where(draws[:, TEMPERATURE] > 0, tokens, chosen))
+    return tokens
 
 
 def _step(key: GraphKey, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> DenseStep:

@@ -46,7 +46,8 @@ def test_all_but_the_first_and_the_last_run_ahead(model, alone):
 
 
 SAMPLED = {
-    "among 20": dict(temperature=0.8, top_k=20, seed=3),
+    "from all": dict(temperature=0.8, seed=3),
+    "with a nucleus": dict(temperature=0.3, top_p=0.8, seed=7),
     "of many options": dict(temperature=1.7, top_k=15, top_p=0.9, min_p=0.02, seed=4),
     "among 1": dict(top_k=1, seed=5),
     "of equal ones": dict(temperature=1e44, top_k=20, seed=6),
@@ -54,18 +55,37 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED.keys())
-def test_a_sampled_token_is_chosen_from_candidates(model, alone, options, monkeypatch):
-    """The stand-in gives 24. Only where the temperature makes logits equal do all come to the host."""
-    runtime, whole = Runtime(model), []
-    logits = _Decoded.logits
+def test_a_sampled_token_is_drawn_on_the_device(model, alone, options, monkeypatch):
+    """The host draws those that it leaves, by all logits. Where these are most, few steps begin ahead in vain."""
+    runtime, whole, steps = Runtime(model), [], []
+    logits, decode = _Decoded.logits, Runtime.decode
     monkeypatch.setattr(_Decoded, "logits", lambda decoded, rows: whole.append(rows) or logits(decoded, rows))
-    request = Request(PROMPTS[1], 3 * NEW, **options)
+    monkeypatch.setattr(Runtime, "decode", lambda *arguments: steps.append(1) or decode(*arguments))
+    request = Request(PROMPTS[1], 4 * NEW, **options)
     assert generate_one(Engine(runtime, 1), request) == alone(request)
-    assert len(whole) == (3 * NEW - 1 if options.get("temperature") == 1e44 else 0)
+    assert runtime.drawn + runtime.undecided == 4 * NEW - 1 and len(whole) == runtime.undecided > 3
+    if options.get("temperature") == 1e44:
+        assert runtime.drawn == 0 and len(steps) == 4 * NEW - 1 + 8
+    else:
+        assert runtime.undecided < NEW and runtime.ahead > 2 * NEW and len(steps) <= 4 * NEW - 1 + len(whole)
+
+
+def test_each_sequence_has_its_own_noise(model, alone, monkeypatch):
+    """Also beside greedy ones, and where tokens are left to the host for one of them, which does not wait for it."""
+    runtime, steps, decode = Runtime(model), [], Runtime.decode
+    monkeypatch.setattr(Runtime, "decode", lambda *arguments: steps.append(1) or decode(*arguments))
+    engine = Engine(runtime, 4)
+    kinds = [SAMPLED["from all"], dict(temperature=0.8, seed=9), {}, SAMPLED["of many options"]]
+    requests = [Request(PROMPTS[0], 3 * NEW + number, **options) for number, options in enumerate(kinds)]
+    ids = [engine.add(request) for request in requests]
+    outputs = run(engine, lambda: poison_engine(engine))
+    assert [tokens_of(outputs[id]) for id in ids] == [alone(request) for request in requests]
+    assert runtime.ahead > 6 * NEW and runtime.undecided > 5 and len(steps) < 5 * NEW
 
 
 OPTIONS = {
-    "sampled": dict(temperature=0.8, seed=3),
+    "many of the likeliest": dict(temperature=0.8, top_k=64, seed=3),
+    "sampled log-probabilities": dict(temperature=0.8, seed=3, logprobs=1),
     "log-probabilities": dict(logprobs=1),
     "a penalty": dict(frequency_penalty=0.5),
     "a processor": dict(logits_processors=[lambda tokens, scores: scores]),
@@ -92,10 +112,11 @@ def test_a_stop_token_ends_a_text_and_is_not_run(model, alone):
     assert runtime.stopped == 1
 
 
-def test_requests_that_come_and_go(model, alone):
+@pytest.mark.parametrize("options", [{}, SAMPLED["from all"]], ids=["greedy", "sampled"])
+def test_requests_that_come_and_go(model, alone, options):
     runtime = Runtime(model)
     engine = Engine(runtime, 2, prefix_cache=PrefixCache(runtime, None, CHUNK))
-    requests = [Request(prompt, NEW + number) for number, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, NEW + number, **options) for number, prompt in enumerate(PROMPTS)]
     outputs = {engine.add(requests[0]): []}
     cancelled = engine.add(requests[1])
     for number in range(60):
@@ -109,13 +130,17 @@ def test_requests_that_come_and_go(model, alone):
     assert [tokens_of(each) for each in outputs.values()] == expected and not engine.has_work and runtime.ahead > 0
 
 
-@pytest.mark.parametrize("steps", [1, 4, 5])
-def test_a_text_that_is_finished_early_is_kept_with_all_its_tokens(model, alone, steps):
+@pytest.mark.parametrize(
+    "steps, options", [(1, {}), (4, {}), (5, {}), (4, SAMPLED["from all"]), (3, SAMPLED["from all"])]
+)
+def test_a_text_that_is_finished_early_is_kept_with_all_its_tokens(model, alone, steps, options):
+    """Of the last case the host has drawn the last token."""
     runtime = Runtime(model)
     cache = PrefixCache(runtime, None, None)
     engine = Engine(runtime, 1, prefix_cache=cache)
-    id = engine.add(Request(PROMPTS[0], NEW))
+    id = engine.add(Request(PROMPTS[0], NEW, **options))
     tokens = [output.token for _ in range(steps) for output in engine.step()]
+    assert runtime.undecided == bool(options)
     engine.finish(id)
     further = Request([*PROMPTS[0], *tokens, 7, 8], NEW)
     hits = cache.stats.hit_tokens
@@ -125,7 +150,7 @@ def test_a_text_that_is_finished_early_is_kept_with_all_its_tokens(model, alone,
 
 class TestFailures:
     def test_the_step_that_follows(self, model, alone, monkeypatch):
-        """It ends its own sequences; the one that has its last token has all of them."""
+        """It ends its own sequences, after they have got the tokens of the step before; another one has its last."""
         runtime = Runtime(model)
         engine = Engine(runtime, 2)
         ids = [engine.add(Request(PROMPTS[0], NEW)), engine.add(Request(PROMPTS[0], NEW + 5))]
@@ -140,8 +165,25 @@ class TestFailures:
         monkeypatch.setattr(Scheduler, "following", failing)
         first, second = (run_of[id] for run_of in [run(engine)] for id in ids)
         assert tokens_of(first) == alone(Request(PROMPTS[0], NEW))
-        assert second[-1].finish_reason == "error" and tokens_of(second[:-1]) == tokens_of(first)[: len(second) - 1]
+        assert second[-1].finish_reason == "error" and tokens_of(second[:-1]) == tokens_of(first)
         assert engine.failed_steps == 1
+
+    def test_nothing_is_kept_of_a_state_that_the_step_that_follows_may_have_changed(self, model, alone, monkeypatch):
+        """Of a sequence that has ended by then."""
+        runtime = Runtime(model)
+        text = alone(Request(PROMPTS[0], NEW))
+        stop = next(number for number in range(3, NEW) if text[number] not in text[:number])
+        cache = PrefixCache(runtime, None, None)
+        engine = Engine(runtime, 1, prefix_cache=cache)
+        engine.add(Request(PROMPTS[0], NEW, stop_token_ids=[text[stop]]))
+        for _ in range(stop):
+            engine.step()
+        monkeypatch.setattr(Runtime, "decode", lambda *arguments: 1 / 0)
+        [output] = engine.step()
+        assert output.finish_reason == "stop" and engine.failed_steps == 1 and not engine.has_work
+        monkeypatch.undo()
+        hits, further = cache.stats.hit_tokens, Request([*PROMPTS[0], *text[:stop], 7], NEW)
+        assert generate_one(engine, further) == alone(further) and cache.stats.hit_tokens - hits <= len(PROMPTS[0])
 
     def test_logits_that_are_not_finite(self, model, alone, monkeypatch):
         """They end their own sequence, which the device does not run further."""
@@ -166,7 +208,7 @@ class TestFailures:
 
     def test_interrupts_at_each_line(self, model, alone):
         """Of a step that has begun before, and that begins another one."""
-        requests = [Request(prompt, 5) for prompt in ([3], [4])]
+        requests = [Request([3], 5), Request([4], 5, **SAMPLED["from all"])]
         expected = [alone(request) for request in requests]
         own = (Engine._run_step.__wrapped__, Engine._decode, Engine._launch, Engine._live_part, LiveSequences.count)
         code, ended, whole = [*own, _Guard.__init__, _Guard.__enter__, _Guard.__exit__], 0, 0

@@ -10,8 +10,8 @@ from typing import ClassVar
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron.compiled_graphs import (
     ATTENTION_LAYER,
-    CANDIDATES,
     COMMIT,
+    DRAW,
     EMBEDDING,
     HEAD,
     MAMBA_LAYER,
@@ -20,7 +20,6 @@ from granite4_neuron.neuron.compiled_graphs import (
     CompiledGraph,
 )
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, buckets_up_to, cache_buckets, cache_length
-from granite4_neuron.runtime.torch_device import NUM_CANDIDATES
 
 
 @dataclass(frozen=True)
@@ -67,4 +66,4 @@ class DeviceGraphOptions:
             graphs += [CompiledGraph(COMMIT, lengths[-1], tokens) for tokens in verified]
         # The head of prompts takes the last token, or tokens that divide all buckets.
         graphs += [CompiledGraph(HEAD, tokens) for tokens in sorted({1, math.gcd(*self.context_buckets)})]
-        return [*graphs, CompiledGraph(CANDIDATES, NUM_CANDIDATES)]
+        return [*graphs, CompiledGraph(DRAW, 1)]

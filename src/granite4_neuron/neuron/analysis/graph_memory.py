@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from granite4_neuron.neuron.compiled_graphs import (
     ATTENTION_LAYER,
-    CANDIDATES,
     COMMIT,
     CONTEXT,
     CONTINUATION,
     COPY,
+    DRAW,
     EMBEDDING,
     HEAD,
     MAMBA_LAYER,
@@ -69,7 +69,7 @@ def graph_memory(graph: CompiledGraph, layers: int, weights: int, tp_degree: int
         layers: of the model.
         weights: bytes on a rank. A graph that reads none of the layers' has no code to speak of.
     """
-    if graph.kind in (COMMIT, COPY, EMBEDDING, HEAD, CANDIDATES):
+    if graph.kind in (COMMIT, COPY, EMBEDDING, HEAD, DRAW):
         return GraphMemory(graph, 0, round(weights * _STEP_RINGS), 0)
     collectives = _COLLECTIVES if tp_degree > 1 else 0
     if graph.kind in (MAMBA_LAYER, ATTENTION_LAYER):

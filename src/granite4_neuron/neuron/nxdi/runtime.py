@@ -37,7 +37,6 @@ class NeuronRuntime:
     rows_per_step = 1
     is_exact_at_any_cut = False
     packs_rows = False
-    num_candidates = 0
     adapters: Mapping[str, Adapter] = {}
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):

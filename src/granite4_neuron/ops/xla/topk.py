@@ -15,7 +15,8 @@ _MOST_IN_PAIRS = 64
 _GROUPS, _OF_A_GROUP = 64, 8
 # Options of `drawn` in front of the noise.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(5)
-NOT_FINITE, UNDECIDED = -1, -2  # in place of a token
+MOST_TOP_K = 63  # as long as there is one candidate more
+UNDECIDED = -2  # in place of a token, see `drawn`
 # How far two computations of a quantity may be apart, see `drawn`.
 _ROUNDING, _ROUNDING_OF_LOGITS, _ROUNDING_OF_ORDER, _SMALLEST = 2e-4, 2.0**-19, 2.0**-20, 1e-30
 _HIGHEST_TEMPERATURE = 1e6
@@ -70,7 +71,7 @@ def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([highest, of_highest, bound], -1)
 
 
-def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the token that a host draws for each row, wherever it cannot depend on how numbers are rounded.
 
     A host keeps the tokens that temperature, top_k, top_p and min_p leave, in this order and as transformers' logits
@@ -89,11 +90,10 @@ def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, count
       The best one of the first has to be in the second.
 
     Args:
-        draws: [rows, `NOISE` + vocab_size] in float32: the temperature, 0 for a row that draws none; top_k below
-            `count`, 0 for none; top_p, 1 for none; min_p, 0 for none; the noise.
+        draws: [rows, `NOISE` + vocab_size] in float32: the temperature, 0 for a row that draws none; top_k, at
+            most `MOST_TOP_K`, 0 for none; top_p, 1 for none; min_p, 0 for none; the noise.
         logits: [rows, vocab_size] in float32.
         tokens: `likeliest` of them; for a row that draws none it is the result.
-        count: of candidates, among which top_k and top_p find what they keep.
 
     Returns:
         [rows] in int32; -1 for logits that are not finite, `UNDECIDED` where the host has to choose.
@@ -102,8 +102,8 @@ def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, count
     temperature, top_k, top_p, min_p = (options[:, each : each + 1] for each in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
     is_drawn = temperature > 0
     temperature = torch.where(is_drawn, temperature, torch.ones_like(temperature))
-    found = candidates(logits, count)
-    values, bound = found[:, :count], found[:, -1:]
+    found = candidates(logits, MOST_TOP_K + 1)
+    values, bound = found[:, : MOST_TOP_K + 1], found[:, -1:]
     top = values[:, :1]
     slack = _ROUNDING + _ROUNDING_OF_LOGITS * (top.abs() / temperature + 52)
     near = _ROUNDING_OF_ORDER * torch.maximum(top.abs(), bound.abs()) + _SMALLEST

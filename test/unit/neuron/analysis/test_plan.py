@@ -284,7 +284,7 @@ def test_graphs_of_a_pytorch_device(capsys):
     assert main([*arguments, "--context", "16384", "--context-buckets", "512", "128", "--verify", "4"]) == 0
     output = capsys.readouterr().out
     assert "3 attention layer graphs of 128: 1,024, 4,096, 16,384" in output
-    counted = "2 embedding, 2 Mamba layer, 6 attention layer, 3 token, 3 verification, 1 commit, 2 head, 1 candidates"
+    counted = "2 embedding, 2 Mamba layer, 6 attention layer, 3 token, 3 verification, 1 commit, 2 head, 1 draw"
     assert f"To compile: 20 graphs: {counted}." in output
     assert main([*arguments, "--batch-size", "10"]) == 3
     assert "or 9 sequences of this context." in capsys.readouterr().out

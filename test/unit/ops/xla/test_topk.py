@@ -8,7 +8,7 @@ import torch
 
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, lower
-from granite4_neuron.ops.xla.topk import NOT_FINITE, UNDECIDED, candidates, drawn, likeliest
+from granite4_neuron.ops.xla.topk import UNDECIDED, candidates, drawn, likeliest
 from test.support.fx_lint import findings
 from test.support.stablehlo import execute
 from test.support.stablehlo import findings as stablehlo_findings
@@ -49,7 +49,7 @@ def draws_of(noise, **options):
         (likeliest, ()),
         (lambda logits: candidates(logits, 64), ()),
         (
-            lambda logits, draws: drawn(draws, logits, likeliest(logits), 64),
+            lambda logits, draws: drawn(draws, logits, likeliest(logits)),
             (draws_of(torch.arange(1.0, 3001).view(3, 1000), temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),),
         ),
     ],
@@ -136,7 +136,7 @@ class TestDrawn:
             sampler._noise.append(row_noise)
             expected.append(sampler(row_logits, [0]))
         draws = draws_of(noise, **options)
-        return expected, [drawn(draws, each, likeliest(each), 64).tolist() for each in (logits, device(logits))]
+        return expected, [drawn(draws, each, likeliest(each)).tolist() for each in (logits, device(logits))]
 
     @pytest.mark.parametrize("kind", [plain, coarse, close])
     @pytest.mark.parametrize("name", OPTIONS)
@@ -161,4 +161,4 @@ class TestDrawn:
         draws[3, 4 + 25] = 1e-9
         draws[4, :4] = torch.tensor([1, 0, 0.999, 0])  # more tokens than candidates
         draws[5, 4 + 1] = 1e-9  # top_k has removed it
-        assert drawn(draws, logits, likeliest(logits), 64).tolist() == [0, NOT_FINITE, 7, UNDECIDED, UNDECIDED, 0]
+        assert drawn(draws, logits, likeliest(logits)).tolist() == [0, -1, 7, UNDECIDED, UNDECIDED, 0]
