@@ -3,10 +3,11 @@ also counts what a step sends to the device and gets from it.
 
     python -m benchmarks.device_steps --random-weights h-350m --device cuda --batch-size 1 8 32
 
-A token is timed in two ways. In the first, tokens are random, so that the sequences of a batch choose different
+A token is timed in four ways. In the first, tokens are random, so that the sequences of a batch choose different
 experts, and a step ends when its logits are on the host. In the second the device chooses the tokens and runs each in
-the next step; a step ends when the host has the tokens of the one before. Times are medians, after the steps that
-compile.
+the next step; a step ends when the host has the tokens of the one before. The third and the fourth are the same for
+tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws them by logits, or the device does so by
+noise that the host has drawn before. Times are medians, after the steps that compile.
 
 Launches are those of graphs, which torch.compile has made, or which were captured on a GPU.
 """
@@ -31,9 +32,10 @@ from benchmarks.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.runtime.backends.torch_device import DEVICES
 from granite4_neuron.runtime.cuda_graph import CudaGraph
-from granite4_neuron.runtime.interface import CHOSEN, Row
+from granite4_neuron.runtime.interface import CHOSEN, Decoded, Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for batch_size in options.batch_size:
         add(f"a token, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps))
         add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps))
+        add(f"sampled here, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps, samples=True))
+        add(f"sampled there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps, samples=True))
     for length in options.prompt_length:
         add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
     Console(width=120).print(table)
@@ -110,34 +114,51 @@ class CountingRuntime(TorchRuntime):
         self.count_of_step.bytes_out += output.nbytes
 
 
-def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int) -> float:
+def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
     state = runtime.allocate(batch_size, _PROMPT + steps + 2)
     tokens = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + steps + 2, output_length=0))
     runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, 1)])
     position = _PROMPT
+    samplers = _samplers(batch_size) if samples else []
 
     def step() -> None:
         nonlocal position
-        runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
+        logits = runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
+        for sampler, row_logits in zip(samplers, logits, strict=False):
+            sampler(row_logits, ())
         position += 1
 
     return _median_ms(runtime, step, steps)
 
 
-def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int) -> float:
+def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
     state = runtime.allocate(batch_size, _PROMPT + steps + 4)
     prompts = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + 1, output_length=0))
     runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(prompts, 1)])
-    launched = runtime.decode(state, [Row(slot, _PROMPT, each[_PROMPT:]) for slot, each in enumerate(prompts, 1)])
-    position = _PROMPT + 1
+    samplers: Sequence[Sampler | None] = _samplers(batch_size) if samples else [None] * batch_size
+
+    def decode(position: int, tokens: Sequence[int]) -> Decoded:
+        rows = []
+        for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), 1):
+            draw = sampler and sampler.draw(0, runtime.config.vocab_size)
+            if sampler is not None:
+                sampler.count_drawn()
+            rows.append(Row(slot, position, [token], draw=draw))
+        return runtime.decode(state, rows)
+
+    launched, position = decode(_PROMPT, [each[-1] for each in prompts]), _PROMPT + 1
 
     def step() -> None:
         nonlocal launched, position
-        following = runtime.decode(state, [Row(slot, position, [CHOSEN]) for slot in range(1, batch_size + 1)])
+        following = decode(position, [CHOSEN] * batch_size)
         launched.tokens()
         launched, position = following, position + 1
 
     return _median_ms(runtime, step, steps)
+
+
+def _samplers(count: int) -> list[Sampler]:
+    return [Sampler(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=seed), 0) for seed in range(count)]
 
 
 def _prompt_ms(runtime: CountingRuntime, length: int, steps: int) -> float:

@@ -16,17 +16,20 @@ def test_rows(monkeypatch, capsys):
     assert device_steps.main(options) == 0
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in row] for row in rows]
-    tokens = [name for size in (1, 3) for name in (f"a token, batch {size}", f"chosen there, batch {size}")]
+    ways = ("a token", "chosen there", "sampled here", "sampled there")
+    tokens = [f"{way}, batch {size}" for size in (1, 3) for way in ways]
     assert [name for name, *_ in rows] == [*tokens, "a prompt of 20"]
     assert all(float(ms) > 0 for _, ms, *_ in rows)
     layers, vocab_size = len(FEW_LAYERS["layer_types"]), small_config().vocab_size
-    one, three = ([str(layers + 2), "1", str(32 * size), "1"] for size in (1, 3))
-    assert [counts for _, _, *counts in rows[:4]] == [
-        [*one, str(4 * vocab_size)],
-        [*one, "4"],
-        [*three, f"{4 * 3 * vocab_size:,}"],
-        [*three, "12"],
-    ]
+    for size, counted in ((1, rows[:4]), (3, rows[4:8])):
+        given, logits = [str(layers + 2), "1", str(32 * size), "1"], f"{4 * size * vocab_size:,}"
+        drawn = [str(layers + 3), "2", f"{size * (32 + 16 + 4 * vocab_size):,}", "1", str(4 * size)]
+        assert [counts for _, _, *counts in counted] == [
+            [*given, logits],
+            [*given, str(4 * size)],
+            [*given, logits],
+            drawn,
+        ]
 
 
 def test_one_launch_a_token(monkeypatch, capsys):
