@@ -128,7 +128,36 @@ def test_a_schema_of_this_size_is_served(post, hasty):
     jsonschema.validate(json.loads(choice["message"]["content"]), schema)
 
 
+COMPACT = '{"a": [1, 1]}'
+PAIR = {"type": "object", "properties": {"a": {"const": [1, 1]}}, "required": ["a"]}
+
+
+def test_whitespace(post, byte_model):
+    """Only where it is asked for, also with a response_format, and in any object."""
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAIR, "strict": True}}
+    newline = byte_model[1].encode("\n")[0]
+    body = dict(prompt="x", max_tokens=90, logit_bias={newline: 100}, temperature=0)
+    for structure in (dict(structured_outputs={"json": PAIR}), dict(response_format=format)):
+        [choice] = post("completions", **body, **structure).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (COMPACT, "stop")
+        structure["structured_outputs"] = {**structure.get("structured_outputs", {}), "disable_any_whitespace": False}
+        [choice] = post("completions", **body, **structure).json()["choices"]
+        assert choice["text"].startswith("{" + "\n" * 40 + '"')
+
+
 REFUSED = {
+    "whitespace of a text": (
+        dict(structured_outputs={"regex": "a", "disable_any_whitespace": True}),
+        "structured_outputs: disable_any_whitespace is true or false, and only for JSON",
+    ),
+    "whitespace of nothing": (
+        dict(structured_outputs={"disable_any_whitespace": True}),
+        "structured_outputs: it must have one of",
+    ),
+    "whitespace in words": (
+        dict(structured_outputs={"json": {}, "disable_any_whitespace": "no"}),
+        "structured_outputs: disable_any_whitespace is true or false",
+    ),
     "format": (dict(response_format={"type": "xml"}), 'response_format: it must be {"type": "text"}'),
     "no schema": (dict(response_format={"type": "json_schema"}), "response_format: it must be"),
     "a field beside the schema": (

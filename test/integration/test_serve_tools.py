@@ -189,6 +189,7 @@ class TestCalls:
             {"type": "object", "properties": {}, "required": []},
             {"title": "Time", "description": "None.", "properties": {}, "$defs": {"City": {"type": "string"}}},
             {"type": "object", "properties": {}, "additionalProperties": False},
+            {"anyOf": [{"type": "object"}]},
         ],
         ids=str,
     )
@@ -213,6 +214,15 @@ class TestCalls:
         tool = {"type": "function", "function": {"name": "time", "parameters": parameters}}
         [request] = requests_of(server, dict(messages=[USER], tools=[tool], tool_choice="required"))
         assert allows(byte_model, request, spelled("time", {"now": True}))
+
+    def test_calls_have_whitespace_where_it_is_asked_for(self, server, byte_model):
+        """Also beside a JSON answer."""
+        body = dict(messages=[USER], tools=[WEATHER], tool_choice="required", response_format={"type": "json_object"})
+        for option, may_have in (({}, False), ({"structured_outputs": {"disable_any_whitespace": False}}, True)):
+            [request] = requests_of(server, {**body, **option})
+            call = spelled("get-weather", {"city": "Rome"})
+            assert allows(byte_model, request, call)
+            assert allows(byte_model, request, call.replace('"Rome"', '\n\n"Rome"')) == may_have
 
     @pytest.mark.parametrize("strict", [False, True])
     def test_a_strict_tool_is_called_by_its_schema(self, server, byte_model, strict):

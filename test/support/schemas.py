@@ -35,13 +35,20 @@ def _containers(inner: st.SearchStrategy[dict]) -> st.SearchStrategy[dict]:
         _kind("array", items=inner, minItems=_SMALL, maxItems=st.integers(3, 5)),
         several.map(lambda items: {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}),
         several.map(lambda kinds: {"anyOf": kinds}),
-        st.builds(_object, st.dictionaries(_NAMES, inner, max_size=3), st.just(False) | inner, st.booleans()),
+        st.builds(
+            _object, st.dictionaries(_NAMES, inner, max_size=3), st.none() | st.just(False) | inner, st.booleans()
+        ),
+        st.lists(_OPEN_OBJECTS, min_size=1, max_size=3).map(lambda parts: {"allOf": parts}),
     )
 
 
-def _object(properties: dict, others: dict | bool, are_required: bool) -> dict:
+def _object(properties: dict, others: dict | bool | None, are_required: bool) -> dict:
     required = sorted(properties) if are_required else sorted(properties)[::2]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": others}
+    said = {} if others is None else {"additionalProperties": others}
+    return {"type": "object", "properties": properties, "required": required, **said}
+
+
+_OPEN_OBJECTS = st.builds(_object, st.dictionaries(_NAMES, _PLAIN, max_size=2), st.none(), st.booleans())
 
 
 _NESTED = st.recursive(_PLAIN | st.just({"$ref": "#/$defs/shared"}), _containers, max_leaves=6)

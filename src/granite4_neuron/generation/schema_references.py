@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-_VALUES = {"const", "enum", "default", "examples"}  # whose values are not schemas
+VALUES = {"const", "enum", "default", "examples"}  # whose values are not schemas
 
 
 def has_endless_reference(schema: Mapping[str, Any]) -> bool:
@@ -50,14 +50,14 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         value = left.pop()
         if isinstance(value, Mapping):
             yield value
-            left += [each for name, each in value.items() if name not in _VALUES]
+            left += [each for name, each in value.items() if name not in VALUES]
         elif isinstance(value, list):
             left += value
 
 
 def _needed(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Sequence[Mapping[str, Any]]]:
     """Yield lists of parts: for the same value, one of each list is to be followed as well."""
-    target = _target(part.get("$ref"), schema)
+    target = target_of(part.get("$ref"), schema)
     if target is not None:
         yield [target]
     for each in _schemas(part.get("allOf")):
@@ -72,7 +72,7 @@ def _schemas(value: Any) -> Sequence[Mapping[str, Any]]:
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
-def _target(reference: Any, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def target_of(reference: Any, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the part to which a reference leads by a JSON pointer; None for others."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None

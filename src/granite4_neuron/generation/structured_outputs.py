@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.closed_objects import close_objects
 from granite4_neuron.generation.schema_references import has_endless_reference
 from granite4_neuron.sandbox.budgeted_thread import BudgetedThread, OverBudget
 from granite4_neuron.sandbox.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
@@ -35,9 +36,10 @@ _NAMES: Mapping[Kind, str] = {
     "lark": "the grammar",
     "structural_tag": "the structural tag",
 }
-# Between the parts of JSON. Without a bound, a small model may write spaces for ever.
-_WHITESPACE = r"[ \n\t]{1,40}"
-
+# Between the parts of JSON, as llguidance's options. Without a bound, a small model may write spaces for ever.
+_ANY_WHITESPACE = {"whitespace_pattern": r"[ \n\t]{1,40}"}
+# As Python's json.dumps writes it, and so what chat templates show of calls and schemas.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _COMPILE_SECONDS = 4  # of the processor's time; the trial, whose vocabulary is small, has had half of it
 # Processor time for a text, and for each of its tokens. Masks of large schemas take up to 0.02 s, most others less than
@@ -145,11 +147,13 @@ class Grammars:
         except ValueError as error:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."
 
-    def constraint(self, kind: Kind, value: Any, stop: Stop | None = None) -> GrammarConstraint:
+    def constraint(
+        self, kind: Kind, value: Any, stop: Stop | None = None, *, disable_any_whitespace: bool = True
+    ) -> GrammarConstraint:
         """Make the constraint of one kind of vLLM's structured outputs.
 
         The text may end, with the tokenizer's end-of-sequence token, where it is complete, and must where nothing can
-        follow. JSON has at most 40 spaces and newlines in a row.
+        follow. See `schema_text` for JSON.
 
         Args:
             kind: "json", "regex", "choice", "grammar", "lark" or "structural_tag".
@@ -157,6 +161,7 @@ class Grammars:
                 text is one; a grammar in Lark's or GBNF's syntax; one in Lark's; or, as a text or an object, structures
                 ("begin", "schema", "end") and triggers: a trigger in the text begins one of its structures.
             stop: ends the compilation from another thread.
+            disable_any_whitespace: see `schema_text`.
 
         Raises:
             UserError: the kind or the value is wrong, or too long, has something that llguidance does not support, or
@@ -167,7 +172,10 @@ class Grammars:
             raise UserError(f"the kind of a structured output must be one of {', '.join(get_args(Kind))}.")
         if self._failure is not None:
             raise UserError(self._failure)
-        text = self._tags(value) if kind == "structural_tag" else _text(kind, value)
+        if kind == "structural_tag":
+            text = self._tags(value, disable_any_whitespace)
+        else:
+            text = _text(kind, value, disable_any_whitespace)
         if len(text) > _MOST_CHARACTERS:
             raise UserError(f"{_NAMES[kind]} has {len(text):,} characters, and may have {_MOST_CHARACTERS:,}.")
         try:
@@ -181,7 +189,7 @@ class Grammars:
         # milliseconds, is not worth its time.
         return GrammarConstraint(matcher, self._masking if kind == "grammar" else None)
 
-    def _tags(self, value: Any) -> str:
+    def _tags(self, value: Any, disable_any_whitespace: bool) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.
 
         Raises:
@@ -194,7 +202,8 @@ class Grammars:
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise UserError(f"the structural tag has no trigger with which {json.dumps(begin)} begins.")
-            grammar = schema_text(structure["schema"], "the schema of a structural tag")
+            name = "the schema of a structural tag"
+            grammar = schema_text(structure["schema"], name, disable_any_whitespace=disable_any_whitespace)
             tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=grammar, end=structure["end"]))
         # llguidance takes all triggers of this form for special tokens, or none.
         named = [trigger for trigger in triggers if trigger.startswith("<") and trigger.endswith(">")]
@@ -206,33 +215,37 @@ class Grammars:
         self._process.close()
 
 
-def schema_text(schema: Mapping[str, Any] | str, name: str) -> str:
-    """Return a JSON schema as a text, with this package's options for llguidance, and no others.
+def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_whitespace: bool = True) -> str:
+    """Return a JSON schema as a text, with this package's options for llguidance, and no others. Its objects are closed
+    as `close_objects` does it.
 
     Args:
         name: of the schema, in messages.
+        disable_any_whitespace: JSON has ", " between its parts and ": " behind names, and no further space outside of
+            strings; otherwise up to 40 spaces, tabs and newlines may be around each part.
 
     Raises:
         UserError: it is not an object in JSON, or no value can be valid because it refers to itself.
     """
-    schema = _object(schema, name)
+    given = _object(schema, name)
     try:
-        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+        plain = json.loads(json.dumps(given))
+        closed = close_objects(plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON ({error}).") from None
-    if has_endless_reference(schema):
+    if has_endless_reference(plain):
         raise UserError(f"{name} has a $ref that leads back to itself, so that no value is ever valid.")
-    return text
+    return json.dumps({**closed, "x-guidance": _COMPACT if disable_any_whitespace else _ANY_WHITESPACE})
 
 
-def _text(kind: Kind, value: Any) -> str:
+def _text(kind: Kind, value: Any, disable_any_whitespace: bool) -> str:
     """Return a value as `llguidance.grammar_from` takes it, choices as a grammar in Lark's syntax.
 
     Raises:
         UserError: it is of a wrong type.
     """
     if kind == "json":
-        return schema_text(value, _NAMES[kind])
+        return schema_text(value, _NAMES[kind], disable_any_whitespace=disable_any_whitespace)
     if kind == "choice":
         is_right = isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
         if not is_right:

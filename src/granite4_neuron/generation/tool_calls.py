@@ -232,6 +232,7 @@ def calls_grammar(
     several: bool,
     answer: Mapping[str, Any] | None = None,
     special: bool = False,
+    disable_any_whitespace: bool = True,
 ) -> str:
     """Return the grammar, in Lark's syntax, of answers that call these tools with arguments by their schemas.
 
@@ -241,6 +242,7 @@ def calls_grammar(
         several: whether there may be several calls.
         answer: the JSON schema of the text, which then comes before no call; None for any text.
         special: whether `OPEN` and `CLOSE` are special tokens of the vocabulary.
+        disable_any_whitespace: of arguments and of a JSON answer, see `schema_text`.
 
     Raises:
         UserError: as `schema_text`.
@@ -254,12 +256,14 @@ def calls_grammar(
     for number, tool in enumerate(tools):
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         lines.append(f'tool_{number}: {begin} arguments_{number} "}}"')
-        schema = schema_text(tool.parameters, f"the schema of the arguments of {tool.name}")
+        name = f"the schema of the arguments of {tool.name}"
+        schema = schema_text(tool.parameters, name, disable_any_whitespace=disable_any_whitespace)
         lines.append(f"arguments_{number}: %json {schema}")
     if required:
         lines.insert(0, f"start: {calls}")
     elif answer is not None:
-        lines[:0] = [f"start: {calls} | answer", f"answer: %json {schema_text(answer, 'the JSON schema')}"]
+        schema = schema_text(answer, "the JSON schema", disable_any_whitespace=disable_any_whitespace)
+        lines[:0] = [f"start: {calls} | answer", f"answer: %json {schema}"]
     else:
         opened = f"TEXT {OPEN}" if special else "opened"
         lines[:0] = [

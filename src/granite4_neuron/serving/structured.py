@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from granite4_neuron.errors import UserError
@@ -11,9 +11,10 @@ from granite4_neuron.generation.structured_outputs import GrammarConstraint, Gra
 from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
 
-_ANY_OBJECT = {"type": "object"}
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _FIELDS_BESIDE_SCHEMA = {"name", "description", "strict"}
 _KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "structural_tag")
+_WHITESPACE = "disable_any_whitespace"
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,13 @@ class Structure:
     """The structure that a text must follow.
 
     field: of the body, which asks for it.
-    kind, value: as in `Grammars.constraint`.
+    kind, value, disable_any_whitespace: as in `Grammars.constraint`.
     """
 
     field: str
     kind: Kind
     value: Any
+    disable_any_whitespace: bool = True
 
     def constraint(self, grammars: Grammars, stop: Stop | None = None) -> GrammarConstraint:
         """Compile it.
@@ -36,7 +38,7 @@ class Structure:
             Stopped: `stop` was set.
         """
         try:
-            return grammars.constraint(self.kind, self.value, stop)
+            return grammars.constraint(self.kind, self.value, stop, disable_any_whitespace=self.disable_any_whitespace)
         except UserError as error:
             raise RequestError(400, f"{self.field}: {error}", self.field) from None
 
@@ -49,11 +51,22 @@ def structure_of(
     Raises:
         RequestError: 400, a field is wrong, or both ask for something.
     """
-    formats = [_of_response_format(response_format or {"type": "text"}), _of_structured_outputs(structured_outputs)]
-    asked = [each for each in formats if each is not None]
-    if len(asked) == 2:
+    given = {name: each for name, each in (structured_outputs or {}).items() if each is not None}
+    disable_any_whitespace = given.pop(_WHITESPACE, None)
+    formatted = _of_response_format(response_format or {"type": "text"})
+    # With a response_format it may have nothing but the option.
+    says_nothing = structured_outputs is None or (not given and formatted and disable_any_whitespace is not None)
+    structured = None if says_nothing else _of_structured_outputs(given)
+    if formatted and structured:
         raise RequestError(400, "response_format and structured_outputs exclude each other; give one of them.")
-    return asked[0] if asked else None
+    structure = formatted or structured
+    if structure is None or disable_any_whitespace is None:
+        return structure
+    if not isinstance(disable_any_whitespace, bool) or structure.kind not in ("json", "structural_tag"):
+        raise RequestError(
+            400, f"structured_outputs: {_WHITESPACE} is true or false, and only for JSON.", "structured_outputs"
+        )
+    return replace(structure, disable_any_whitespace=disable_any_whitespace)
 
 
 def _of_response_format(value: Mapping[str, Any]) -> Structure | None:
@@ -77,17 +90,15 @@ def _of_response_format(value: Mapping[str, Any]) -> Structure | None:
     )
 
 
-def _of_structured_outputs(value: Mapping[str, Any] | None) -> Structure | None:
-    if value is None:
-        return None
-    given = {name: each for name, each in value.items() if each is not None}
+def _of_structured_outputs(given: Mapping[str, Any]) -> Structure:
     if given == {"json_object": True}:
         return Structure("structured_outputs", "json", _ANY_OBJECT)
     asked = [kind for kind in _KINDS if kind in given]
     if len(given) != 1 or not asked:
         raise RequestError(
             400,
-            f"structured_outputs: it must have one of {', '.join(_KINDS)} and json_object: true.",
+            f"structured_outputs: it must have one of {', '.join(_KINDS)} and json_object: true; {_WHITESPACE} may be "
+            "added.",
             "structured_outputs",
         )
     return Structure("structured_outputs", asked[0], given[asked[0]])

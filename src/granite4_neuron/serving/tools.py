@@ -20,10 +20,6 @@ from granite4_neuron.serving.structured import Structure
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 
-# Keywords of a schema that say nothing about single members, and those that do not while they are empty.
-_SILENT = {"type", "title", "description", "$schema", "$id", "$comment", "$defs", "definitions"}
-_SILENT_IF_EMPTY = {"properties", "required"}
-
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -143,13 +139,12 @@ def structure_of_calls(
         several=several and not choice.is_call,
         answer=None if answer is None else answer.value,
         special=special,
+        disable_any_whitespace=answer is None or answer.disable_any_whitespace,
     )
     return Structure("tools", "lark", grammar)
 
 
 def _schema(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a call's arguments. A tool whose parameters name none has no arguments, as with OpenAI;
-    by JSON schema alone it could have any.
-    """
-    said = {name for name, value in parameters.items() if value or name not in _SILENT_IF_EMPTY} - _SILENT
-    return parameters if said else {"type": "object", **parameters, "additionalProperties": False}
+    """Return the schema of a call's arguments: an object, if it is described here and not elsewhere."""
+    is_elsewhere = parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+    return parameters if is_elsewhere else {"type": "object", **parameters}

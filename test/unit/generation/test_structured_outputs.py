@@ -16,7 +16,7 @@ from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import NoTokenLeft
-from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.generation.structured_outputs import Grammars, schema_text
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.sandbox.limited_process import Stop, Stopped
 from test.support.checkpoints import save_byte_tokenizer
@@ -186,6 +186,84 @@ def test_structural_tags(tokenizer, trigger, special):
     for text in right + wrong:
         tokens = [*tokenizer.encode(text), END]
         assert (constraint.count_allowed(tokens) == len(tokens)) == (text in right), text
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+OBJECTS = {
+    "members are named": (A, ['{"a": 1}'], ['{"a": 1, "b": 1}', "{}"]),
+    "none is named": ({"type": "object"}, ["{}"], ['{"a": 1}']),
+    "one is required": ({"type": "object", "required": ["b"]}, ['{"b": [{}]}'], ['{"a": 1, "b": 1}', "{}"]),
+    "or null": ({"type": ["object", "null"], "properties": {"a": {}}}, ["{}", "null"], ['{"b": 1}']),
+    "within a value": ({"items": {"prefixItems": [A]}}, ['[[{"a": 1}]]'], ['[[{"a": 1, "b": 1}]]']),
+    "any members": ({**A, "additionalProperties": True}, ['{"a": 1, "b": {"c": 1}}'], ["{}"]),
+    "any of a kind": ({"additionalProperties": A}, ['{"b": {"a": 1}}'], ['{"b": {"a": 1, "c": 1}}', '{"b": {}}']),
+    "any of a pattern": ({"patternProperties": {"^a": {"const": 1}}}, ['{"ab": 1}', "{}"], ['{"b": 1}', '{"a": 2}']),
+    "more than are named": ({"type": "object", "minProperties": 1}, ['{"a": 1}'], ["{}"]),
+    "no object": ({}, ['{"a": {"b": 1}}', "1"], []),
+    "values": ({"enum": [{"a": 1}, {"b": {}}]}, ['{"a": 1}', '{"b": {}}'], ['{"a": 1, "b": {}}']),
+    "one of two": ({"oneOf": [A, B]}, ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}', '{"b": 1, "c": 1}']),
+    "both of two": ({"allOf": [A, B]}, ['{"a": 1, "b": 1}'], ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}']),
+    "one of two is needed": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a": 1}', '{"b": 1}', '{"a": 1, "b": 1}'],
+        ["{}", '{"a": 1, "c": 1}'],
+    ),
+    "a reference": (
+        {"$ref": "#/$defs/A", "description": "x", "$defs": {"A": A}},
+        ['{"a": 1}'],
+        ['{"a": 1, "b": 1}'],
+    ),
+    "a reference and more": (
+        {
+            "$ref": "#/$defs/A",
+            "properties": {"c": {"$ref": "#/$defs/A"}},
+            "$defs": {"A": {"allOf": [A, B]}, "open0": {}},
+        },
+        ['{"a": 1, "b": 1}', '{"a": 1, "b": 1, "c": {"a": 1, "b": 1}}'],
+        ['{"a": 1, "b": 1, "c": {"a": 1, "b": 1, "c": 1}}', '{"a": 1, "b": 1, "d": 1}'],
+    ),
+    "a tree": (
+        {"$ref": "#/x/T", "x": {"T": {"properties": {"t": {"anyOf": [{"$ref": "#/x/T"}, {"type": "null"}]}}}}},
+        ['{"t": {"t": null}}'],
+        ['{"t": {"a": 1}}', '{"a": 1}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("schema, right, wrong", OBJECTS.values(), ids=OBJECTS.keys())
+def test_objects_have_the_members_that_are_named(tokenizer, grammars, schema, right, wrong):
+    constraint = grammars.constraint("json", schema)
+    for text in right + wrong:
+        tokens = [*tokenizer.encode(text), END]
+        assert (constraint.count_allowed(tokens) == len(tokens)) == (text in right), text
+        if text in right:
+            jsonschema.validate(json.loads(text), schema)
+
+
+def test_references_to_open_forms_do_not_multiply():
+    chain = {f"D{n}": {"allOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 2} for n in range(40)}
+    text = schema_text({"$ref": "#/$defs/D0", "properties": {"b": {}}, "$defs": {**chain, "D40": A}}, "it")
+    assert len(text) < 20_000
+
+
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_whitespace(tokenizer, grammars, kind):
+    """None but one space behind commas and colons, or some of any kind."""
+    schema = {"type": "object", "properties": {"a": {"items": {"const": {"b": " ", "c": {}}}}}}
+    spellings = [json.dumps({"a": [{"b": " ", "c": {}}] * 2}, **options) for options in WHITESPACE]
+    spellings += [spellings[0].replace("{}", "{" + " " * 41 + "}"), spellings[0].replace("{}", "{ }")]
+    value = schema
+    if kind == "structural_tag":
+        value = {"triggers": ["<"], "structures": [{"begin": "<", "schema": schema, "end": ">"}]}
+        spellings = [f"<{text}>" for text in spellings]
+    for is_disabled, expected in ((True, [1, 0, 0, 0, 0]), (False, [1, 1, 1, 0, 1])):
+        constraint = grammars.constraint(kind, value, disable_any_whitespace=is_disabled)
+        tokens = [[*tokenizer.encode(text), END] for text in spellings]
+        assert [constraint.count_allowed(each) == len(each) for each in tokens] == expected
+
+
+WHITESPACE = ({}, {"separators": (",", ":")}, {"indent": 3})
 
 
 def test_drafts_that_the_grammar_forbids_are_not_verified(runtime, tokenizer, grammars):
