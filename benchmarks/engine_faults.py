@@ -43,7 +43,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config.json_files import read_object
-from granite4_neuron.engine import DraftModel, Engine, Output, PrefixCache, Request
+from granite4_neuron.engine import Constraint, DraftModel, Engine, Output, PrefixCache, Request
 from granite4_neuron.engine.drafters import Drafter, DraftRequest, NgramDrafter
 from granite4_neuron.engine.prefix_folder import PrefixFolder
 from granite4_neuron.engine.sampling import Sampler
@@ -60,7 +60,12 @@ MAX_LENGTH, NUM_SEQUENCES, NEW_TOKENS = 160, 4, 10
 _CACHE_BYTES, _FOLDER_BYTES = 2**24, 2**25
 _STARTS = ("An assignment statement", "The import", "Lambda expressions (sometimes", "A class definition", "\u00e9")
 _SHARED = "The standard type hierarchy, as far as it is described in this reference and not elsewhere. "
-_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_LONG_NAMES = {  # whose tokens are forced
+    "type": "object",
+    "properties": {"assignment": {"enum": ["a", "b"]}, "expression": {"const": "else"}},
+    "required": ["assignment", "expression"],
+}
 _ENGINE_FILES = str(Path(granite4_neuron.engine.__file__).parent)
 _MOST_LINES = 5000  # of the engine's files, within which an interrupt comes
 
@@ -236,8 +241,30 @@ class FailingConstraint:
         """See `Constraint.count_allowed`."""
         return self._result("count_allowed", len(tokens))
 
+    def forced(self, most: int) -> Any:
+        """See `Constraint.forced`."""
+        return self._result("forced", ())
+
     def _result(self, place: str, right: Any) -> Any:
         return self.failing(right) if place == self.place else right
+
+
+@dataclass
+class ByMasks:
+    """Another constraint without the tokens that it forces."""
+
+    inner: Constraint
+
+    def __post_init__(self) -> None:
+        self.mask, self.accept, self.count_allowed = self.inner.mask, self.inner.accept, self.inner.count_allowed
+
+    def fork(self) -> ByMasks:
+        """See `Constraint.fork`."""
+        return ByMasks(self.inner.fork())
+
+    def forced(self, most: int) -> Sequence[int]:
+        """See `Constraint.forced`."""
+        return ()
 
 
 class UnreliableDrafter:
@@ -325,9 +352,9 @@ class Fuzz:
             for most, owner, *names in (
                 (NUM_SEQUENCES, self._target, "step", "decode", "verify", "commit"),
                 (1, self._target, "allocate"),
-                (1, Sampler, "mask", "choose", "allowed"),
+                (1, Sampler, "mask", "choose", "allowed", "certain", "take_certain"),
                 (1, TextStream, "add", "finish"),
-                (1, RunningSequence, "append", "record_prompt_logprobs"),
+                (1, RunningSequence, "append", "record_prompt_logprobs", "give_taken"),
                 # These only save time.
                 (0, self._target, "snapshot", "restore", "prepare_snapshot"),
                 (0, DraftRuntime, "step", "verify", "commit"),
@@ -379,7 +406,10 @@ class Fuzz:
         )
 
     def _alone(self, request: Request) -> Expected:
+        """Run a request alone, and each of its tokens in a step of its own."""
         engine = Engine(self._host, 1, max_length=MAX_LENGTH, tokenizer=self._tokenizer)
+        if request.constraint is not None:
+            request = replace(request, constraint=ByMasks(request.constraint))
         engine.add(request)
         outputs: list[Output] = []
         while engine.has_work:
@@ -485,7 +515,7 @@ class Fuzz:
         failing = Failing(self._chance.randrange(NEW_TOKENS), self._chance.choice(self._wrong_results()))
         if request.constraint is not None or self._chance.random() < 0.5:
             return replace(request, logits_processors=[lambda tokens, scores: failing(scores)]), True
-        place = self._chance.choice(("fork", "mask", "accept", "count_allowed"))
+        place = self._chance.choice(("fork", "mask", "accept", "count_allowed", "forced"))
         return replace(request, constraint=FailingConstraint(place, failing)), True
 
     def _wrong_results(self) -> Sequence[Any]:
@@ -522,6 +552,8 @@ def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[R
         dict(logprobs=2),
         dict(prompt_logprobs=1, logprobs=0, temperature=0.7, seed=5),
         dict(constraint=grammars.constraint("json", _SCHEMA), stop_token_ids=[tokenizer.eos_token_id]),
+        dict(constraint=grammars.constraint("json", _LONG_NAMES), logprobs=2, stop_token_ids=[tokenizer.eos_token_id]),
+        dict(constraint=grammars.constraint("json", _LONG_NAMES), stop=['ent": '], temperature=1.0, seed=8),
         dict(constraint=grammars.constraint("regex", "[a-z ]+x"), temperature=0.9, seed=6),
         dict(adapter="plain"),
         dict(adapter="activated", temperature=0.5, seed=7),

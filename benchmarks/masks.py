@@ -66,6 +66,9 @@ class Timed:
     def count_allowed(self, tokens: Sequence[int]) -> int:
         return self.inner.count_allowed(tokens)
 
+    def forced(self, most: int) -> Sequence[int]:
+        return ()  # each token has a mask
+
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,3 +30,9 @@ class Constraint(Protocol):
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens may follow, one after another."""
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Return at most so many tokens that follow one after another because none of them has an alternative.
+
+        They save time. It is never wrong to return fewer, or none.
+        """

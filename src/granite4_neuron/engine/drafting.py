@@ -33,9 +33,10 @@ class Drafting:
         """
         if self.drafter is None:
             return ()
-        most = min(self._draft_tokens, self._runtime.tokens_per_verification - 1)
+        longest = self._runtime.tokens_per_verification
+        mosts = [each.most_drafts(min(self._draft_tokens, longest - each.num_unrun), interval) for each in sequences]
         requests = [
-            DraftRequest(each.id, each.tokens, each.most_drafts(most, interval), each.sampler) for each in sequences
+            DraftRequest(each.id, each.tokens, most, each.sampler) for each, most in zip(sequences, mosts, strict=True)
         ]
         with self._saving_time:
             return check_drafts(self.drafter.propose(requests), requests, self._runtime.config.vocab_size)

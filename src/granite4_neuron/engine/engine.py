@@ -284,11 +284,14 @@ class Engine:
                     sequence.record_prompt_logprobs(row, row_logits)
                 last = row_logits[len(row.tokens) - 1] if step.all_logits else row_logits
                 is_run = row.start + len(row.tokens) == len(sequence.tokens)
-                self._live.count(sequence, len(row.tokens), last, sequence.choose([last]) if is_run else [])
+                outputs = sequence.choose([last]) if is_run else []
+                self._live.count(sequence, len(row.tokens), last, [*sequence.give_taken(), *outputs])
 
     def _leaves_logits(self, step: ScheduledStep) -> bool:
         """Return whether the logits of a step stay on the device, from where only the wanted rows come to the host."""
         if step.prompt_rows or "decode" in self.runtime.cannot:
+            return False
+        if any(each.taken for each in step.sequences):  # a row has several tokens, or nothing follows
             return False
         return any(each.takes_chosen for each in step.sequences)
 
@@ -351,19 +354,25 @@ class Engine:
     def _accept(self, step: ScheduledStep, verification: Verification) -> None:
         """Choose the next token of each sequence, and further ones as long as they equal its drafts."""
         chosen: list[Sequence[Output]] = [[] for _ in step.rows]
+        certain = [each.num_unrun - each.has_ended for each in step.sequences]  # tokens of rows that are no drafts
+        ended = [each.has_ended for each in step.sequences]
         for at, (sequence, row, logits) in enumerate(zip(step.sequences, step.rows, verification.logits, strict=True)):
-            with self._live.guard(sequence):
-                chosen[at] = sequence.choose(logits, row.tokens[1:])
-        accepted = [sum(output.error is None for output in outputs) for outputs in chosen]
+            if not ended[at]:
+                with self._live.guard(sequence):
+                    chosen[at] = sequence.choose(logits[certain[at] - 1 :], row.tokens[certain[at] :])
+        accepted = [
+            before - (not has_ended) + sum(output.error is None for output in outputs)
+            for before, has_ended, outputs in zip(certain, ended, chosen, strict=True)
+        ]
         self.runtime.commit(self._slots.state, verification, accepted)
         self._slots.failed_steps = 0
-        for sequence, row, logits, count, outputs in zip(
-            step.sequences, step.rows, verification.logits, accepted, chosen, strict=True
+        for sequence, row, logits, before, count, outputs in zip(
+            step.sequences, step.rows, verification.logits, certain, accepted, chosen, strict=True
         ):
             if sequence.id in self._live.running:
                 with self._live.guard(sequence):
-                    self._record_drafts(sequence, len(row.tokens) - 1, max(0, count - 1))
-                    self._live.count(sequence, count, logits[count - 1], outputs)
+                    self._record_drafts(sequence, len(row.tokens) - before, max(0, count - before))
+                    self._live.count(sequence, count, logits[count - 1], [*sequence.give_taken(), *outputs])
 
     def _record_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
         if drafted:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from granite4_neuron.engine.constraint import Constraint
-from granite4_neuron.engine.sampling_params import SamplingParams, is_whole
+from granite4_neuron.engine.sampling_params import SamplingParams, is_list, is_whole
 from granite4_neuron.errors import UserError, described
 from granite4_neuron.runtime.interface import MOST_TOP_K, Draw
 
@@ -67,6 +67,8 @@ class Sampler:
         self._processors = _logits_processors(params, prompt_length)
         self._copies = bool(params.logits_processors)  # a processor may write to the scores, and others read the logits
         self._constraint = _fork(params.constraint)
+        self._certain: list[int] = []  # the tokens that the constraint forces, if they are known
+        self._takes_forced = all(isinstance(each, _LEAVE_THE_ONLY_TOKEN) for each in self._processors)
         self._is_greedy = params.temperature == 0
         options = 1 if params.temperature is None else params.temperature, params.top_k or 0, params.top_p or 1
         self._options = Draw(*options, params.min_p or 0, torch.empty(0))
@@ -132,6 +134,36 @@ class Sampler:
                 raise UserError(f"of {len(drafts)} tokens it allows {reprlib.repr(count)}")
             return drafts[:count]
 
+    def certain(self, most: int, vocab_size: int) -> Sequence[int]:
+        """Return at most so many tokens that will be chosen next, whatever the logits: each is the only one that the
+        constraint allows.
+
+        Raises:
+            RequestFault: the constraint fails.
+        """
+        if self._constraint is None or not self._takes_forced or most < 1:
+            return ()
+        if not self._certain:
+            with _blamed_on(_CONSTRAINT):
+                forced = self._constraint.forced(most)
+                are_tokens = is_list(forced) and all(is_whole(token) and 0 <= token < vocab_size for token in forced)
+                if not are_tokens or len(forced) > most:
+                    raise UserError(f"the tokens that it forces are {reprlib.repr(forced)}")
+                self._certain = list(forced)
+        return self._certain[:most]
+
+    def take_certain(self, vocab_size: int) -> int:
+        """Return the first of the `certain` tokens, and advance as `choose` does: also the random numbers, so that
+        those of later tokens stay the same.
+        """
+        token = self._certain[0]
+        if not self._is_greedy:
+            only = torch.zeros(vocab_size)
+            only[token] = 1
+            torch.multinomial(only, 1, generator=self._generator)
+        self._advance(token)
+        return token
+
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append, and advance the constraint by it.
 
@@ -145,10 +177,14 @@ class Sampler:
             UserError: the logits are not finite.
         """
         token = self._choose(logits, tokens)
+        self._advance(token)
+        return token
+
+    def _advance(self, token: int) -> None:
+        self._certain = self._certain[1:] if self._certain[:1] == [token] else []
         if self._constraint is not None:
             with _blamed_on(_CONSTRAINT):
                 self._constraint.accept(token)
-        return token
 
     def _choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         scores = self._scores(logits, tokens)
@@ -185,6 +221,7 @@ class Sampler:
         forked = copy.copy(self)
         forked._generator, forked._noise = self._generator.clone_state(), self._noise.copy()
         forked._constraint = _fork(self._constraint)
+        forked._certain = list(self._certain)
         return forked
 
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
@@ -254,12 +291,25 @@ class MinNewTokensUnlessComplete(MinNewTokensLengthLogitsProcessor):
         return scores if processed.isneginf().all() else processed
 
 
+# None of them forbids a token that is the only one allowed.
+_LEAVE_THE_ONLY_TOKEN = (
+    MinNewTokensUnlessComplete,
+    SequenceBiasLogitsProcessor,
+    OccurrencePenaltyLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+)
+
+
 def _fork(constraint: Constraint | None) -> Constraint | None:
     if constraint is None:
         return None
     with _blamed_on(_CONSTRAINT):
         forked = constraint.fork()
-        if not all(hasattr(forked, name) for name in ("fork", "mask", "accept", "count_allowed")):
+        if not all(hasattr(forked, name) for name in ("fork", "mask", "accept", "count_allowed", "forced")):
             raise UserError(f"its fork is {reprlib.repr(forked)}, and must be a constraint")
         return forked
 

@@ -23,6 +23,9 @@ from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import MOST_STOPS, Row, Runtime
 
+# A step takes the time of so many tokens, besides that of its own: it reads the weights.
+_STEP_TOKENS = 16
+
 
 class ScheduledStep(NamedTuple):
     """A step of the runtime; one without rows does nothing.
@@ -218,11 +221,34 @@ class Scheduler:
                 self._live.count(sequence, 0, logits, sequence.choose([logits]))
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> ScheduledStep:
-        """Take the last token of each sequence, and the drafts that may follow it."""
+        """Take the last token of each sequence, tokens that are certain to follow it, and drafts."""
+        self._take_certain(sequences)
+        sequences = [sequence for sequence in sequences if sequence.id in self._live.running]
         drafts = self._drafts(sequences)
         sequences = [sequence for sequence in sequences if sequence.id in self._live.running]
-        rows = [sequence.next_row(len(sequence.tokens), drafts.get(sequence.id, ())) for sequence in sequences]
+        rows = [sequence.last_row(drafts.get(sequence.id, ())) for sequence in sequences]
         return ScheduledStep(sequences, rows, has_drafts=any(drafts.values()))
+
+    def _take_certain(self, sequences: Sequence[RunningSequence]) -> None:
+        """Add tokens to which a constraint leaves no alternative, where steps of several tokens give the same bits."""
+        if not self._runtime.is_exact_at_any_cut:
+            return
+        longest, vocab_size = self._runtime.tokens_per_verification, self._runtime.config.vocab_size
+        counts = {}
+        for sequence in sequences:
+            with self._live.guard(sequence):
+                most = sequence.most_certain(longest, self._prefixes.interval)
+                counts[sequence.id] = len(sequence.sampler.certain(most, vocab_size))
+        if not any(counts.values()):
+            return
+        longest = _longest_row([each.num_unrun + counts.get(each.id, 0) for each in sequences])
+        for sequence in sequences:
+            if sequence.id in self._live.running:
+                with self._live.guard(sequence):
+                    sequence.take_certain(min(counts[sequence.id], longest - sequence.num_unrun), vocab_size)
+                    if sequence.has_ended and self._prefixes.cache is None:  # nobody needs its state
+                        assert sequence.logits is not None  # its prompt has been run
+                        self._live.count(sequence, 0, sequence.logits, sequence.give_taken())
 
     def _drafts(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
         """Return the drafts of sequences that have some, by id, as far as their constraints allow them."""
@@ -233,3 +259,13 @@ class Scheduler:
                 with self._live.guard(sequence):
                     drafts[sequence.id] = sequence.sampler.allowed(its_drafts)
         return drafts
+
+
+def _longest_row(lengths: Sequence[int]) -> int:
+    """Return how many tokens the rows of a step may have, if there are so many of each, for most tokens in the least
+    time: a step is padded to a rectangle.
+    """
+    time = {longest: _STEP_TOKENS + len(lengths) * longest for longest in lengths}
+    return max(
+        sorted(time), key=lambda longest: sum(min(length, longest) for length in lengths) / time[longest], default=1
+    )

@@ -11,7 +11,7 @@ import torch
 
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.backoff import DraftBackoff
-from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
+from granite4_neuron.engine.logprobs import TokenLogprob, certain_logprob, token_logprobs
 from granite4_neuron.engine.prefix_interface import FoundPrefix
 from granite4_neuron.engine.request import Output, PromptReport, Request
 from granite4_neuron.engine.sampling import NOT_FINITE, RequestFault, Sampler
@@ -47,6 +47,7 @@ class RunningSequence:
     cached_tokens: how many tokens of it the state has.
     backoff: when to draft for it, or to run a drawn token before the host knows it.
     logits: [vocab_size], after the last stored token, perhaps still on the device; None before the first step.
+    taken: the outputs of tokens that were certain, which count with the step that runs them.
     is_due: whether a prefix cache is to keep a snapshot before the next step.
     prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
     """
@@ -65,6 +66,7 @@ class RunningSequence:
     prefix: FoundPrefix | None = None
     cached_tokens: int = 0
     logits: torch.Tensor | LogitsOnDevice | None = None
+    taken: list[Output] = field(default_factory=list)
     is_due: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
@@ -140,22 +142,51 @@ class RunningSequence:
         stops = tuple(self.request.stop_token_ids or ())[:MOST_STOPS]
         return Row(self.slot, length, [CHOSEN], self.adapter.at(length), stops)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a token that was certain is the last one. It is not run."""
+        return bool(self.taken) and self.taken[-1].finish_reason is not None
+
+    def last_row(self, drafts: Sequence[int]) -> Row:
+        """Return all tokens that are still to be run, followed by drafts."""
+        return self.next_row(len(self.tokens) - self.has_ended, drafts)
+
+    @property
+    def num_unrun(self) -> int:
+        """How many tokens have not been run, of which the last one's successor is not known yet."""
+        return len(self.tokens) - self.stored
+
+    def most_certain(self, longest: int, interval: int | None) -> int:
+        """Return how many tokens to take that are certain, so that the next row has at most `longest`, and none beyond
+        a snapshot; see `most_drafts`.
+        """
+        return 0 if self.has_ended else max(0, min(longest - self.num_unrun, self._tokens_to_snapshot(interval)))
+
     def most_drafts(self, most: int, interval: int | None) -> int:
         """Return how many drafts to ask for: `most`, but none in a pause, and none beyond the limit or a snapshot.
 
         Args:
             interval: a prefix cache keeps snapshots at its multiples; None for no such snapshots.
         """
-        if not self.backoff.allows(len(self.tokens)):
+        if self.has_ended or not self.backoff.allows(len(self.tokens)):
             return 0
-        most = min(most, self.limit - len(self.tokens) - 1)
-        if interval is not None:
-            most = min(most, interval - self.stored % interval - 1)
-        return max(0, most)
+        return max(0, min(most, self.limit - len(self.tokens) - 1, self._tokens_to_snapshot(interval)))
 
     def is_kept(self, interval: int | None, more: int = 0) -> bool:
         """Return whether a prefix cache keeps a snapshot of a running sequence with so many more tokens than now."""
         return self._is_kept_at(self.stored + more, interval)
+
+    def take_certain(self, count: int, vocab_size: int) -> None:
+        """Add so many tokens that are certain, up to one that ends the sequence."""
+        for _ in range(count):
+            self.taken.append(self.append(self.sampler.take_certain(vocab_size)))
+            if self.has_ended:
+                return
+
+    def give_taken(self) -> list[Output]:
+        """Return the outputs of tokens that were certain; the step that runs them counts."""
+        taken, self.taken = self.taken, []
+        return taken
 
     def record_prompt_logprobs(self, row: Row, logits: torch.Tensor) -> None:
         """Record the prompt's log-probabilities, if the request asks for them, from logits [tokens, vocab_size] after
@@ -196,12 +227,16 @@ class RunningSequence:
         return self.append(token)
 
     def append(self, token: int, logits: torch.Tensor | None = None) -> Output:
-        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`; log-probabilities need them."""
+        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`; without them, one that was
+        certain, or whose log-probability nobody asks for.
+        """
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
             prompt = PromptReport(self.cached_tokens, self.prompt_logprobs)
         if self.request.logprobs is not None and logits is not None:
             [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
+        elif self.request.logprobs is not None:
+            logprob = certain_logprob(token, self.request.logprobs)
         self.tokens.append(token)
         text, reason = "", None
         if token in (self.request.stop_token_ids or ()):
@@ -216,6 +251,10 @@ class RunningSequence:
         if reason is not None:
             text += self.text.finish()
         return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt)
+
+    def _tokens_to_snapshot(self, interval: int | None) -> int:
+        """Return how many tokens may follow in the next row before a prefix cache is to keep a snapshot."""
+        return self.limit if interval is None else interval - self.stored % interval - self.num_unrun
 
     def _cut_after(self, length: int, chunk: int, is_exact_at_any_cut: bool) -> int:
         end = min((len(self.tokens), *(cut for cut in self.cuts if cut > length)))

@@ -55,12 +55,14 @@ class GrammarConstraint:
     the next mask says so.
 
     Args:
+        end: the end-of-sequence token.
         thread: in which the matcher works, so that a single mask is given up too; None for the caller's. With one, no
-            drafts are allowed.
+            drafts are allowed, and no token is `forced`.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, thread: BudgetedThread | None):
+    def __init__(self, matcher: llguidance.LLMatcher, end: int, thread: BudgetedThread | None):
         self._matcher = matcher
+        self._end = end
         self._thread = thread
         self._seconds_left = _TEXT_SECONDS
         self._accepted: list[int] = []  # tokens that the matcher does not have yet
@@ -69,14 +71,13 @@ class GrammarConstraint:
         """See `Constraint.fork`."""
         # A matcher whose work was given up is still busy, and is not asked again.
         matcher = self._matcher if math.isinf(self._seconds_left) else self._matcher.deep_copy()
-        forked = GrammarConstraint(matcher, self._thread)
+        forked = GrammarConstraint(matcher, self._end, self._thread)
         forked._seconds_left = self._seconds_left
         forked._accepted = list(self._accepted)
         return forked
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Constraint.mask`."""
-        self._seconds_left = min(self._seconds_left + _TOKEN_SECONDS, _TEXT_SECONDS)
         bits = self._run(self._matcher.compute_bitmask, b"")
         if self._seconds_left <= 0:
             raise NoTokenLeft("the grammar takes too much processor time; use a simpler or less ambiguous one.")
@@ -89,6 +90,7 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> None:
         """See `Constraint.accept`."""
+        self._seconds_left = min(self._seconds_left + _TOKEN_SECONDS, _TEXT_SECONDS)
         self._accepted.append(token)
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
@@ -96,6 +98,30 @@ class GrammarConstraint:
         if self._thread is not None:
             return 0  # the matcher would hold Python's lock, and an ambiguous grammar takes seconds for some tokens
         return self._run(lambda: self._matcher.validate_tokens(list(tokens)), 0)
+
+    def forced(self, most: int) -> Sequence[int]:
+        """See `Constraint.forced`."""
+        if self._thread is not None:
+            return ()  # as for `count_allowed`
+        return self._run(lambda: self._forced(most), ())
+
+    def _forced(self, most: int) -> Sequence[int]:
+        """Return the only tokens that masks would have. llguidance's own list of them is that of all forced bytes at
+        once; behind its first token, bytes may be spelled by other tokens.
+        """
+        matcher = self._matcher
+        tokens: list[int] = []
+        while len(tokens) < most:
+            following = matcher.compute_ff_tokens()[:1]
+            if not following and matcher.is_stopped() and not matcher.is_error():
+                return [*tokens, self._end]
+            if not following:
+                break
+            if matcher is self._matcher:
+                matcher = matcher.deep_copy()
+            matcher.consume_tokens(following)
+            tokens += following
+        return tokens
 
     def _run(self, work: Callable[[], Result], otherwise: Result) -> Result:
         """Return the result of the matcher's work, or something else once no time is left for it."""
@@ -139,7 +165,7 @@ class Grammars:
         self._compiling = BudgetedThread("grammar")
         self._masking = BudgetedThread("masks")
         self._failure: str | None = None
-        end = tokenizer.eos_token_id
+        self._end = end = tokenizer.eos_token_id
         try:
             if end is None:  # llguidance would guess one
                 raise ValueError("it has no end-of-sequence token")
@@ -187,7 +213,7 @@ class Grammars:
             raise UserError(f"{_NAMES[kind]} cannot be used (it takes more than {_COMPILE_SECONDS} seconds).") from None
         # Only there a mask may take seconds. Elsewhere a change of threads, for which a busy processor takes
         # milliseconds, is not worth its time.
-        return GrammarConstraint(matcher, self._masking if kind == "grammar" else None)
+        return GrammarConstraint(matcher, self._end, self._masking if kind == "grammar" else None)
 
     def _tags(self, value: Any, disable_any_whitespace: bool) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.

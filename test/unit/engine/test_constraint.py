@@ -1,6 +1,7 @@
 """Constrained sequences in the engine. Expected texts come from logits that are masked here, token by token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ class Ladder:
             copy.accept(token)
         return len(tokens)
 
+    def forced(self, most):
+        copy, tokens = self.fork(), []
+        while len(tokens) < most:
+            allowed = [token for token in range(VOCAB) if copy.allows(token)]
+            if len(allowed) != 1:
+                break
+            tokens += allowed
+            copy.accept(*allowed)
+        return tokens
+
 
 class Wall(Ladder):
     """Allows two tokens and then none."""
@@ -88,6 +99,106 @@ def by_hand(runtime, prompt, options):
         tokens.append(biased)
         ladder.accept(biased)
     return tokens[len(prompt) :], reports
+
+
+class Corridor(Ladder):
+    """Allows one token in long stretches, and a few between them. The text ends in a stretch."""
+
+    def __init__(self, accepted=(), tells=True):
+        super().__init__(accepted)
+        self.tells = tells
+
+    def fork(self):
+        return Corridor(self.accepted, self.tells)
+
+    def allows(self, token):
+        number = len(self.accepted)
+        if number % 13 < 3:
+            return token % 9 == number % 9
+        return token == (STOP if number == 37 else 20 + number)
+
+    def forced(self, most):
+        return super().forced(most) if self.tells else ()
+
+
+CORRIDOR = {
+    "greedy": {},
+    "sampled": dict(temperature=1.1, seed=3),
+    "log-probabilities": dict(logprobs=3),
+    "top tokens": dict(temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, seed=4, logprobs=0),
+    "penalties": dict(frequency_penalty=0.5, repetition_penalty=1.3, min_tokens=50, logit_bias={3: 2.5, 41: -100}),
+    "cut off": dict(max_tokens=30),
+    "cut off before a stretch": dict(max_tokens=16),
+    "stop tokens in a stretch": dict(stop_token_ids=[STOP, 47], temperature=1.0, seed=5),
+    "no stop token": dict(stop_token_ids=[], max_tokens=38, snapshots_at=[7]),
+    "processors": dict(logits_processors=[lambda tokens, scores: scores + tokens.shape[1] % 7]),
+}
+
+
+@pytest.mark.parametrize("drafted", [None, "n-gram", "any tokens", "model"])
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_tokens_without_an_alternative_save_steps_and_change_nothing(model, num_sequences, drafted):
+    """Not a bit of texts, log-probabilities and snapshots, and no random number of the tokens behind them."""
+    runtime = ChunkRuntime(model, "fused")
+    requests = {
+        name: {"stop_token_ids": [STOP], "max_tokens": 60, **options, "tokens": PROMPT[: 20 + number]}
+        for number, (name, options) in enumerate(CORRIDOR.items())
+    }
+    found = {}
+    for tells in (False, True):
+        runtime.steps.clear()
+        cache = PrefixCache(runtime, None, 16)
+        drafter = {
+            None: lambda: None,
+            "n-gram": lambda: NgramDrafter(1, 2),
+            "any tokens": lambda: AnyTokens([*PROMPT[:20], *range(99, 103), *range(24, 60)]),
+            "model": lambda: DraftModel(ChunkRuntime(model, "fused"), VOCAB, 4, 200),
+        }[drafted]()
+        engine = Engine(runtime, num_sequences, prefix_cache=cache, drafter=drafter, draft_tokens=3)
+        ids = [engine.add(Request(constraint=Corridor(tells=tells), **options)) for options in requests.values()]
+        outputs = run(engine)
+        texts = [[replace(output, id=0) for output in outputs[id]] for id in ids]
+        found[tells] = texts, snapshots_of(cache), engine.stats.generated_tokens
+        assert cache.stats.in_use == 0
+        if not tells:
+            steps = len(runtime.steps)
+    assert found[True] == found[False]
+    if drafted is None:
+        assert len(runtime.steps) < steps / (2 if num_sequences == 1 else 1)
+        without = Engine(runtime, num_sequences)
+        ids = [without.add(Request(constraint=Corridor(), **options)) for options in requests.values()]
+        outputs = run(without)
+        assert [tokens_of(outputs[id]) for id in ids] == [[each.token for each in text] for text in found[True][0]]
+
+
+def snapshots_of(cache):
+    """Return the bytes of all entries by their tokens."""
+    found, nodes = {}, [(cache._root, ())]
+    while nodes:
+        node, tokens = nodes.pop()
+        tokens += tuple(node.tokens)
+        nodes += [(child, tokens) for child in node.children.values()]
+        if node.entry is not None:
+            tensors = [*node.entry.recurrent.values(), node.entry.logits, *node.keys_and_values.values()]
+            found[tokens] = [tensor.numpy().tobytes() for tensor in tensors]
+    return found
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["a"], [-1], [VOCAB], [True], [1] * 100, ZeroDivisionError("no")], ids=str)
+def test_what_a_constraint_forces_must_be_tokens(model, wrong):
+    class Wrong(Ladder):
+        def fork(self):
+            return self
+
+        def forced(self, most):
+            if isinstance(wrong, Exception):
+                raise wrong
+            return wrong
+
+    engine = Engine(ChunkRuntime(model, "fused"), 2)
+    ids = [engine.add(Request(PROMPT, NEW, constraint=constraint)) for constraint in (Wrong(), None)]
+    outputs = run(engine)
+    assert outputs[ids[0]][-1].error.startswith("the request's constraint failed (") and len(outputs[ids[1]]) == NEW
 
 
 GREEDY = {"plain": {}, "with biases": dict(logit_bias={STOP: 3, 7: 100, 20: -100})}

@@ -165,6 +165,9 @@ class TestWhatARequestBrings:
             def count_allowed(self, tokens):
                 return len(tokens)
 
+            def forced(self, most):
+                return ()
+
         class Script:
             def propose(self, requests):
                 return [[1][: request.most] for request in requests]
@@ -335,6 +338,9 @@ class InPlace:
 
     def count_allowed(self, tokens):
         return len(tokens)
+
+    def forced(self, most):
+        return ()
 
 
 def test_a_constraint_that_writes_to_logits_changes_nobody_elses(runtime, alone):

@@ -54,10 +54,11 @@ def test_requested_snapshots_are_cuts():
 @pytest.mark.parametrize(("stored", "drafts"), [(0, 15), (10, 5), (14, 1), (15, 0), (16, 15), (31, 0)])
 def test_drafts_end_at_the_next_snapshot(stored, drafts):
     """The step runs the last token too."""
-    sequence = sequence_of(1, stored)
+    sequence = sequence_of(stored + 1, stored)
     sequence.limit = 1000
     assert sequence.most_drafts(99, 16) == drafts and sequence.stored + 1 + drafts <= stored // 16 * 16 + 16
     assert sequence.most_drafts(99, None) == 99 and sequence.most_drafts(2, 16) == min(2, drafts)
+    assert sequence.most_certain(100, 16) == drafts and sequence.most_certain(3, 16) == min(2, drafts)
 
 
 @pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False), (3, False)])

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from benchmarks.engine_faults import ByMasks
 from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
@@ -137,7 +139,9 @@ def test_schemas(runtime, tokenizer, grammars, hasty):
 
 
 def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, grammars, hasty):
-    """In a batch, with drafts, from a prefix cache, with log-probabilities, greedy and sampled."""
+    """In a batch, with drafts, from a prefix cache, with log-probabilities, greedy and sampled; alone each token is
+    chosen by a mask.
+    """
     prompt = tokenizer.encode('The person in JSON: {"name": "abc", "age": 3, "tags": ["a"]} and once more: ')
     constraints = [None, *(grammars.constraint(*value) for value in KINDS.values())]
     requests = [
@@ -148,7 +152,8 @@ def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, gram
     alone = []
     for request in requests:
         engine = Engine(runtime, 1)
-        id = engine.add(request)
+        by_masks = request.constraint and ByMasks(request.constraint)
+        id = engine.add(replace(request, constraint=by_masks))
         alone.append(run(engine)[id])
     cache = PrefixCache(runtime, None, 512)
     accepted = 0
@@ -160,10 +165,8 @@ def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, gram
         for id, expected in zip(ids, alone, strict=True):
             assert tokens_of(outputs[id]) == tokens_of(expected)
             for output, before in zip(outputs[id], expected, strict=True):
-                if output.logprob is not None:
-                    assert output.logprob.logprob == pytest.approx(before.logprob.logprob, abs=1e-4)
-                    assert [token for token, _ in output.logprob.top] == [token for token, _ in before.logprob.top]
-    assert accepted > 200
+                assert output.logprob == before.logprob
+    assert accepted > 100
 
 
 @pytest.mark.parametrize("special", [False, True])
