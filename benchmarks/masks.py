@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     runtime, _ = load(options.folder)
     vocab_size = runtime.config.vocab_size
-    tokenizer = _tokenizer(vocab_size)
+    tokenizer = tokenizer_of_size(vocab_size)
     with closing(Grammars(tokenizer, vocab_size)) as grammars:
         constraint = Timed(grammars.constraint("json", _PEOPLE))
     for sequences in options.sequences:
@@ -102,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def tokenizer_of_size(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that was trained on Python's standard library."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
