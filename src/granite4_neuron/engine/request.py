@@ -91,6 +91,7 @@ class Output:
     is_requests_fault: whether the request's options caused the error, not the model.
     logprob: of the token, if the request asks for it.
     prompt: in the sequence's first output.
+    stop_string: the one that ended the text, if one did.
     """
 
     id: int
@@ -101,6 +102,7 @@ class Output:
     is_requests_fault: bool = False
     logprob: TokenLogprob | None = None
     prompt: PromptReport | None = None
+    stop_string: str | None = None
 
 
 @dataclass

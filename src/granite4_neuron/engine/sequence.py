@@ -250,7 +250,7 @@ class RunningSequence:
                 reason = "length"
         if reason is not None:
             text += self.text.finish()
-        return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt)
+        return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt, stop_string=self.text.stop_string)
 
     def _tokens_to_snapshot(self, interval: int | None) -> int:
         """Return how many tokens may follow in the next row before a prefix cache is to keep a snapshot."""

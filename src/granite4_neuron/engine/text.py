@@ -39,24 +39,28 @@ class TextStream:
         self._stop = stop
         self._held = ""
         self._undecoded: list[int] = []  # tokens that the decoder keeps until they make whole characters
-        self.stopped = False
+        self.stop_string: str | None = None  # that ended the text
         for token in self._incomplete_end(prompt):
             self._decode(token)
         self._of_prompt = len(self._undecoded)
 
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
+
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Add a token; return the text that is now certain, and set `stopped` when a stop string is complete.
+        """Add a token; return the text that is now certain, and set `stop_string` when one is complete.
 
         Without `may_stop`, a stop string that the token completes is text.
         """
         before = len(self._held)
         self._held += self._decode(token)
         # Only what ends in the new text: an earlier one was not to stop.
-        found = (self._held.find(text, max(0, before - len(text) + 1)) for text in self._stop)
-        ends = [at for at in found if at >= 0]
+        found = ((self._held.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
+        ends = [(at, text) for at, text in found if at >= 0]
         if ends and may_stop:
-            self.stopped = True
-            self._held = self._held[: min(ends)]
+            first, self.stop_string = min(ends, key=lambda end: end[0])
+            self._held = self._held[:first]
             return self.finish()
         return self._give_out(len(self._held) - possible_start(self._held, self._stop))
 

@@ -70,4 +70,5 @@ def test_a_stop_string_that_the_last_of_min_tokens_completes_is_text(texting, mi
     sequence = RunningSequence(0, request, 10, text, AppliedAdapter.of(None, request.tokens, {}))
     outputs = [sequence.append(token, torch.zeros(264)) for token in (first, second)]
     assert outputs[1].finish_reason == ("stop" if ends else None)
+    assert [output.stop_string for output in outputs] == [None, "b" if ends else None]
     assert "".join(output.text for output in outputs) == ("a" if ends else "ab")

@@ -89,6 +89,10 @@ def test_a_prompt_that_ends_within_a_character_of_four_bytes(tokenizer, ids, cut
 def test_the_stop_string_that_begins_first(tokenizer, stop):
     """The first one wins, whichever is named first, where the same token completes both."""
     assert text_of(tokenizer, tokenizer.encode("abcd", add_special_tokens=False), stop=stop) == "a"
+    stream = TextStream(tokenizer, [text + "!" for text in stop] + list(stop))
+    for token in tokenizer.encode("abcd", add_special_tokens=False):
+        stream.add(token)
+    assert stream.stop_string == "bcd"
 
 
 def test_a_stop_string_that_was_not_to_stop_is_text(texting):
