@@ -1,4 +1,4 @@
-"""Turns the engine's outputs into OpenAI's responses, whole or in chunks."""
+"""Turns the engine's outputs into responses, whole or as events: those of OpenAI's completions and chats."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody
+from granite4_neuron.serving.errors import RequestError, to_json
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from granite4_neuron.serving.tool_answers import CallsOfAnswer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -46,8 +48,24 @@ class TokenTexts:
         return None if _REPLACEMENT in text else list(text.encode())
 
 
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event.
+
+    data: a text as it is, or what becomes JSON.
+    name: None for none.
+    """
+
+    data: str | Mapping[str, Any]
+    name: str | None = None
+
+    def __str__(self) -> str:
+        name = "" if self.name is None else f"event: {self.name}\n"
+        return f"{name}data: {self.data if isinstance(self.data, str) else to_json(self.data)}\n\n"
+
+
 class Answer(ABC):
-    """The response to one request, from the outputs of its sequences.
+    """The response to one request, whole or as a stream of events, from the outputs of its sequences.
 
     Args:
         texts: the text of the model's tokens.
@@ -56,15 +74,11 @@ class Answer(ABC):
         choices: number of choices per prompt.
     """
 
-    _id_prefix: str
-    _kind: str
-    _chunk_kind: str
-
-    def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], choices: int):
+    def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], choices: int = 1):
         self._texts = texts
+        self._model = model
         self._requests = requests
         self._choices = choices
-        self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._outputs: list[list[Output]] = [[] for _ in requests]
 
     def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
@@ -76,30 +90,24 @@ class Answer(ABC):
             self._outputs[index] += outputs
         return new
 
-    def chunk(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the chunk of a stream for new outputs of a sequence."""
-        is_first = len(outputs) == len(self._outputs[index])
-        choice = {"index": index, **self._delta(index, outputs, is_first)}
-        choice["finish_reason"] = self._finish_reason(choice, outputs)
-        return {**self._head, "object": self._chunk_kind, "choices": [choice]}
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream, with the usage."""
-        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
-
-    def usage_so_far(self, index: int) -> dict[str, Any]:
-        """Return the usage of one sequence that has begun, as vLLM's continuous_usage_stats do."""
-        return self._usage([index], [index])
-
-    def whole(self) -> dict[str, Any]:
+    @abstractmethod
+    def whole(self) -> Mapping[str, Any]:
         """Return the whole response, once all sequences have ended."""
-        choices = [{"index": index, **self._all(index, outputs)} for index, outputs in enumerate(self._outputs)]
-        for choice, outputs in zip(choices, self._outputs, strict=True):
-            choice["finish_reason"] = self._finish_reason(choice, outputs)
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+
+    @abstractmethod
+    def events(self, index: int, outputs: Sequence[Output]) -> Iterator[Event]:
+        """Yield the events for new outputs of a sequence, which have been added."""
+
+    @abstractmethod
+    def last_events(self) -> Iterator[Event]:
+        """Yield the events behind all others."""
+
+    @abstractmethod
+    def failure(self, error: RequestError) -> Event:
+        """Return the last event of a stream that fails after it has begun."""
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage; a prompt counts once for all its choices."""
+        """Return the usage in the form of OpenAI's completions; a prompt counts once for all its choices."""
         return self._usage(range(0, len(self._requests), self._choices), range(len(self._requests)))
 
     def finish_reasons(self) -> list[str | None]:
@@ -122,6 +130,43 @@ class Answer(ABC):
     def _new_tokens(self, outputs: Sequence[Output]) -> int:
         return len(outputs)
 
+
+class Choices(Answer):
+    """The response of OpenAI's completions or chats: a list of choices, each a sequence."""
+
+    _id_prefix: str
+    _kind: str
+    _chunk_kind: str
+
+    def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: GenerationBody):
+        super().__init__(texts, model, requests, body.n)
+        self._options = body
+        self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self) -> dict[str, Any]:
+        choices = [{"index": index, **self._all(index, outputs)} for index, outputs in enumerate(self._outputs)]
+        for choice, outputs in zip(choices, self._outputs, strict=True):
+            choice["finish_reason"] = self._finish_reason(choice, outputs)
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+
+    def events(self, index: int, outputs: Sequence[Output]) -> Iterator[Event]:
+        is_first = len(outputs) == len(self._outputs[index])
+        choice = {"index": index, **self._delta(index, outputs, is_first)}
+        choice["finish_reason"] = self._finish_reason(choice, outputs)
+        chunk = {**self._head, "object": self._chunk_kind, "choices": [choice]}
+        if self._options.wants_usage:
+            # That of one sequence, as vLLM's.
+            chunk["usage"] = self._usage([index], [index]) if self._options.wants_continuous_usage else None
+        yield Event(chunk)
+
+    def last_events(self) -> Iterator[Event]:
+        if self._options.wants_usage:
+            yield Event({**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()})
+        yield Event("[DONE]")
+
+    def failure(self, error: RequestError) -> Event:
+        return Event(error.body)
+
     def _finish_reason(self, choice: Mapping[str, Any], outputs: Sequence[Output]) -> str | None:
         return outputs[-1].finish_reason
 
@@ -134,13 +179,13 @@ class Answer(ABC):
         """Return the whole choice."""
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Choices):
     """The response of /v1/completions."""
 
     _id_prefix, _kind, _chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: CompletionBody):
-        super().__init__(texts, model, requests, body.n)
+        super().__init__(texts, model, requests, body)
         self._echo = body.echo
         self._prompt_only = body.max_tokens == 0
         self._offsets = [0] * len(requests)  # where each choice's next token begins, in characters
@@ -188,13 +233,13 @@ class CompletionAnswer(Answer):
         return {self._texts.text(token): logprob for token, logprob in pairs}
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(Choices):
     """The response of /v1/chat/completions."""
 
     _id_prefix, _kind, _chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ChatBody):
-        super().__init__(texts, model, requests, body.n)
+        super().__init__(texts, model, requests, body)
         self._calls = [CallsOfAnswer() for _ in requests] if body.may_call_tools else None
 
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from granite4_neuron.serving.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    GenerationBody,
+    SamplingBody,
     TokenizeBody,
     parse,
 )
@@ -207,7 +207,7 @@ class _Routes:
         return bytes(body)
 
     async def _answer(
-        self, http: HTTPRequest, body: GenerationBody, answer: Answer, requests: Sequence[Request]
+        self, http: HTTPRequest, body: SamplingBody, answer: Answer, requests: Sequence[Request]
     ) -> Response:
         """Return the whole response, or a stream that starts with the first token."""
         with ExitStack() as at_end:
@@ -221,7 +221,7 @@ class _Routes:
             batches = aiter(generation)
             first = await _unless_gone(http.receive, anext(batches))
             _raise_errors(first)
-            return _EventStream(_events(first, batches, answer, body), on_end=at_end.pop_all().close)
+            return _EventStream(_events(first, batches, answer), on_end=at_end.pop_all().close)
 
     async def _whole(self, generation: Generation, answer: Answer) -> str:
         async for batch in generation:
@@ -230,16 +230,11 @@ class _Routes:
         return await asyncio.to_thread(lambda: to_json(answer.whole()))
 
 
-async def _events(
-    first: Batch, batches: AsyncIterator[Batch], answer: Answer, body: GenerationBody
-) -> AsyncIterator[str]:
-    """Yield the events of a stream; an error is the last one."""
+async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer) -> AsyncIterator[str]:
+    """Yield the events of a stream, of a step together; an error is the last one."""
 
-    def event(index: int, outputs: list[Output]) -> str:
-        chunk = answer.chunk(index, outputs)
-        if body.wants_usage:
-            chunk["usage"] = answer.usage_so_far(index) if body.wants_continuous_usage else None
-        return to_json(chunk)
+    def events(index: int, outputs: list[Output]) -> str:
+        return "".join(map(str, answer.events(index, outputs)))
 
     try:
         async for batch in _chained(first, batches):
@@ -247,12 +242,10 @@ async def _events(
             for index, outputs in answer.add(batch).items():
                 # A text's first event may have all of the prompt's log-probabilities.
                 is_long = outputs[0].prompt is not None
-                yield await asyncio.to_thread(event, index, outputs) if is_long else event(index, outputs)
-        if body.wants_usage:
-            yield to_json(answer.usage_chunk())
-        yield "[DONE]"
+                yield await asyncio.to_thread(events, index, outputs) if is_long else events(index, outputs)
+        yield "".join(map(str, answer.last_events()))
     except RequestError as error:
-        yield to_json(error.body)
+        yield str(answer.failure(error))
 
 
 async def _chained(first: Batch, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
@@ -308,8 +301,9 @@ class _EventStream(Response):
             self._on_end()
 
     async def _send_all(self, send: Send) -> None:
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+        async for events in self._events:
+            if events:
+                await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
             await asyncio.sleep(0)  # the loop learns of a lost connection before more is written to it
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -6,7 +6,9 @@ absent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -66,6 +68,9 @@ def _stop(value: Any) -> list[str]:
     return texts
 
 
+StopStrings = Annotated[list[str], BeforeValidator(_stop)]
+
+
 def _prompts(value: Any) -> list[TextOrTokens]:
     several = value if isinstance(value, list) and not _is_prompt(value) else [value]
     if not several or not all(map(_is_prompt, several)):
@@ -103,8 +108,8 @@ def _logit_bias(value: Any) -> dict[int, Any]:
     return biases
 
 
-def _is_token_id(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and len(name) < 20
+def _is_token_id(name: str | int) -> bool:
+    return is_whole(name) or (name.isascii() and name.isdecimal() and len(name) < 20)
 
 
 class StreamOptions(Strict):
@@ -136,8 +141,12 @@ class Message(MessageFieldsWithoutEffect, Strict):
 
 
 class ConversationBody(Strict):
-    """A conversation, and how it becomes a prompt."""
+    """A conversation, and how it becomes a prompt.
 
+    names: of fields in the body that the client sent, by their names here, where they differ.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     documents: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_DOCUMENTS)
@@ -152,6 +161,10 @@ class ConversationBody(Strict):
                 "continue_final_message", "it goes on with the last message, and add_generation_prompt with a new one."
             )
         return self
+
+    def called(self, field: str) -> str:
+        """Return what the client calls a field."""
+        return self.names.get(field, field)
 
     @property
     def shown_tools(self) -> list[Tool]:
@@ -182,10 +195,9 @@ class ModelBody(Strict):
     model: str | None = None
 
 
-class GenerationBody(ModelBody):
-    """The fields of both kinds of requests. The sampling options among them have the names of `SamplingParams`."""
+class SamplingBody(ModelBody):
+    """The fields of all requests for texts. The sampling options among them have the names of `SamplingParams`."""
 
-    max_tokens: NewTokens = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int | None, _for_minus_one(0)] = None
@@ -195,15 +207,10 @@ class GenerationBody(ModelBody):
     presence_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field({})
     seed: Annotated[int | None, _for_minus_one(None)] = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[str], BeforeValidator(_stop)] = Field([])
     stop_token_ids: Annotated[list[int], FailFast()] = Field([], max_length=MAX_STOP_TOKENS)
     min_tokens: int | None = None
     ignore_eos: bool = False
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
 
     # Biases have been checked, and a chat's logprobs is a boolean.
     @field_validator(*(SAMPLING_OPTIONS.keys() - {"logit_bias", "logprobs"}), check_fields=False)
@@ -213,6 +220,17 @@ class GenerationBody(ModelBody):
         if value is not None:
             SAMPLING_OPTIONS[info.field_name].check(info.field_name, value)
         return value
+
+
+class GenerationBody(SamplingBody):
+    """The fields of completions and chats."""
+
+    max_tokens: NewTokens = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: StopStrings = Field([])
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _stream_options_of_a_stream(self) -> GenerationBody:
@@ -262,7 +280,7 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
 
 
 class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
-    """The body of /v1/chat/completions."""
+    """The body of /v1/chat/completions, and what the bodies of other APIs' chats are turned into."""
 
     tool_choice: ToolChoiceField = ToolChoice("auto")
     parallel_tool_calls: bool = True
@@ -349,8 +367,19 @@ def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:
             names it.
     """
     _check_parts(body, max_token_ids)
-    try:
+    with refusing():
         return kind.model_validate_json(body)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn the error of a body that is wrong into its refusal.
+
+    Raises:
+        RequestError: 400, a field is wrong or not supported; the message names it.
+    """
+    try:
+        yield
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
 

@@ -123,13 +123,14 @@ class SequenceMaker:
         room for.
         """
         self._check_number(body.n)
-        tokens = self.chat_tokens(body)
-        max_tokens = self._max_tokens(len(tokens), "messages", body.max_completion_tokens or body.max_tokens)
+        tokens, which = self.chat_tokens(body), body.called("messages")
+        asked_for = body.max_completion_tokens or body.max_tokens
+        max_tokens = self._max_tokens(len(tokens), which, asked_for, asked_by=body.called("max_tokens"))
         structure = self._chat_structure(body)
         options = self._options(body, structure)
         shows_marks = body.may_call_tools and self._marks_calls_specially
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
-        return Prepared(self._requests(request, "messages", body.n), structure)
+        return Prepared(self._requests(request, which, body.n), structure)
 
     def constrained(self, prepared: Prepared, stop: Stop | None = None) -> Sequence[Request]:
         """Compile the structure, if there is one, and return the requests with its constraint.
@@ -148,6 +149,8 @@ class SequenceMaker:
 
     def _chat_structure(self, body: ChatBody) -> Structure | None:
         answer = structure_of(body.response_format, body.structured_outputs)
+        if answer is not None:
+            answer = replace(answer, field=body.called(answer.field))
         if not body.may_call_tools:
             return answer
         several = body.parallel_tool_calls
@@ -180,7 +183,7 @@ class SequenceMaker:
         """
         parts = body.template_variables()
         for name, part in parts.items():
-            self._check_characters(name, "".join(texts_of(part)))
+            self._check_characters(body.called(name), "".join(texts_of(part)))
         for name in body.must_be_shown:
             self._check_shown(name)
         return self._encoder.encode(**parts)
@@ -226,11 +229,20 @@ class SequenceMaker:
         request.check(self._vocab_size, which)
         return [request.with_seed_offset(number) for number in range(choices)]
 
-    def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
+    def _max_tokens(
+        self,
+        prompt_length: int,
+        which: str,
+        asked: int | None,
+        default: int | None = None,
+        asked_by: str = "max_tokens",
+    ) -> int:
         """Return how many new tokens to generate. For 0, one token is generated and not shown.
 
         Args:
+            which: the field of the prompt.
             asked: by the request; None for `default`, or for as many as there is room for.
+            asked_by: the field that asks.
 
         Raises:
             RequestError: 400, there is not enough room.
@@ -243,12 +255,10 @@ class SequenceMaker:
         room = min(longest - prompt_length, most or longest)
         if asked is not None and asked > room:
             if room == most:
-                raise RequestError(
-                    400, f"max_tokens is {asked}; this server allows {most} (--max-tokens).", "max_tokens"
-                )
+                raise RequestError(400, f"{asked_by} is {asked}; this server allows {most} (--max-tokens).", asked_by)
             raise self._too_long(
-                f"max_tokens is {asked}, and behind a prompt of {prompt_length} tokens at most {room} new ones fit",
-                "max_tokens",
+                f"{asked_by} is {asked}, and behind a prompt of {prompt_length} tokens at most {room} new ones fit",
+                asked_by,
             )
         if asked is None:
             return room if default is None else min(room, default)

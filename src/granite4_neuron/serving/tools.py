@@ -81,6 +81,8 @@ class ToolChoice:
 
 def _tool_choice(value: Any) -> ToolChoice:
     match value:
+        case ToolChoice():
+            return value
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}} if value == _reference(name):
