@@ -109,7 +109,7 @@ def _logit_bias(value: Any) -> dict[int, Any]:
 
 
 def _is_token_id(name: str | int) -> bool:
-    return is_whole(name) or (name.isascii() and name.isdecimal() and len(name) < 20)
+    return isinstance(name, int) or (name.isascii() and name.isdecimal() and len(name) < 20)
 
 
 class StreamOptions(Strict):
