@@ -2,6 +2,7 @@ import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model
@@ -31,3 +32,22 @@ def hasty(byte_model):
     """Return biases with which that model brings JSON to an end."""
     ids = map(byte_model[1].convert_tokens_to_ids, '"}],')
     return {**{str(token): 4 for token in ids}, "1": 20}
+
+
+@pytest.fixture
+def say(byte_model, monkeypatch):
+    """Return a function that sets what that model answers, one text after the other; None is a failure."""
+
+    def script(*texts):
+        tokens = [token for text in texts for token in ([None] if text is None else byte_model[1].encode(text))]
+
+        def choose(_, logits, past):
+            begin = len(past) - past[::-1].index(3)  # behind the last <|assistant|>
+            token = [*tokens, 1][len(past) - begin]
+            if token is None:
+                raise UserError("the logits are wrong.")
+            return token
+
+        monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
+
+    return script

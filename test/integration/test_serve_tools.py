@@ -303,20 +303,6 @@ def byte_token(character):
 class TestScripted:
     """Answers that are written here in place of the model's."""
 
-    @pytest.fixture
-    def say(self, byte_model, monkeypatch):
-        def script(text):
-            tokens = [*byte_model[1].encode(text), 1]
-            monkeypatch.setattr(
-                "granite4_neuron.engine.sampling.Sampler.choose",
-                lambda self, logits, past: tokens[len(past) - past_length(past)],
-            )
-
-        def past_length(past):
-            return len(past) - past[::-1].index(3)  # of the last <|assistant|>
-
-        return script
-
     @pytest.mark.parametrize("stream", [False, True])
     def test_calls_and_malformed_calls(self, client, say, stream):
         good = f'{OPEN}\n{{"name": "time", "arguments": {{"a": [1, "}}"]}}}}\n{CLOSE}'

@@ -35,11 +35,13 @@ from granite4_neuron.serving.protocol import (
     parse,
 )
 from granite4_neuron.serving.request_log import HEADER
+from granite4_neuron.serving.response_answer import ResponsesAnswer
+from granite4_neuron.serving.responses import ResponsesBody
 from granite4_neuron.serving.sequences import Prepared
 from granite4_neuron.serving.service import Service
 from granite4_neuron.serving.work_queue import WorkQueue
 
-Asked = TypeVar("Asked", CompletionBody, ChatBody)
+Asked = TypeVar("Asked", bound=SamplingBody)
 Result = TypeVar("Result")
 
 _PART = 2**16  # bytes
@@ -68,6 +70,7 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route(_MODEL, routes.model, methods=["GET"])
     app.add_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
+    app.add_route("/v1/responses", routes.responses, methods=["POST"])
     app.add_route("/tokenize", routes.tokenize, methods=["POST"])
     app.add_route("/detokenize", routes.detokenize, methods=["POST"])
     app.add_route("/health", routes.health, methods=["GET"])
@@ -131,6 +134,12 @@ class _Routes:
 
     async def chat_completions(self, http: HTTPRequest) -> Response:
         return await self._generated(http, ChatBody, self._service.maker.chat_requests, ChatAnswer)
+
+    async def responses(self, http: HTTPRequest) -> Response:
+        def requests(body: ResponsesBody) -> Prepared:
+            return self._service.maker.chat_requests(body.chat)
+
+        return await self._generated(http, ResponsesBody, requests, ResponsesAnswer)
 
     async def _generated(
         self,

@@ -82,6 +82,46 @@ class ToolFieldsWithoutEffect(BaseModel):
 PART_FIELDS_WITHOUT_EFFECT = frozenset({"cache_control"})
 
 
+class ResponsesFieldsWithoutEffect(FieldsWithoutEffect):
+    """Fields of the Responses API."""
+
+    store: bool | None = None  # nothing is stored, as the response says
+    background: Annotated[Any, _only(False)] = None
+    truncation: Annotated[Any, _only("disabled")] = None
+    reasoning: dict[str, Any] | None = None
+    max_tool_calls: int | None = None  # of built-in tools
+    prompt_cache_options: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+class TextConfigFieldsWithoutEffect(BaseModel):
+    """Fields of `text`."""
+
+    verbosity: Annotated[Any, _only("medium")] = None
+
+
+class ItemFieldsWithoutEffect(BaseModel):
+    """Fields of items."""
+
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class FunctionFieldsWithoutEffect(BaseModel):
+    """Fields of functions."""
+
+    allowed_callers: Annotated[Any, _only(["direct"])] = None
+    defer_loading: Annotated[Any, _only(False)] = None
+    output_schema: dict[str, Any] | None = None
+
+
+# Fields of parts of items.
+CONTENT_FIELDS_WITHOUT_EFFECT = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+
 class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
     """Fields of completions."""
 

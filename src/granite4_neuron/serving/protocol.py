@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTIONS, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.kinds import is_tag
 from granite4_neuron.serving.no_effect import (
     PART_FIELDS_WITHOUT_EFFECT,
     ChatFieldsWithoutEffect,
@@ -221,6 +222,10 @@ class SamplingBody(ModelBody):
             SAMPLING_OPTIONS[info.field_name].check(info.field_name, value)
         return value
 
+    def sampling_options(self) -> dict[str, Any]:
+        """Return what is given of these fields, as arguments of another body."""
+        return self.model_dump(include=set(SamplingBody.model_fields), exclude_unset=True)
+
 
 class GenerationBody(SamplingBody):
     """The fields of completions and chats."""
@@ -372,8 +377,11 @@ def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def refusing(names: Mapping[str, str] = {}) -> Iterator[None]:
     """Turn the error of a body that is wrong into its refusal.
+
+    Args:
+        names: of the body's fields, where the client calls them otherwise.
 
     Raises:
         RequestError: 400, a field is wrong or not supported; the message names it.
@@ -381,7 +389,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
+        raise _refusal(error.errors(include_url=False, include_input=False)[0], names) from None
 
 
 def _check_parts(body: bytes, max_token_ids: int) -> None:
@@ -401,12 +409,15 @@ def _check_parts(body: bytes, max_token_ids: int) -> None:
         )
 
 
-def _refusal(error: ErrorDetails) -> RequestError:
-    field = ".".join(map(str, error["loc"])) or None
+def _refusal(error: ErrorDetails, names: Mapping[str, str]) -> RequestError:
+    place = [part for part in error["loc"] if not is_tag(part)]
+    field = (
+        ".".join([names.get(str(part), str(part)) for part in place[:1]] + [str(part) for part in place[1:]]) or None
+    )
     reason = error.get("ctx", {}).get("error")
     message = error["msg"].rstrip(".") + "."
     if isinstance(reason, Conflict):
-        field, message = reason.args
+        field, message = names.get(reason.args[0], reason.args[0]), reason.args[1]
     elif isinstance(reason, UserError):
         message = str(reason)
     if error["type"] == "extra_forbidden":

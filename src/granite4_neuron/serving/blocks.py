@@ -1,0 +1,126 @@
+"""The parts of an answer one after another, texts and calls of tools: for APIs whose answers are lists of these."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from granite4_neuron.engine import Output, TokenLogprob
+from granite4_neuron.generation.tool_calls import CallStart, Content, Piece, ToolCallStream
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    index: its place among all.
+    tool: the name of the tool that it calls; None for a text.
+    text: what there is of the text, or of the call's arguments in JSON.
+    logprobs: of the tokens of a text, if the request asks for them.
+    has_ended: whether nothing more is added to it.
+    is_cut: whether the answer ended within it before it was complete.
+    id: 32 hexadecimal digits.
+    """
+
+    index: int
+    tool: str | None = None
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    has_ended: bool = False
+    is_cut: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A block begins."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A block goes on. The block has the text and the log-probabilities already."""
+
+    block: Block
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """A block has ended."""
+
+    block: Block
+
+
+Change = Begin | Delta | End
+
+
+class Blocks:
+    """Finds the blocks of an answer as it comes. An answer has one block at least.
+
+    Args:
+        may_call_tools: whether it may have calls of tools; otherwise it is one text, whatever it looks like.
+    """
+
+    def __init__(self, may_call_tools: bool):
+        self.found: list[Block] = []
+        self._calls = ToolCallStream() if may_call_tools else None
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come out
+
+    @property
+    def have_call(self) -> bool:
+        return any(block.tool is not None for block in self.found)
+
+    def add(self, outputs: Sequence[Output]) -> Iterator[Change]:
+        """Add the next outputs of the answer; yield what changes."""
+        for output in outputs:
+            yield from self._add(output)
+
+    def _add(self, output: Output) -> Iterator[Change]:
+        if output.logprob is not None:
+            self._logprobs.append(output.logprob)
+        has_ended = output.finish_reason is not None
+        for piece in self._pieces(output.text, has_ended):
+            if isinstance(piece, Content):
+                if not self.found or self.found[-1].tool is not None:
+                    if self.found:
+                        del self._logprobs[:-1]  # those of the mark behind the call
+                    yield from self._begin()
+            else:
+                self._logprobs.clear()  # calls have none
+                if isinstance(piece, CallStart):
+                    yield from self._begin(piece.name)
+                    continue
+            yield self._continue(piece.text)
+        if has_ended:
+            if not self.found:
+                yield from self._begin()
+            if self._logprobs and self.found[-1].tool is None:
+                yield self._continue("")
+            yield self._end(is_cut=output.finish_reason == "length")
+
+    def _pieces(self, text: str, is_last: bool) -> Iterable[Piece]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return [*self._calls.add(text), *(self._calls.finish() if is_last else ())]
+
+    def _begin(self, tool: str | None = None) -> Iterator[Change]:
+        if self.found:
+            yield self._end()
+        self.found.append(Block(len(self.found), tool))
+        yield Begin(self.found[-1])
+
+    def _end(self, is_cut: bool = False) -> End:
+        block = self.found[-1]
+        block.has_ended, block.is_cut = True, is_cut
+        return End(block)
+
+    def _continue(self, text: str) -> Delta:
+        block = self.found[-1]
+        logprobs, self._logprobs = self._logprobs, []
+        block.text += text
+        block.logprobs += logprobs
+        return Delta(block, text, logprobs)

@@ -1,0 +1,38 @@
+"""A conversation of an API whose messages are lists of items, as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from granite4_neuron.serving.protocol import Message
+from granite4_neuron.serving.tools import FunctionCall, ToolCall
+
+
+class History:
+    """Collects the messages. Calls, and what the model said just before them, are one message, as in a chat's answer.
+
+    Raises:
+        ValidationError: something is not as in a chat.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, text: str) -> None:
+        """Add a text of the role."""
+        self._messages.append({"role": role, "content": text})
+
+    def call(self, id: str, name: str, arguments: Mapping[str, Any]) -> None:
+        """Add a call of the model."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self.say("assistant", "")
+        call = ToolCall(id=id, function=FunctionCall(name=name, arguments=dict(arguments)))
+        self._messages[-1].setdefault("tool_calls", []).append(call)
+
+    def answer(self, id: str, text: str) -> None:
+        """Add the result of a call."""
+        self._messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+    def messages(self) -> list[Message]:
+        return [Message(**message) for message in self._messages]
