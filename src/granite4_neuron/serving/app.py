@@ -23,6 +23,8 @@ from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
+from granite4_neuron.serving.message_answer import MessagesAnswer
+from granite4_neuron.serving.messages import MessagesBody, PromptBody
 from granite4_neuron.serving.middleware import LOG, PATHS, Middleware
 from granite4_neuron.serving.page import page_route
 from granite4_neuron.serving.protocol import (
@@ -71,6 +73,8 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
     app.add_route("/v1/responses", routes.responses, methods=["POST"])
+    app.add_route("/v1/messages", routes.messages, methods=["POST"])
+    app.add_route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"])
     app.add_route("/tokenize", routes.tokenize, methods=["POST"])
     app.add_route("/detokenize", routes.detokenize, methods=["POST"])
     app.add_route("/health", routes.health, methods=["GET"])
@@ -140,6 +144,18 @@ class _Routes:
             return self._service.maker.chat_requests(body.chat)
 
         return await self._generated(http, ResponsesBody, requests, ResponsesAnswer)
+
+    async def messages(self, http: HTTPRequest) -> Response:
+        def requests(body: MessagesBody) -> Prepared:
+            return self._service.maker.chat_requests(body.chat)
+
+        return await self._generated(http, MessagesBody, requests, MessagesAnswer)
+
+    async def count_tokens(self, http: HTTPRequest) -> Response:
+        def counted(body: PromptBody) -> Response:
+            return json_response({"input_tokens": len(self._service.maker.chat_tokens(body.chat))})
+
+        return await self._only_prepared(http, PromptBody, counted)
 
     async def _generated(
         self,
@@ -343,10 +359,12 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _error_response(_: HTTPRequest, error: Exception) -> Response:
+async def _error_response(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         wrong = "there is no such path" if error.status_code == 404 else "the path has no such method"
-        return RequestError(error.status_code, f"{wrong}; there are {', '.join(PATHS)}.", None, error.headers).response
-    return (error if isinstance(error, RequestError) else RequestError(400, str(error))).response
+        error = RequestError(error.status_code, f"{wrong}; there are {', '.join(PATHS)}.", None, error.headers)
+    elif not isinstance(error, RequestError):
+        error = RequestError(400, str(error))
+    return error.response_for(http.url.path)

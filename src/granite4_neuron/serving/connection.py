@@ -124,7 +124,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _give_up(self, what: str, seconds: int) -> None:
         if what == BODY and not self.cycle.response_started:
             error = RequestError(408, f"the request's body did not come within {seconds} seconds.")
-            content = json.dumps(error.body).encode()
+            content = json.dumps(error.body_for(self.scope["path"])).encode()
             head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
             self.transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
             self.transport.close()

@@ -11,6 +11,15 @@ from starlette.responses import Response
 _LONGEST_MESSAGE = 500  # characters
 RETRY_AFTER_SECONDS = 1
 _PIECES = 4096
+_MESSAGES = "/v1/messages"
+_TYPES_OF_MESSAGES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -46,8 +55,18 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
     @property
-    def response(self) -> Response:
-        return json_response(self.body, self.status, self.headers)
+    def body_of_messages(self) -> dict[str, object]:
+        """The error in the form of Anthropic's API."""
+        kind = _TYPES_OF_MESSAGES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_for(self, path: str) -> dict[str, object]:
+        """Return the error in the form of the API that has this path."""
+        return self.body_of_messages if path.startswith(_MESSAGES) else self.body
+
+    def response_for(self, path: str) -> Response:
+        """Return the response to a request for this path."""
+        return json_response(self.body_for(path), self.status, self.headers)
 
 
 def too_many_requests(message: str) -> RequestError:

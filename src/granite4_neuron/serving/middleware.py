@@ -17,6 +17,8 @@ PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
     "/health",
@@ -49,7 +51,7 @@ class Middleware:
 
         refusal = self._refusal(scope)
         try:
-            await (self._app if refusal is None else refusal.response)(scope, receive, counted)
+            await (self._app if refusal is None else refusal.response_for(scope["path"]))(scope, receive, counted)
         finally:
             if scope["method"] == "POST":
                 log.write(status)
@@ -69,7 +71,10 @@ class Middleware:
         # The page has a field for the key; a browser does not send it when it opens the page.
         if self._service.api_key is None or scope["path"] in ("/health", "/"):
             return None
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._service.api_key.encode()):
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        keys = [bearer.strip()] if scheme.lower() == b"bearer" else []
+        if b"x-api-key" in headers:  # of Anthropic's clients
+            keys.append(headers[b"x-api-key"])
+        if any(hmac.compare_digest(key, self._service.api_key.encode()) for key in keys):
             return None
-        return RequestError(401, "give the server's API key, as Authorization: Bearer KEY.")
+        return RequestError(401, "give the server's API key, as Authorization: Bearer KEY or as x-api-key: KEY.")

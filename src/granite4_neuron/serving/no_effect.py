@@ -122,6 +122,50 @@ class FunctionFieldsWithoutEffect(BaseModel):
 CONTENT_FIELDS_WITHOUT_EFFECT = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
 
+class MessagesFieldsWithoutEffect(BaseModel):
+    """Fields of Anthropic's Messages API."""
+
+    cache_control: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    speed: Annotated[Any, _only("standard")] = None
+    thinking: dict[str, Any] | None = None  # the models do not reason
+    user_profile_id: str | None = None
+
+
+class OutputConfigFieldsWithoutEffect(BaseModel):
+    """Fields of `output_config`."""
+
+    effort: str | None = None
+
+
+class CustomToolFieldsWithoutEffect(ToolFieldsWithoutEffect):
+    """Fields of tools."""
+
+    allowed_callers: Annotated[Any, _only(["direct"])] = None
+    defer_loading: Annotated[Any, _only(False)] = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+class BlockFieldsWithoutEffect(BaseModel):
+    """Fields of blocks."""
+
+    cache_control: dict[str, Any] | None = None
+    citations: list[Any] | None = None
+    caller: dict[str, Any] | None = None
+
+
+class ResultFieldsWithoutEffect(BaseModel):
+    """Fields of results of tools."""
+
+    is_error: bool | None = None  # the templates have no place for it; the result says it
+
+
+# Fields of texts in a system prompt or in a result.
+BLOCK_FIELDS_WITHOUT_EFFECT = frozenset(BlockFieldsWithoutEffect.model_fields)
+
+
 class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
     """Fields of completions."""
 
