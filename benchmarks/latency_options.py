@@ -11,7 +11,6 @@ import transformers
 from benchmarks import openvino
 from benchmarks.implementations import LLAMA_CPP, OPENVINO, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH, GGUF_TYPES
-from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
 from granite4_neuron.backends import check_backend
 from granite4_neuron.checkpoint.opening import open_checkpoint
@@ -22,6 +21,7 @@ from granite4_neuron.commands.options import (
     check_folder_of,
     kernels_of,
 )
+from granite4_neuron.commands.plot import add_plot, check_plot
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
 from granite4_neuron.config import family_names
 from granite4_neuron.runtime.torch_device import find_compiler, find_device
@@ -84,7 +84,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="measure also beside N processes that each keep a processor busy",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
+    add_plot(parser, "the numbers")
     return parser
 
 

@@ -20,9 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.latency import Result
-from benchmarks.plots import save_plot
 from benchmarks.states import compare_in_states
 from granite4_neuron.commands.options import write_json
+from granite4_neuron.commands.plot import save_plot
 from granite4_neuron.ops.launch_parameters import processor_name
 
 

@@ -30,8 +30,8 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.load import Answer, Lengths, Run, ask_all, questions, random_tokens
-from benchmarks.plots import check_plot, save_plot
 from granite4_neuron.commands.options import at_least, check_folder_of, number_in, write_json
+from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.errors import UserError
 
 GOODPUT_TIMES = {"first-token": "first_token_ms", "per-token": "per_token_ms", "total": "total_ms"}
@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         "--goodput", nargs="+", default=[], metavar="LIMIT", help="such as first-token:1000 per-token:50 total:9000, ms"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
+    add_plot(parser, "the numbers")
     return parser
 
 

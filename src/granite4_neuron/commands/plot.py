@@ -1,7 +1,8 @@
-"""Plots of benchmarks, and checks before anything is measured for one."""
+"""Plots of commands and benchmarks, and checks before anything is measured for one."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,17 @@ from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def add_plot(parser: argparse._ActionsContainer, what: str) -> None:
+    """Add --plot, an option with the file of a plot; `check_plot` checks it.
+
+    Args:
+        what: the plot shows, for the help.
+    """
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help=f"draw {what} into this file, such as FILE.png or FILE.svg"
+    )
 
 
 def check_plot(file: Path | None) -> None:
@@ -24,7 +36,8 @@ def check_plot(file: Path | None) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("--plot needs matplotlib; install it with: pip install -e '.[plot]'.") from None
+        how = "pip install 'granite4-neuron[plot]'"
+        raise UserError(f"--plot needs matplotlib; install it with: {how}.") from None
     formats = Figure().canvas.get_supported_filetypes()
     if file.suffix[1:] not in formats:
         raise UserError(f"{file} cannot be drawn; the name must end in one of {', '.join(formats)}.")
