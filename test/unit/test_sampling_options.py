@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = {name for name, rule in SAMPLING_OPTIONS.items() if rule.is_setting}
 # They are no single numbers, or say what is reported or when a text may end.
 OTHERS = {"logit_bias", "stop", "stop_token_ids", "min_tokens", "logits_processors", "constraint"}
-OTHERS |= {"logprobs", "prompt_logprobs"}
+OTHERS |= {"allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"}
 # The penalties of OpenAI's API: `/set` of a chat has them, and no command.
 NOT_OF_COMMANDS = {"frequency_penalty", "presence_penalty"}
 

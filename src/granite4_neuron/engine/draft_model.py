@@ -9,6 +9,7 @@ import torch
 
 from granite4_neuron.engine.drafters import DraftRequest, TokenChooser
 from granite4_neuron.engine.prefix_cache import PrefixCache
+from granite4_neuron.engine.prefix_interface import salted
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 
@@ -104,7 +105,7 @@ class DraftModel:
             self._followed[request.id] = _Followed(free[0])
         followed = self._followed.get(request.id)
         if followed is not None:
-            followed.tokens = request.tokens
+            followed.tokens, followed.cache_salt = request.tokens, request.cache_salt
         return followed
 
     def _most(self, request: DraftRequest) -> int:
@@ -141,7 +142,7 @@ class DraftModel:
         """Start from the cached prefix of a prompt, if there is one."""
         if self._cache is None:
             return
-        prefix = self._cache.match_prefix(followed.tokens[:-1])
+        prefix = self._cache.match_prefix(salted(followed.tokens, followed.cache_salt)[:-1])
         if prefix is not None:
             self._cache.restore(prefix, self._state, followed.slot)
             self._cache.release(prefix)
@@ -150,7 +151,8 @@ class DraftModel:
     def _keep(self, followed: _Followed) -> None:
         """Keep the state in the cache, if there is one and the state has seen tokens."""
         if self._cache is not None and followed.logits is not None:
-            self._cache.insert(followed.tokens[: followed.stored], self._state, followed.slot, followed.logits)
+            keys = salted(followed.tokens, followed.cache_salt)[: followed.stored]
+            self._cache.insert(keys, self._state, followed.slot, followed.logits)
 
     def _last_logits(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         return _after_last_tokens(self._runtime.verify(self._state, rows).logits, rows)
@@ -166,12 +168,14 @@ class _Followed:
     """The small model's state of a sequence.
 
     tokens: the sequence's tokens, without drafts.
+    cache_salt: of its request.
     stored: how many of them the state has seen.
     logits: [vocab_size], after the last of those; None before the first.
     """
 
     slot: int
     tokens: Sequence[int] = ()
+    cache_salt: str | None = None
     stored: int = 0
     logits: torch.Tensor | None = None
 

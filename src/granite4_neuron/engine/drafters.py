@@ -32,12 +32,14 @@ class DraftRequest:
     tokens: prompt and accepted tokens; more of them at a later call. They are the engine's own, and not to be changed.
     most: the most drafts; may be 0.
     chooser: how its tokens are chosen.
+    cache_salt: of its request.
     """
 
     id: int
     tokens: Sequence[int]
     most: int
     chooser: TokenChooser
+    cache_salt: str | None = None
 
 
 class Drafter(Protocol):

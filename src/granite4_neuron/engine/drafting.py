@@ -36,7 +36,8 @@ class Drafting:
         longest = self._runtime.tokens_per_verification
         mosts = [each.most_drafts(min(self._draft_tokens, longest - each.num_unrun), interval) for each in sequences]
         requests = [
-            DraftRequest(each.id, each.tokens, most, each.sampler) for each, most in zip(sequences, mosts, strict=True)
+            DraftRequest(each.id, each.tokens, most, each.sampler, each.request.cache_salt)
+            for each, most in zip(sequences, mosts, strict=True)
         ]
         with self._saving_time:
             return check_drafts(self.drafter.propose(requests), requests, self._runtime.config.vocab_size)

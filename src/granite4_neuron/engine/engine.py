@@ -86,7 +86,7 @@ class Engine:
 
     Args:
         runtime: runs the steps.
-        num_sequences: how many sequences run at a time; the others wait in order of arrival.
+        num_sequences: how many sequences run at a time; the others wait, by priority and then in order of arrival.
         max_length: the most tokens of a sequence, prompt and continuation; None for the runtime's longest.
         memory_bytes: limit in bytes for the state and cache of running sequences, and of free slots that keep the
             memory of earlier ones; None for no limit other than `num_sequences` times `max_length`.
@@ -209,7 +209,7 @@ class Engine:
         text = TextStream(self._tokenizer, request.stop or (), request.tokens, request.skip_special_tokens)
         adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
         sequence = RunningSequence(next(_IDS), request, limit, text, adapter)
-        self._live.waiting.append(sequence)
+        self._live.add(sequence)
         return sequence.id
 
     @_one_at_a_time

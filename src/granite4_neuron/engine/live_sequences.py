@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class LiveSequences:
     counts for a sequence when `count` has added its outputs. An interrupt leaves a guard without an end; then
     `end_unfinished` ends the sequences whose work does not count.
 
-    waiting: in order of arrival.
+    waiting: by priority, those of the same one in order of arrival.
     running: by id, in the order in which they started; each has a slot.
     outputs: that count, and that no step has returned yet.
 
@@ -44,6 +45,10 @@ class LiveSequences:
         self._drafting = drafting
         self._unfinished: dict[int, RunningSequence] = {}  # by id, those whose work does not count yet
         self._failed_ahead: dict[int, Callable[[], None]] = {}  # by id, what ends the sequence
+
+    def add(self, sequence: RunningSequence) -> None:
+        """Have a new sequence wait."""
+        bisect.insort(self.waiting, sequence, key=lambda each: each.request.priority)
 
     @property
     def has_work(self) -> bool:

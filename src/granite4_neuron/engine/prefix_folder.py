@@ -90,6 +90,8 @@ class PrefixFolder:
 
     def find(self, tokens: Sequence[int], least: int) -> Snapshot | None:
         """Read the longest prefix of a sequence that has at least so many tokens: all of it, with tokens and logits."""
+        if tokens[0] >= self._runtime.config.vocab_size:  # the key of an adapter or a salt: see `_write`
+            return None
         while (chain := self._longest_chain(tokens, range(least, len(tokens) + 1))) is not None:
             if (snapshots := self._read(chain)) is not None:
                 length = chain[-1].length

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
 from granite4_neuron.state.hybrid_state import HybridState
+
+_TOKEN_BITS = 64  # of a key without a salt
+
+
+def salted(keys: Sequence[int], salt: str | None) -> Sequence[int]:
+    """Return a prefix cache's keys for a sequence with this salt: sequences with different ones, or without, have no
+    common prefix.
+
+    Args:
+        keys: of the sequence's first tokens and what follows; they are not empty.
+    """
+    if salt is None:
+        return keys
+    digest = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    return [(int.from_bytes(digest, "big") << _TOKEN_BITS) + keys[0], *keys[1:]]
 
 
 class FoundPrefix(Protocol):

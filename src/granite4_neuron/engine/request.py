@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Request(SamplingParams):
         and an engine with a prefix cache keeps a snapshot. None for none.
     skip_special_tokens: whether special tokens are left out of the text.
     adapter: the name of an adapter of the runtime; None for the model without.
+    priority: among the sequences that wait for a slot, those of a lower number start first.
+    cache_salt: a text that divides a prefix cache: only sequences with the same one share states. None for none.
 
     Stop strings need an engine with a tokenizer.
 
@@ -46,6 +49,8 @@ class Request(SamplingParams):
     snapshots_at: Collection[int] | None = option(are_whole, "a list or a set of whole numbers", convert=frozenset)
     skip_special_tokens: bool = option(lambda value: isinstance(value, bool), "true or false", default=True)
     adapter: str | None = option(lambda value: isinstance(value, str), "the name of an adapter")
+    priority: int = option(is_whole, "a whole number", default=0)
+    cache_salt: str | None = option(lambda value: isinstance(value, str) and value != "", "a text that is not empty")
 
     def check(self, vocab_size: int, which: str = "the prompt") -> None:
         """Check what depends on the vocabulary and on the prompt; messages call the prompt `which`.
@@ -58,8 +63,14 @@ class Request(SamplingParams):
         snapshots_at = sorted(self.snapshots_at or ())
         if any(not 0 < length <= len(self.tokens) for length in snapshots_at):
             raise UserError(f"snapshots are asked for at {snapshots_at} tokens; the prompt has {len(self.tokens)}.")
-        if self.logit_bias:
-            check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
+        named = {
+            "logit_bias": list(self.logit_bias or ()),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "bad_words_ids": list(itertools.chain.from_iterable(self.bad_words_ids or ())),
+        }
+        for name, tokens in named.items():
+            if tokens:
+                check_tokens(tokens, vocab_size, name)
         if (self.min_tokens or 0) > self.max_tokens:
             raise UserError(f"min_tokens is {self.min_tokens}, and must be at most max_tokens, {self.max_tokens}.")
         for name in ("logprobs", "prompt_logprobs"):
@@ -72,11 +83,13 @@ class PromptReport:
     """Facts about a prompt once all of it has been run.
 
     cached_tokens: how many of its tokens the prefix cache had.
+    started: when the sequence got a slot, in seconds, as `time.perf_counter` counts them.
     logprobs: of all its tokens except the first, if the request asks for them.
     """
 
     cached_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
+    started: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -193,7 +195,7 @@ class Sampler:
             _check_finite(logits)
             raise NoTokenLeft(
                 "no token can be chosen: under the request's sampling options the logits are not finite; a temperature "
-                "or repetition_penalty further from 0 would keep them so."
+                "or repetition_penalty further from 0, more allowed tokens or fewer bad words would keep them so."
             )
         if self._is_greedy:
             return likeliest
@@ -360,6 +362,11 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
         # It is annotated with lists, of which transformers 4.57 refuses the token 0.
         processors.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]  # it takes a dictionary too
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1))
+    if params.bad_words_ids:
+        processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in params.bad_words_ids]))
     if params.frequency_penalty or params.presence_penalty:
         penalties = params.frequency_penalty or 0, params.presence_penalty or 0
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))

@@ -101,6 +101,14 @@ def _to_texts(value: str | Sequence[str] = ()) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+def _are_phrases(value: object) -> bool:
+    return is_list(value) and all(is_list(tokens) and tokens and _are_ids(tokens) for tokens in value)
+
+
+def _to_phrases(value: Sequence[Sequence[int]] = ()) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, value))
+
+
 def _are_biases(value: object) -> bool:
     def is_bias(bias: object) -> bool:
         return bias is None or (is_number(bias) and -100 <= bias <= 100)
@@ -122,7 +130,8 @@ def _is_num_logprobs(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options for how a sequence's tokens are chosen, when it ends, and what is reported of it. The names are vLLM's.
+    """Options for how a sequence's tokens are chosen, when it ends, and what is reported of it. The names are vLLM's,
+    or transformers'.
 
     temperature: divides the logits; 0 is greedy.
     top_k: choose among so many of the likeliest tokens; 0 for all.
@@ -132,6 +141,10 @@ class SamplingParams:
     frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was generated, and once
         if it was generated at all.
     logit_bias: added to the logits of tokens, by token id.
+    allowed_token_ids: only these tokens are chosen, so that one of `stop_token_ids` ends the sequence only if it is
+        among them; None for all.
+    bad_words_ids: lists of tokens, as in transformers' generate: the last token of a list is not chosen where the
+        others stand before it.
     seed: of the sequence's random numbers; None for different ones each time.
     stop: strings that end the text and are not part of it, or one such string.
     stop_token_ids: tokens that end the sequence.
@@ -161,6 +174,12 @@ class SamplingParams:
     presence_penalty: float | None = _setting(_is_penalty, "a number from -2 to 2")
     logit_bias: Mapping[int, float | None] | None = option(
         _are_biases, "a dictionary of numbers from -100 to 100 by token id", convert=dict
+    )
+    allowed_token_ids: Collection[int] | None = option(
+        lambda value: _are_ids(value) and len(value) > 0, "a list or a set of token ids, at least one"
+    )
+    bad_words_ids: Sequence[Sequence[int]] | None = option(
+        _are_phrases, "a list of lists of token ids, none of them empty", convert=_to_phrases
     )
     seed: int | None = _setting(
         lambda value: is_whole(value) and 0 <= value < _NUM_SEEDS, "a whole number from 0 to 2**63 - 1"

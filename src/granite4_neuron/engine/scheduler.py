@@ -12,6 +12,7 @@ there is time.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class Scheduler:
         self._others_wait = False  # for their next token, while a step of prompts alone runs
 
     def admit(self) -> None:
-        """Give waiting sequences slots, in order: one that does not fit yet holds back those after it."""
+        """Give waiting sequences slots, in their order: one that does not fit yet holds back those after it."""
         live = self._live
         if self._slots.failed_steps and not live.running:  # a device's state may be lost with a step that failed
             self._prefixes.detach()
@@ -95,7 +96,7 @@ class Scheduler:
                 slot = self._slots.take(sequence.limit, [each.slot for each in live.running.values()])
                 if slot is None:
                     return
-                sequence.slot = slot
+                sequence.slot, sequence.started = slot, time.perf_counter()
                 live.running[sequence.id] = sequence
                 live.waiting.popleft()
             if sequence.id not in live.running:

@@ -12,7 +12,7 @@ import torch
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, certain_logprob, token_logprobs
-from granite4_neuron.engine.prefix_interface import FoundPrefix
+from granite4_neuron.engine.prefix_interface import FoundPrefix, salted
 from granite4_neuron.engine.request import Output, PromptReport, Request
 from granite4_neuron.engine.sampling import NOT_FINITE, RequestFault, Sampler
 from granite4_neuron.engine.text import TextStream
@@ -38,7 +38,7 @@ class RunningSequence:
     request: with the checkpoint's defaults.
     limit: the most tokens, prompt and new ones.
     adapter: that the request names, or none.
-    slot: 0 until it has one.
+    slot: 0 until it has one. started: when it got that, as `time.perf_counter` counts.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
     cuts: lengths at which the prompt is cut and a prefix cache keeps a snapshot.
@@ -59,6 +59,7 @@ class RunningSequence:
     adapter: AppliedAdapter
     sampler: Sampler = field(init=False)
     slot: int = 0
+    started: float = 0.0
     tokens: list[int] = field(init=False)
     stored: int = 0
     cuts: set[int] = field(init=False)
@@ -84,10 +85,11 @@ class RunningSequence:
     @property
     def keys(self) -> Sequence[int]:
         """The tokens as a prefix cache knows them."""
-        if not self.adapter.number:
+        if not self.adapter.number and self.request.cache_salt is None:
             return self.tokens
         known = len(self._keys)
-        self._keys += self.adapter.keys(self.tokens[known:], known)
+        new = self.adapter.keys(self.tokens[known:], known)
+        self._keys += new if known else salted(new, self.request.cache_salt)
         return self._keys
 
     @property
@@ -232,7 +234,7 @@ class RunningSequence:
         """
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
-            prompt = PromptReport(self.cached_tokens, self.prompt_logprobs)
+            prompt = PromptReport(self.cached_tokens, self.prompt_logprobs, self.started)
         if self.request.logprobs is not None and logits is not None:
             [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
         elif self.request.logprobs is not None:

@@ -171,6 +171,14 @@ class TestHits:
         assert [cache.export(prompt[:length]) is not None for length in stops] == [True] * len(stops)
         assert cache.stats.snapshots == 1 + len(stops)
 
+    def test_only_requests_with_the_same_salt_share(self, runtime, cache):
+        texts, found = [], []
+        for salt in (None, "one", "two", "one", None):
+            before = cache.stats.hit_tokens
+            texts.append(new_tokens(runtime, cache, TOKENS, cache_salt=salt))
+            found.append(cache.stats.hit_tokens - before)
+        assert found == [0, 0, 0, len(TOKENS), len(TOKENS)] and texts == [texts[0]] * 5
+
     def test_prompts_of_one_batch(self, runtime, cache):
         """Prompts that share a beginning wait for the one that computes it; others do not wait."""
         shared, positions = TOKENS[:4], frozenset([4])

@@ -55,6 +55,14 @@ def alone(runtime, prompt):
     return text, dict(runtime.logits)
 
 
+def test_states_with_a_salt_are_neither_written_nor_looked_for(place, runtime):
+    for salt, others in (("one", "one"), (None, "one")):
+        process(place, runtime, TOKENS, cache_salt=salt)
+        _, found, _ = process(place, runtime, TOKENS, cache_salt=others)
+        assert found == 0
+    assert process(place, runtime, TOKENS)[1] == len(TOKENS)
+
+
 def is_as_alone(runtime, prompt, texts, logits):
     text, expected = alone(runtime, prompt)
     assert all(torch.equal(logits[length], expected[length]) for length in logits)

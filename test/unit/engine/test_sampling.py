@@ -61,6 +61,21 @@ class TestAdditions:
         assert [[output.token for output in outputs[id]] for id in ids] == alone
         assert alone[1] == [7] * 12 and alone[0] != alone[2]
 
+    @given(
+        tokens=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+        bad=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), max_size=4),
+        allowed=st.none() | st.sets(st.integers(0, 4), min_size=1),
+    )
+    def test_bad_words_and_allowed_tokens(self, tokens, bad, allowed):
+        """A bad word's last token is not chosen behind its others, and no token that is not allowed."""
+        forbidden = {word[-1] for word in bad if word[:-1] == tokens[len(tokens) - len(word) + 1 :]}
+        forbidden |= set() if allowed is None else set(range(5)) - allowed
+        logits = torch.linspace(-1, 1, 5)
+        expected = [float("-inf") if token in forbidden else value for token, value in enumerate(logits.tolist())]
+        sampler = Sampler(SamplingParams(temperature=0, bad_words_ids=bad, allowed_token_ids=allowed), 0)
+        assert sampler._scores(logits, tokens).tolist() == expected
+        assert not sampler.takes_likeliest or not (bad or allowed)
+
     def test_drafts_are_judged_with_them(self, runtime):
         request = Request(PROMPT[:8] * 4, 30, frequency_penalty=1.0, presence_penalty=1.0, logit_bias={3: 20, 7: 20})
         engine = Engine(runtime, 1, drafter=NgramDrafter())
@@ -74,6 +89,15 @@ class TestAdditions:
             (dict(presence_penalty="1"), "presence_penalty is '1', and must be a number from -2 to 2"),
             (dict(logit_bias={1: 101}), "logit_bias is {1: 101}, and must be a dictionary of numbers from -100 to 100"),
             (dict(logit_bias={VOCAB: 1}), "logit_bias has a token id outside the vocabulary"),
+            (
+                dict(allowed_token_ids=[]),
+                "allowed_token_ids is .*, and must be a list or a set of token ids, at least one",
+            ),
+            (dict(allowed_token_ids={VOCAB}), "allowed_token_ids has a token id outside the vocabulary"),
+            (dict(bad_words_ids=[[]]), "and must be a list of lists of token ids, none of them empty"),
+            (dict(bad_words_ids=[[1, VOCAB]]), "bad_words_ids has a token id outside the vocabulary"),
+            (dict(priority=0.5), "priority is 0.5, and must be a whole number"),
+            (dict(cache_salt=""), "cache_salt is '', and must be a text that is not empty"),
             (dict(logprobs=21), "logprobs is 21, and must be a whole number from 0 to 20"),
             (dict(prompt_logprobs=-1), "prompt_logprobs is -1, and must be a whole number from 0 to 20"),
             (dict(seed=2**63), "and must be a whole number from 0 to 2"),

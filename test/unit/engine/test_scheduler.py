@@ -55,6 +55,16 @@ def test_what_does_not_fit_waits_and_holds_back_those_behind_it(runtime):
     assert [sequence.slot for sequence in engine._live.running.values()] == [1, 2]
 
 
+def test_those_of_a_lower_priority_wait_behind_others(runtime):
+    """A number that is lower comes first, and of equal ones the earlier; what runs is not interrupted."""
+    engine = Engine(runtime, 1)
+    running = engine.add(Request([1], 4, priority=7))
+    engine.step()
+    last, first, second, before = (engine.add(Request([1], 4, priority=number)) for number in (1, 0, 0, -2))
+    assert list(engine._live.running) == [running]
+    assert list(run(engine)) == [running, before, first, second, last]
+
+
 def test_drafts_follow_the_last_token(runtime):
     engine = Engine(runtime, 1, drafter=NgramDrafter(1, 2), draft_tokens=3)
     engine.add(Request([7, 8, 9] * 4, 30))

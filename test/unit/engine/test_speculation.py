@@ -180,9 +180,9 @@ class TestDraftModel:
         drafter = PoisonedDraftModel(small, VOCAB, 1, 200, PoisonedPrefixCache(small, None, None))
         engine = Engine(runtime, 1, drafter=drafter, draft_tokens=3)
 
-        def read_for(tokens):
+        def read_for(tokens, **options):
             small.read = 0
-            new = generate_one(engine, Request(tokens, MAX_TOKENS))
+            new = generate_one(engine, Request(tokens, MAX_TOKENS, **options))
             assert new == generate_one(Engine(ChunkRuntime(model), 1), Request(tokens, MAX_TOKENS))
             assert engine.stats.acceptance_rate == 1
             return small.read, new
@@ -192,6 +192,7 @@ class TestDraftModel:
         assert len(prompt) + MAX_TOKENS - 4 <= read <= len(prompt) + MAX_TOKENS
         for tokens, unread in ((prompt, 0), ([*prompt, *new, 5, 6, 7], 8)):
             assert MAX_TOKENS - 4 <= read_for(tokens)[0] <= MAX_TOKENS + unread
+        assert read_for(prompt, cache_salt="another")[0] >= len(prompt) + MAX_TOKENS - 4
 
     def test_what_it_has_no_room_for_gets_no_drafts(self, runtime):
         drafter = DraftModel(runtime, VOCAB, 1, 20)
