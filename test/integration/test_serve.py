@@ -192,7 +192,9 @@ class TestSampling:
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
         others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}
         assert not FieldsWithoutEffect.model_fields.keys() & SAMPLING_OPTIONS.keys()
-        others |= {"response_format", "structured_outputs"}  # for `constraint`
+        others |= {"response_format", "structured_outputs", "json_schema", "grammar"}  # for `constraint`
+        others |= {"bad_words", "truncate_prompt_tokens", "priority", "cache_salt"}  # see test_serve_other_fields.py
+        others |= {"return_token_ids", "timings_per_token"}  # of the answer
         assert GenerationBody.model_fields.keys() - others <= SAMPLING_OPTIONS.keys(), "others would be ignored"
         assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 

@@ -103,6 +103,24 @@ BAD = {
     "many stop tokens": ({"stop_token_ids": [1] * 129}, "stop_token_ids: list should have at most 128"),
     "a huge stop token": ({"stop_token_ids": [10**30]}, "stop_token_ids is [10000"),
     "min_tokens": ({"max_tokens": 8, "min_tokens": 9}, "min_tokens is 9, and must be at most max_tokens, 8"),
+    "no allowed token": ({"allowed_token_ids": []}, "allowed_token_ids is [], and must be"),
+    "an allowed token outside": ({"allowed_token_ids": [10**6]}, "allowed_token_ids has a token id outside the voc"),
+    "a bad word that is none": ({"bad_words": [""]}, "bad_words.0: string should have at least 1 character"),
+    "a bad word of spaces": ({"bad_words": ["  "]}, "bad_words has '  ', which is no token"),
+    "many bad words": ({"bad_words": ["x"] * 129}, "bad_words: list should have at most 128"),
+    "nothing left of a prompt": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: it must be a number of"),
+    "a text as priority": ({"priority": "high"}, "priority: input should be a valid integer"),
+    "an empty salt": ({"cache_salt": ""}, "cache_salt: string should have at least 1 character"),
+    "all log-probabilities of a prompt": ({"prompt_logprobs": -1}, "prompt_logprobs is -1, and must be"),
+    "those of a prompt in a stream": (
+        {"prompt_logprobs": 1, "stream": True},
+        "prompt_logprobs: it is not for stream: true",
+    ),
+    "two structures": (
+        {"json_schema": {"type": "object"}, "grammar": 'root ::= "a"'},
+        "json_schema and grammar exclude each other",
+    ),
+    "a sampler of llama-server": ({"mirostat": 2}, "mirostat: this server supports only 0"),
     "an option of a stream": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is a field that"),
 }
 

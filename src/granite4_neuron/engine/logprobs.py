@@ -54,12 +54,14 @@ class TokenLogprob:
     before any other sampling option.
 
     logprob: natural logarithm of the probability.
+    rank: how many tokens are at least as likely, itself among them.
     top: the requested number of top tokens with their log-probabilities, likeliest first; fewer if a constraint forbids
         all others.
     """
 
     token: int
     logprob: float
+    rank: int
     top: Sequence[tuple[int, float]]
 
 
@@ -78,9 +80,10 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) ->
         num_top: how many top tokens to report with each.
     """
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])
+    ranks = (logprobs >= of_tokens).sum(1).tolist()
     values, ids = (tensor.cpu().numpy() for tensor in logprobs.topk(num_top))
     ids = ids.astype(np.int32)
     lengths = (values > -math.inf).sum(1).tolist()
     tops = [TopLogprobs(ids, values, row, length) for row, length in enumerate(lengths)]
-    return [TokenLogprob(*fields) for fields in zip(tokens, chosen, tops, strict=True)]
+    return [TokenLogprob(*fields) for fields in zip(tokens, of_tokens[:, 0].tolist(), ranks, tops, strict=True)]

@@ -363,8 +363,9 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         # It is annotated with lists, of which transformers 4.57 refuses the token 0.
         processors.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]  # it takes a dictionary too
     if params.allowed_token_ids is not None:
-        allowed = list(params.allowed_token_ids)
-        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1))
+        allowed = torch.tensor(list(params.allowed_token_ids))
+        # It is annotated with lists, and indexes with what it gets.
+        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))  # type: ignore[arg-type]
     if params.bad_words_ids:
         processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in params.bad_words_ids]))
     if params.frequency_penalty or params.presence_penalty:

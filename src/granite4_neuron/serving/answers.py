@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
+from granite4_neuron.serving.additions import Additions
 from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from granite4_neuron.serving.tool_answers import CallsOfAnswer
@@ -137,23 +138,40 @@ class Choices(Answer):
     _id_prefix: str
     _kind: str
     _chunk_kind: str
+    _has_several_prompts: bool
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: GenerationBody):
         super().__init__(texts, model, requests, body.n)
         self._options = body
+        self._additions = Additions(texts.text, requests, body)
         self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
+        new = super().add(batch)
+        for index, outputs in new.items():
+            self._additions.note(index, outputs)
+        return new
 
     def whole(self) -> dict[str, Any]:
         choices = [{"index": index, **self._all(index, outputs)} for index, outputs in enumerate(self._outputs)]
         for choice, outputs in zip(choices, self._outputs, strict=True):
             choice["finish_reason"] = self._finish_reason(choice, outputs)
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+            choice |= self._additions.of_tokens(outputs[: self._new_tokens(outputs)])
+        whole = {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+        for choice, outputs in zip(choices, self._outputs, strict=True):
+            self._add_prompt(whole, choice, outputs)
+        return whole | self._additions.timings(dict(enumerate(self._outputs)))
 
     def events(self, index: int, outputs: Sequence[Output]) -> Iterator[Event]:
         is_first = len(outputs) == len(self._outputs[index])
         choice = {"index": index, **self._delta(index, outputs, is_first)}
         choice["finish_reason"] = self._finish_reason(choice, outputs)
+        is_last = choice["finish_reason"] is not None
+        choice |= self._additions.of_tokens(outputs[: self._new_tokens(outputs)])
         chunk = {**self._head, "object": self._chunk_kind, "choices": [choice]}
+        chunk |= self._additions.of_event(index, self._outputs[index], is_last)
+        if is_first:
+            self._add_prompt(chunk, choice, outputs)
         if self._options.wants_usage:
             # That of one sequence, as vLLM's.
             chunk["usage"] = self._usage([index], [index]) if self._options.wants_continuous_usage else None
@@ -161,11 +179,17 @@ class Choices(Answer):
 
     def last_events(self) -> Iterator[Event]:
         if self._options.wants_usage:
-            yield Event({**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()})
+            last = {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
+            yield Event(last | self._additions.timings(dict(enumerate(self._outputs))))
         yield Event("[DONE]")
 
     def failure(self, error: RequestError) -> Event:
         return Event(error.body)
+
+    def _add_prompt(self, answer: dict[str, Any], choice: dict[str, Any], outputs: Sequence[Output]) -> None:
+        """Add what is wanted of a choice's prompt: to the choice, or to the answer if all choices have one prompt."""
+        found = self._additions.of_prompt(choice["index"], outputs[0])
+        (choice if self._has_several_prompts else answer).update(found)
 
     def _finish_reason(self, choice: Mapping[str, Any], outputs: Sequence[Output]) -> str | None:
         return outputs[-1].finish_reason
@@ -183,6 +207,7 @@ class CompletionAnswer(Choices):
     """The response of /v1/completions."""
 
     _id_prefix, _kind, _chunk_kind = "cmpl", "text_completion", "text_completion"
+    _has_several_prompts = True
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: CompletionBody):
         super().__init__(texts, model, requests, body)
@@ -237,6 +262,7 @@ class ChatAnswer(Choices):
     """The response of /v1/chat/completions."""
 
     _id_prefix, _kind, _chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _has_several_prompts = False
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ChatBody):
         super().__init__(texts, model, requests, body)

@@ -33,12 +33,24 @@ class FieldsWithoutEffect(BaseModel):
     cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    # Of one server: a slot, and the id that the header x-request-id has here.
+    id_slot: int | None = None
+    request_id: str | None = None
     store: Annotated[Any, _only(False)] = None
     use_beam_search: Annotated[Any, _only(False)] = None
     length_penalty: Annotated[Any, _only(1)] = None  # of a beam search
     include_stop_str_in_output: Annotated[Any, _only(False)] = None
     skip_special_tokens: Annotated[Any, _only(True)] = None
     spaces_between_special_tokens: Annotated[Any, _only(True)] = None
+    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
+    truncation_side: Annotated[Any, _only("left")] = None
+    # Samplers of llama-server, switched off.
+    typical_p: Annotated[Any, _only(1)] = None
+    dynatemp_range: Annotated[Any, _only(0)] = None
+    xtc_probability: Annotated[Any, _only(0)] = None
+    dry_multiplier: Annotated[Any, _only(0)] = None
+    mirostat: Annotated[Any, _only(0)] = None
+    repeat_penalty: Annotated[Any, _only(1)] = None
 
 
 class ChatFieldsWithoutEffect(FieldsWithoutEffect):
@@ -47,6 +59,7 @@ class ChatFieldsWithoutEffect(FieldsWithoutEffect):
     # The models do not reason before they answer.
     reasoning_effort: Annotated[Any, _only("none", "minimal", "low", "medium", "high", "xhigh")] = None
     include_reasoning: bool | None = None
+    reasoning_format: str | None = None
     modalities: Annotated[Any, _only(["text"])] = None
     verbosity: Annotated[Any, _only("medium")] = None
     echo: Annotated[Any, _only(False)] = None

@@ -40,9 +40,12 @@ MAX_BIASES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1000  # characters
+MAX_BAD_WORDS = 128
+MAX_SALT_LENGTH = 1024  # characters
 MAX_PARTS = 2**15  # lists, objects, names and texts of a body
 
 AS_MANY_AS_FIT = -1  # llama-server's word for no limit of new tokens
+ALL_THAT_FIT = -1  # vLLM's word for as many of a prompt's tokens as fit
 
 TextOrTokens = str | list[int]
 
@@ -53,6 +56,15 @@ def _for_minus_one(meaning: int | None) -> BeforeValidator:
 
 
 NewTokens = Annotated[int | None, _for_minus_one(None)]
+
+
+def _truncation(value: Any) -> Any:
+    if is_whole(value) and (value < ALL_THAT_FIT or value == 0):
+        raise UserError(f"it must be a number of tokens of at least 1, or {ALL_THAT_FIT} for as many as fit.")
+    return value
+
+
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 def _stop(value: Any) -> list[str]:
@@ -235,13 +247,30 @@ class GenerationBody(SamplingBody):
     stop: StopStrings = Field([])
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    truncate_prompt_tokens: Annotated[int | None, BeforeValidator(_truncation)] = None
+    priority: int = 0
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_LENGTH)
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    timings_per_token: bool = False
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
+    bad_words: Annotated[list[BadWord], FailFast()] = Field([], max_length=MAX_BAD_WORDS)
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _stream_options_of_a_stream(self) -> GenerationBody:
+    def _what_only_a_stream_has(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise Conflict("stream_options", "it is only for stream: true.")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Conflict("prompt_logprobs", "it is not for stream: true.")
         return self
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The number of top tokens to find for each token of the prompt; None for no log-probabilities of these."""
+        return self.prompt_logprobs
 
     @property
     def wants_usage(self) -> bool:
@@ -282,6 +311,11 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
     def num_logprobs(self) -> int | None:
         """The number of top tokens to report with each token; None for no log-probabilities."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """See `GenerationBody.num_prompt_logprobs`. An echo has those of the prompt too."""
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):

@@ -19,7 +19,14 @@ from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.protocol import AS_MANY_AS_FIT, ChatBody, CompletionBody, ConversationBody
+from granite4_neuron.serving.protocol import (
+    ALL_THAT_FIT,
+    AS_MANY_AS_FIT,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    GenerationBody,
+)
 from granite4_neuron.serving.structured import Structure, structure_of
 from granite4_neuron.serving.tools import structure_of_calls
 
@@ -106,15 +113,15 @@ class SequenceMaker:
                 self._check_characters("prompt", prompt)
         how = body.add_special_tokens, body.split_special_tokens
         prompts = [self.text_tokens(prompt, *how) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        structure = structure_of(body.response_format, body.structured_outputs)
+        structure = self._asked_structure(body)
         options = self._options(body, structure)
         requests: list[Request] = []
         asked = (None, None) if body.max_tokens == AS_MANY_AS_FIT else (body.max_tokens, DEFAULT_COMPLETION_TOKENS)
-        for number, tokens in enumerate(prompts):
+        for number, whole in enumerate(prompts):
+            tokens = self._truncated(whole, body, body.max_tokens)
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
             max_tokens = self._max_tokens(len(tokens), which, *asked)
-            prompt_logprobs = body.num_logprobs if body.echo else None
-            request = Request(tokens, max_tokens, prompt_logprobs=prompt_logprobs, **options)
+            request = Request(tokens, max_tokens, **options)
             requests += self._requests(request, which, body.n)
         return Prepared(requests, structure)
 
@@ -123,9 +130,9 @@ class SequenceMaker:
         room for.
         """
         self._check_number(body.n)
-        tokens, which = self.chat_tokens(body), body.called("messages")
-        asked_for = body.max_completion_tokens or body.max_tokens
-        max_tokens = self._max_tokens(len(tokens), which, asked_for, asked_by=body.called("max_tokens"))
+        asked = body.max_completion_tokens or body.max_tokens
+        tokens, which = self._truncated(self.chat_tokens(body), body, asked), body.called("messages")
+        max_tokens = self._max_tokens(len(tokens), which, asked, asked_by=body.called("max_tokens"))
         structure = self._chat_structure(body)
         options = self._options(body, structure)
         shows_marks = body.may_call_tools and self._marks_calls_specially
@@ -148,13 +155,39 @@ class SequenceMaker:
         return [replace(request, constraint=constraint) for request in prepared.requests]
 
     def _chat_structure(self, body: ChatBody) -> Structure | None:
-        answer = structure_of(body.response_format, body.structured_outputs)
+        answer = self._asked_structure(body)
         if answer is not None:
             answer = replace(answer, field=body.called(answer.field))
         if not body.may_call_tools:
             return answer
         several = body.parallel_tool_calls
         return structure_of_calls(body.tools, body.tool_choice, several, answer, self._marks_calls_specially)
+
+    def _asked_structure(self, body: GenerationBody) -> Structure | None:
+        return structure_of(body.response_format, body.structured_outputs, body.json_schema, body.grammar)
+
+    def _truncated(self, tokens: Sequence[int], body: GenerationBody, max_tokens: int | None) -> Sequence[int]:
+        """Return the last tokens of a prompt, as many as the body wants; of `ALL_THAT_FIT` those that leave room for
+        `max_tokens`, or for one new token.
+        """
+        most = body.truncate_prompt_tokens
+        if most == ALL_THAT_FIT:
+            most = max(1, self.limits.max_length - max(1, max_tokens or 1))
+        return tokens if most is None else tokens[-most:]
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each word, at the beginning of a text and behind a space, as vLLM does: the latter where
+        it is another first token and as many tokens.
+        """
+        found = []
+        for word in words:
+            bare, spaced = (self.text_tokens(text + word.lstrip(), False) for text in ("", " "))
+            if not bare:
+                raise RequestError(400, f"bad_words has {word!r}, which is no token.", "bad_words")
+            found.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        return found
 
     def text_tokens(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
         """Encode a text; see `ConversationEncoder.encode_text`.
@@ -222,6 +255,10 @@ class SequenceMaker:
         return body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
             stop_token_ids={*body.stop_token_ids, *(() if never_ends else self._stop_token_ids)},
             logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_prompt_logprobs,
+            bad_words_ids=self._bad_words(body.bad_words),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
             adapter=body.model if body.model in self.adapters else None,
         )
 

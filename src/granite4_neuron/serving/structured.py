@@ -1,4 +1,6 @@
-"""The fields of a request's body that limit its text: OpenAI's response_format and vLLM's structured_outputs."""
+"""The fields of a request's body that limit its text: OpenAI's response_format, vLLM's structured_outputs, and
+llama-server's json_schema and grammar.
+"""
 
 from __future__ import annotations
 
@@ -44,24 +46,33 @@ class Structure:
 
 
 def structure_of(
-    response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None,
+    structured_outputs: Mapping[str, Any] | None,
+    json_schema: Mapping[str, Any] | None = None,
+    grammar: str | None = None,
 ) -> Structure | None:
-    """Return the structure that the two fields ask for; None for any text.
+    """Return the structure that the fields ask for; None for any text.
 
     Raises:
-        RequestError: 400, a field is wrong, or both ask for something.
+        RequestError: 400, a field is wrong, or several ask for something.
     """
     given = {name: each for name, each in (structured_outputs or {}).items() if each is not None}
     disable_any_whitespace = given.pop(_WHITESPACE, None)
-    formatted = _of_response_format(response_format or {"type": "text"})
-    # With a response_format it may have nothing but the option.
-    says_nothing = structured_outputs is None or (not given and formatted and disable_any_whitespace is not None)
-    structured = None if says_nothing else _of_structured_outputs(given)
-    if formatted and structured:
-        raise RequestError(400, "response_format and structured_outputs exclude each other; give one of them.")
-    structure = formatted or structured
-    if structure is None or disable_any_whitespace is None:
-        return structure
+    formats = [
+        _of_response_format(response_format or {"type": "text"}),
+        None if json_schema is None else Structure("json_schema", "json", json_schema),
+        Structure("grammar", "grammar", grammar) if grammar else None,
+    ]
+    asked = [each for each in formats if each is not None]
+    # Beside another field it may have nothing but the option.
+    if structured_outputs is not None and (given or not asked or disable_any_whitespace is None):
+        asked.append(_of_structured_outputs(given))
+    if len(asked) > 1:
+        fields = " and ".join(each.field for each in asked)
+        raise RequestError(400, f"{fields} exclude each other; give one of them.")
+    if not asked or disable_any_whitespace is None:
+        return asked[0] if asked else None
+    structure = asked[0]
     if not isinstance(disable_any_whitespace, bool) or structure.kind not in ("json", "structural_tag"):
         raise RequestError(
             400, f"structured_outputs: {_WHITESPACE} is true or false, and only for JSON.", "structured_outputs"
