@@ -289,8 +289,8 @@ async def _surroundings(client: httpx.AsyncClient, pid: int) -> Surroundings:
     """Return the surroundings once the server has nothing to do."""
     while True:
         lines = (await client.get("/metrics")).text.splitlines()
-        values = dict(line.split() for line in lines if line.startswith("granite4_neuron_") and "{" not in line)
-        numbers = {name.removeprefix("granite4_neuron_"): float(value) for name, value in values.items()}
+        found = (re.match(r"(?:granite4_neuron_|vllm:)(\w+)(?:{.*})? (\S+)$", line) for line in lines)
+        numbers = {each[1]: float(each[2]) for each in found if each}
         slots = numbers["num_requests_running"] + numbers["num_requests_waiting"]
         if slots == 0:
             break

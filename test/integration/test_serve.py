@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 import socket
 import threading
 import time
@@ -81,8 +82,8 @@ def until(condition, seconds=60):
 
 def metric(server, name):
     """Return a metric that the server reports to Prometheus."""
-    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
-    return float(next(line for line in lines if line.startswith(f"granite4_neuron_{name} ")).split()[1])
+    text = httpx.get(f"{server.address}/metrics").text
+    return float(re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)[1])
 
 
 class TestCompletions:
@@ -368,7 +369,7 @@ class TestLoad:
         client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=7)
         assert [metric(server, name) - was for name, was in zip(names, before, strict=True)] == [7, 1, 6]
         assert metric(server, "num_requests_running") == metric(server, "num_requests_waiting") == 0
-        assert metric(server, "prefix_cache_hit_tokens_total") > 0
+        assert metric(server, "prefix_cache_hits_total") > 0
 
     @pytest.mark.parametrize("option", [dict(temperature=1e-42), dict(repetition_penalty=1e-300)], ids=str)
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -35,7 +35,7 @@ def server():
 
 def metric(server, name):
     text = httpx.get(f"{server.address}/metrics").text
-    return float(re.search(f"^granite4_neuron_{name} (.+)$", text, re.MULTILINE)[1])
+    return float(re.search(rf"^(?:granite4_neuron_|vllm:){name}(?:{{.*}})? (.+)$", text, re.MULTILINE)[1])
 
 
 def until(condition):

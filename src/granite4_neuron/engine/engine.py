@@ -106,6 +106,7 @@ class Engine:
         clock: tells the time in seconds.
 
     Attributes:
+        runtime, num_sequences: as given. max_length: as given, or the runtime's longest.
         stats: totals over all sequences.
 
     Raises:
@@ -143,6 +144,7 @@ class Engine:
             require(runtime, "verify")
         longest = runtime.max_length
         self.runtime = runtime
+        self.num_sequences = num_sequences
         self.max_length = longest if max_length is None else min(max_length, longest)
         self.stats = GenerationStats()
         self._tokenizer = tokenizer
@@ -377,6 +379,7 @@ class Engine:
     def _record_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
         if drafted:
             sequence.backoff.note(len(sequence.tokens), accepted)
+            self.stats.drafts += 1
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += accepted
 

@@ -35,7 +35,7 @@ SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 
 @dataclass
 class PrefixCacheStats:
-    """queries, hit_tokens: look-ups, and the tokens that they found.
+    """queries, query_tokens, hit_tokens: look-ups, their tokens, and the tokens that they found.
     folder_hit_tokens: of these, the tokens that only files had.
     snapshots, num_bytes: entries in the cache, and the memory of all nodes in bytes.
     in_use: running sequences that started from an entry.
@@ -43,6 +43,7 @@ class PrefixCacheStats:
     """
 
     queries: int = 0
+    query_tokens: int = 0
     hit_tokens: int = 0
     folder_hit_tokens: int = 0
     snapshots: int = 0
@@ -127,6 +128,7 @@ class PrefixCache:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self._check_tree()
         self._stats.queries += 1
+        self._stats.query_tokens += len(tokens)
         node = self._longest(tokens)
         if self._folder is not None:
             found = self._folder.find(tokens, node.length + SHORTEST_SHARED)

@@ -129,6 +129,7 @@ class GenerationStats:
     decode_tokens: int = 0  # generated ones but the first of each sequence, which prefill gives
     decode_seconds: float = 0.0
     decode_rows: int = 0  # one for each sequence of each step of decode; without speculation as many as tokens
+    drafts: int = 0  # rows of a step that had drafted tokens
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of those
 

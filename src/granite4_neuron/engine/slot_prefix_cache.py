@@ -85,6 +85,7 @@ class SlotPrefixCache:
     def match_prefix(self, tokens: Sequence[int]) -> KeptSlot | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self._stats.queries += 1
+        self._stats.query_tokens += len(tokens)
         prefixes = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
         if not prefixes:
             return None

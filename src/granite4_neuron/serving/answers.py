@@ -79,7 +79,7 @@ class Answer(ABC):
         self._texts = texts
         self._model = model
         self._requests = requests
-        self._choices = choices
+        self.choices = choices
         self._outputs: list[list[Output]] = [[] for _ in requests]
 
     def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
@@ -109,7 +109,7 @@ class Answer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Return the usage in the form of OpenAI's completions; a prompt counts once for all its choices."""
-        return self._usage(range(0, len(self._requests), self._choices), range(len(self._requests)))
+        return self._usage(range(0, len(self._requests), self.choices), range(len(self._requests)))
 
     def finish_reasons(self) -> list[str | None]:
         """Return each sequence's finish reason; None for one that has not ended."""

@@ -229,6 +229,7 @@ class _Routes:
             body += part
             if len(body) > self._service.max_body:
                 raise RequestError(413, f"the body is longer than {self._service.max_body} bytes (--max-body).")
+        http.scope[LOG].arrived = time.perf_counter()
         return bytes(body)
 
     async def _answer(
@@ -237,7 +238,7 @@ class _Routes:
         """Return the whole response, or a stream that starts with the first token."""
         with ExitStack() as at_end:
             at_end.callback(self._service.prompt_logprobs.hold(requests))
-            generation = self._service.engine.submit(requests)
+            generation = self._service.engine.submit(requests, answer.choices, http.scope[LOG].arrived)
             at_end.callback(self._service.engine.end, generation)
             http.scope[LOG].generated = generation, answer
             if not body.stream:

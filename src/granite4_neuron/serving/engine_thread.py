@@ -14,6 +14,7 @@ from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.sandbox.budgeted_thread import with_stack
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
+from granite4_neuron.serving.text_times import TextTimes
 
 # In a row: then the device is lost, and whoever watches over the server is to start it again.
 _MOST_FAILED_STEPS = 3
@@ -26,15 +27,21 @@ class Generation:
 
     Iterating over it gives the outputs of each engine step: pairs of a sequence's number, from 0, and its output. It
     raises the error if the engine refuses the request.
+
+    Args:
+        requests: the sequences, `choices` for each prompt.
+        arrived: when the request was there, in seconds.
     """
 
-    def __init__(self, requests: Sequence[Request]):
+    def __init__(self, requests: Sequence[Request], choices: int, arrived: float):
         self.requests = requests
+        self.choices = choices
+        self.arrived = arrived
         self.started = time.perf_counter()
         self.unfinished = len(requests)
         self.ids: list[int] = []  # from `Engine.add`; only the engine's thread uses them
         self.first_time: float | None = None  # when the first token of any came
-        self.last_times: dict[int, float] = {}  # when each sequence's latest tokens came
+        self.times: dict[int, TextTimes] = {}  # of each sequence that has begun
         self.batches: asyncio.Queue[Batch | Exception] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[Batch]:
@@ -108,14 +115,15 @@ class EngineThread:
         if sum(generation.unfinished for generation in self._live) + self._preparing + sequences > self._most:
             raise too_many_requests("the queue is full; try again later.")
 
-    def submit(self, requests: Sequence[Request]) -> Generation:
-        """Queue the sequences of one request.
+    def submit(self, requests: Sequence[Request], choices: int, arrived: float) -> Generation:
+        """Queue the sequences of one request; see `Generation`.
 
         Raises:
             RequestError: as `check_room`.
         """
         self.check_room(len(requests))
-        generation = Generation(requests)
+        generation = Generation(requests, choices, arrived)
+        self._metrics.prepared(generation.started - arrived)
         self._live.add(generation)
         self._inbox.put(partial(self._add, generation))
         return generation
@@ -125,6 +133,8 @@ class EngineThread:
         if generation in self._live:
             self._live.remove(generation)
             self._inbox.put(partial(self._cancel, generation))
+            for _ in range(generation.unfinished):
+                self._metrics.ended("abort", None)
 
     def _run(self) -> None:
         try:
@@ -136,10 +146,13 @@ class EngineThread:
 
     def _step(self) -> bool:
         """Run a step and give out what it returns; false if there was too little memory even to begin it."""
+        stats = self._engine.stats
+        before = stats.prompt_tokens + stats.generated_tokens
         try:
             outputs = self._engine.step()
         except MemoryError:  # beside what is done for sequences: the next step goes on
             return False
+        self._metrics.stepped(stats.prompt_tokens + stats.generated_tokens - before)
         self._give_out(outputs)
         return True
 
@@ -185,11 +198,33 @@ class EngineThread:
             if generation not in self._live:
                 continue
             generation.first_time = generation.first_time or now
-            self._metrics.observe(generation.started, generation.last_times, [index for index, _ in batch], now)
+            self._measure(generation, batch, now)
             generation.unfinished -= sum(output.finish_reason is not None for _, output in batch)
             generation.batches.put_nowait(batch)
             if not generation.unfinished:
                 self._live.remove(generation)
+                for choices in _grouped(range(len(generation.requests)), generation.choices):
+                    tokens = [generation.times[index].tokens for index in choices if index in generation.times]
+                    if tokens:
+                        self._metrics.answered_prompt(tokens)
+
+    def _measure(self, generation: Generation, batch: Batch, now: float) -> None:
+        """Record the times of new tokens, in seconds."""
+        for index in dict.fromkeys(index for index, _ in batch):
+            outputs = [output for each, output in batch if each == index]
+            times = generation.times.get(index)
+            if times is not None:
+                self._metrics.next_tokens(now - times.latest)
+                times.latest = now
+            elif (prompt := outputs[0].prompt) is not None:
+                request, when = generation.requests[index], (generation.arrived, generation.started, prompt.started)
+                lengths = len(request.tokens), prompt.cached_tokens, request.max_tokens
+                times = generation.times[index] = TextTimes(*lengths, *when, first=now, latest=now)
+                self._metrics.first_token(times)
+            if times is not None:
+                times.tokens += sum(output.token is not None for output in outputs)
+            if (reason := outputs[-1].finish_reason) is not None:
+                self._metrics.ended(reason, times)
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         generation.batches.put_nowait(error)
@@ -200,6 +235,10 @@ class EngineThread:
         for generation in list(self._live):
             self._fail(generation, _engine_has_stopped())
         self._on_end()
+
+
+def _grouped(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
 def _engine_has_stopped() -> RequestError:

@@ -1,87 +1,223 @@
-"""The server's metrics for Prometheus."""
+"""The server's metrics for Prometheus: those of vLLM that it has, by vLLM's names, labels and buckets, and its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
+from granite4_neuron.serving.text_times import TextTimes
 from granite4_neuron.serving.work_queue import Preparation
 
-_PREFIX = "granite4_neuron"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+_OWN, _VLLM = "granite4_neuron", "vllm:"
+_LABELS = ("model_name", "engine")
+_ENGINE = "0"  # there is one
+_FOR_OPERATORS = {"/health", "/metrics", "/load", "/ping", "/version"}
+_METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"}
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+# vLLM's buckets, in seconds, tokens and texts.
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+    *(160, 640, 2560),
+)
+_BETWEEN_TOKENS = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),)
+_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHOICES = (1, 2, 5, 10, 20)
 
 
 class Metrics:
-    """A separate registry. After the prefix, metrics have vLLM's names where vLLM has them."""
+    """A separate registry. Methods may be called from any thread.
 
-    def __init__(self, engine: Engine, cache: PrefixCache | SlotPrefixCache | None, preparation: Preparation):
+    Args:
+        engine, cache: the engine and its prefix cache.
+        preparation: the queues before the engine.
+        model: the name that clients use, a label of vLLM's metrics.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: PrefixCache | SlotPrefixCache | None,
+        preparation: Preparation,
+        model: str,
+    ):
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, cache))
+        self._labels = (model, _ENGINE)
+        self._registry.register(_EngineCollector(engine, cache, self._labels))
         self._registry.register(_PreparationCollector(preparation))
         self._answers = Counter(
-            f"{_PREFIX}_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
+            f"{_OWN}_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
         )
-        self._first_token = self._histogram("time_to_first_token", "From a request's arrival to its first token.")
-        self._between_tokens = self._histogram("inter_token_latency", "Between two steps that give tokens of a text.")
+        self._answers_by_kind = Counter(
+            "http_requests",
+            "Requests answered, without those of operators.",
+            ("handler", "method", "status"),
+            registry=self._registry,
+        )
+        self._ends = Counter(
+            f"{_VLLM}request_success",
+            "Texts that have ended.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in FINISH_REASONS:
+            self._ends.labels(*self._labels, reason)
+        self._preparation_time = Histogram(
+            f"{_OWN}_request_preparation_time_seconds",
+            "From a request's arrival until the engine gets it: parsing, tokenizing and its grammar.",
+            buckets=_FIRST_TOKEN,
+            registry=self._registry,
+        )
+        tokens = _one_two_five(engine.max_length)
+        self._prompt_tokens = self._histogram("request_prompt_tokens", "Of a prompt.", tokens)
+        self._computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens", "Of a prompt, without those from the prefix cache.", tokens
+        )
+        self._generated_tokens = self._histogram("request_generation_tokens", "Of a text.", tokens)
+        self._most_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Of the longest text of a prompt.", tokens
+        )
+        self._asked_tokens = self._histogram("request_params_max_tokens", "At most, of a text.", tokens)
+        self._choices = self._histogram("request_params_n", "Texts for a prompt.", _CHOICES)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Of a step of the engine.", _STEP)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN
+        )
+        self._between_tokens = self._histogram(
+            "inter_token_latency_seconds", "Between two steps that give tokens of a text.", _BETWEEN_TOKENS
+        )
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean of a text, but its first token.", _BETWEEN_TOKENS
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to the end of a text.", _LATENCY
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From when the engine has a text until it starts.", _LATENCY
+        )
+        self._prefill = self._histogram("request_prefill_time_seconds", "From the start to the first token.", _LATENCY)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _LATENCY)
+        self._inference = self._histogram("request_inference_time_seconds", "From the start to the end.", _LATENCY)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def answered(self, path: str, status: int) -> None:
+    def answered(self, path: str, method: str, status: int) -> None:
         self._answers.labels(path, str(status)).inc()
+        if path not in _FOR_OPERATORS:
+            method = method if method in _METHODS else "other"
+            self._answers_by_kind.labels(path, method, f"{status // 100}xx").inc()
 
-    def observe(self, started: float, last_times: dict[int, float], sequences: Sequence[int], now: float) -> None:
-        """Record the times of new tokens.
+    def prepared(self, seconds: float) -> None:
+        """Record how long a request was prepared."""
+        self._preparation_time.observe(seconds)
 
-        Args:
-            started: when the request arrived, in seconds.
-            last_times: when each sequence's latest tokens came, in seconds; updated.
-            sequences: the sequence of each new token.
-            now: in seconds.
-        """
-        for sequence in set(sequences):
-            if sequence in last_times:
-                self._between_tokens.observe(now - last_times[sequence])
-            else:
-                self._first_token.observe(now - started)
-            last_times[sequence] = now
+    def stepped(self, tokens: int) -> None:
+        """Record a step of the engine, with its tokens of prompts and texts."""
+        self._step_tokens.labels(*self._labels).observe(tokens)
 
-    def _histogram(self, name: str, what: str) -> Histogram:
-        return Histogram(f"{_PREFIX}_{name}_seconds", what, buckets=_SECONDS, registry=self._registry)
+    def first_token(self, times: TextTimes) -> None:
+        """Record a text's first token."""
+        self._observe({self._first_token: times.first - times.arrived})
+
+    def next_tokens(self, seconds: float) -> None:
+        """Record further tokens of a text, so long after the ones before."""
+        self._observe({self._between_tokens: seconds})
+
+    def ended(self, reason: str, times: TextTimes | None) -> None:
+        """Record the end of a text; without times if it had no token, or did not come to its end."""
+        self._ends.labels(*self._labels, reason).inc()
+        if times is None:
+            return
+        self._observe(
+            {
+                self._prompt_tokens: times.prompt_tokens,
+                self._computed_tokens: times.prompt_tokens - times.cached_tokens,
+                self._generated_tokens: times.tokens,
+                self._asked_tokens: times.max_tokens,
+                self._latency: times.latest - times.arrived,
+                self._queue: times.started - times.queued,
+                self._prefill: times.first - times.started,
+                self._decode: times.latest - times.first,
+                self._inference: times.latest - times.started,
+                self._per_token: (times.latest - times.first) / max(1, times.tokens - 1),
+            }
+        )
+
+    def answered_prompt(self, texts: Sequence[int]) -> None:
+        """Record that all texts of a prompt have ended, with so many tokens each."""
+        self._observe({self._choices: len(texts), self._most_tokens: max(texts)})
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{_VLLM}{name}", what, _LABELS, buckets=buckets, registry=self._registry)
+
+    def _observe(self, values: Mapping[Histogram, float]) -> None:
+        for histogram, value in values.items():
+            histogram.labels(*self._labels).observe(value)
 
 
 class _EngineCollector(Collector):
     """Reads the counts of engine and prefix cache at each scrape."""
 
-    def __init__(self, engine: Engine, cache: PrefixCache | SlotPrefixCache | None):
+    def __init__(self, engine: Engine, cache: PrefixCache | SlotPrefixCache | None, labels: Sequence[str]):
         self._engine = engine
         self._cache = cache
+        self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        yield _gauge("num_requests_running", "Texts being generated.", self._engine.num_running)
-        yield _gauge("num_requests_waiting", "Texts waiting for a slot.", self._engine.num_waiting)
-        yield _counter("prompt_tokens", "Prompt tokens run.", stats.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
-        yield _counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens)
-        yield _counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted_tokens)
+        engine, stats = self._engine, self._engine.stats
+        yield self._gauge("num_requests_running", "Texts being generated.", engine.num_running)
+        yield self._gauge("num_requests_waiting", "Texts waiting for a slot.", engine.num_waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Of the slots, those in use.", engine.num_running / engine.num_sequences
+        )
+        yield self._counter(
+            "prompt_tokens", "Prompt tokens, run or from the prefix cache.", stats.prompt_tokens + stats.cached_tokens
+        )
+        yield self._counter("prompt_tokens_cached", "Prompt tokens from the prefix cache.", stats.cached_tokens)
+        by_source = CounterMetricFamily(
+            f"{_VLLM}prompt_tokens_by_source", "Prompt tokens by source.", labels=(*_LABELS, "source")
+        )
+        by_source.add_metric((*self._labels, "local_compute"), stats.prompt_tokens)
+        by_source.add_metric((*self._labels, "local_cache_hit"), stats.cached_tokens)
+        yield by_source
+        yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
+        yield self._counter("num_preemptions", "There are none.", 0)
+        yield self._counter("spec_decode_num_drafts", "Steps of a text with drafts.", stats.drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted_tokens)
         if self._cache is not None:
             kept = self._cache.stats
-            yield _counter("prefix_cache_queries", "Prompts looked up in the prefix cache.", kept.queries)
-            yield _counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", kept.hit_tokens)
-            yield _counter("prefix_cache_evictions", "Snapshots evicted from the prefix cache.", kept.evictions)
-            yield _gauge("prefix_cache_snapshots", "Snapshots in the prefix cache.", kept.snapshots)
-            yield _gauge("prefix_cache_snapshots_in_use", "Running texts that started from a snapshot.", kept.in_use)
-            yield _gauge("prefix_cache_bytes", "Memory of the prefix cache.", kept.num_bytes)
+            yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", kept.query_tokens)
+            yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", kept.hit_tokens)
+            yield _own_counter("prefix_cache_evictions", "Snapshots evicted from the prefix cache.", kept.evictions)
+            yield _own_gauge("prefix_cache_snapshots", "Snapshots in the prefix cache.", kept.snapshots)
+            yield _own_gauge(
+                "prefix_cache_snapshots_in_use", "Running texts that started from a snapshot.", kept.in_use
+            )
+            yield _own_gauge("prefix_cache_bytes", "Memory of the prefix cache.", kept.num_bytes)
         if isinstance(self._cache, PrefixCache) and self._cache.folder_bytes is not None:
             hits = self._cache.stats.folder_hit_tokens
-            yield _counter("prefix_cache_dir_hit_tokens", "Of the tokens found, those that only files had.", hits)
-            yield _gauge("prefix_cache_dir_bytes", "Files in the folder of the prefix cache.", self._cache.folder_bytes)
+            yield _own_counter("prefix_cache_dir_hit_tokens", "Of the tokens found, those that only files had.", hits)
+            yield _own_gauge(
+                "prefix_cache_dir_bytes", "Files in the folder of the prefix cache.", self._cache.folder_bytes
+            )
+
+    def _gauge(self, name: str, what: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{_VLLM}{name}", what, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, what: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"{_VLLM}{name}", what, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
 
 
 class _PreparationCollector(Collector):
@@ -92,14 +228,22 @@ class _PreparationCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         tokenizing = self._preparation.prompts.num_requests + self._preparation.tokenize.num_requests
-        yield _gauge("num_requests_waiting_for_tokenizing", "Requests being parsed and tokenized.", tokenizing)
+        yield _own_gauge("num_requests_waiting_for_tokenizing", "Requests being parsed and tokenized.", tokenizing)
         grammars = self._preparation.grammars.num_requests
-        yield _gauge("num_requests_waiting_for_grammar", "Requests whose grammar waits or is being compiled.", grammars)
+        yield _own_gauge(
+            "num_requests_waiting_for_grammar", "Requests whose grammar waits or is being compiled.", grammars
+        )
 
 
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"{_PREFIX}_{name}", what, value)
+def _own_gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{_OWN}_{name}", what, value)
 
 
-def _counter(name: str, what: str, value: float) -> Metric:
-    return CounterMetricFamily(f"{_PREFIX}_{name}", what, value)
+def _own_counter(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(f"{_OWN}_{name}", what, value)
+
+
+def _one_two_five(most: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20 and so on, up to `most`."""
+    numbers = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
+    return [number for number in numbers if number <= most]

@@ -45,7 +45,7 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._service.metrics.answered(path, status)
+                self._service.metrics.answered(path, scope["method"], status)
                 message = {**message, "headers": [*message["headers"], (HEADER, log.id.encode())]}
             await send(message)
 

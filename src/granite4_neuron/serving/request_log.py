@@ -18,9 +18,11 @@ class RequestLog:
     """The line in the log for one request.
 
     generated: the running sequences and the answer made of them, once the engine has the request.
+    arrived: when its body was there, in seconds.
     """
 
     generated: tuple[Generation, Answer] | None = None
+    arrived = 0.0
 
     def __init__(self, path: str, asked_id: bytes):
         self.id = _id(asked_id)

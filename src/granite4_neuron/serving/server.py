@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
         has_page: bool = True,
     ):
         preparation = Preparation(limits.num_sequences)
-        metrics = Metrics(engine, cache, preparation)
+        metrics = Metrics(engine, cache, preparation, model)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
