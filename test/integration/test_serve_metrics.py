@@ -156,7 +156,15 @@ def test_numbers(server):
     phases = [more[f"request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode")]
     assert min(phases) >= 0 and sum(phases) <= more["e2e_request_latency_seconds_sum"]
     assert sum(phases[1:]) == pytest.approx(more["request_inference_time_seconds_sum"])
-    assert more["time_to_first_token_seconds_sum"] >= sum(phases[:2])
+
+
+def test_the_time_to_the_first_token_is_the_sum_of_its_parts(server):
+    before = values(server)
+    post(server, prompt=[7, 8, 9] * 10, max_tokens=3)
+    parts = ["request_queue_time", "request_prefill_time", "granite4_neuron_request_preparation_time"]
+    first, *parts = (f"{name}_seconds_sum" for name in ("time_to_first_token", *parts))
+    now = values(server)
+    assert now[first] - before[first] == pytest.approx(sum(now[name] - before[name] for name in parts))
 
 
 def test_texts_that_a_client_leaves(server):
