@@ -3,6 +3,7 @@
 
 import itertools
 import json
+from importlib import metadata
 
 import pytest
 import torch
@@ -172,3 +173,18 @@ class TestLlamaServer:
         text = generate(*tiny, PROMPT, max_tokens=8)
         off = dict(typical_p=1.0, xtc_probability=0, mirostat=0, dry_multiplier=0.0, repeat_penalty=1.0, id_slot=3)
         assert post(**COMPLETION, **off, request_id="a", truncation_side="left")["choices"][0]["text"] == text
+
+
+def test_paths_of_vllm(server):
+    def get(path):
+        answer = httpx.get(f"{server.address}{path}")
+        assert answer.status_code == 200
+        return answer.json()
+
+    assert get("/ping") == get("/health") == httpx.post(f"{server.address}/ping").json()
+    assert get("/version") == {"version": metadata.version("granite4-neuron")}
+    assert get("/load") == {"server_load": 0}
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
+    with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        assert get("/load") == {"server_load": 1}

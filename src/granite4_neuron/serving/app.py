@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from importlib import metadata
 from typing import TypeVar
 
 from fastapi import FastAPI
@@ -78,6 +79,9 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/tokenize", routes.tokenize, methods=["POST"])
     app.add_route("/detokenize", routes.detokenize, methods=["POST"])
     app.add_route("/health", routes.health, methods=["GET"])
+    app.add_route("/ping", routes.health, methods=["GET", "POST"])
+    app.add_route("/version", routes.version, methods=["GET"])
+    app.add_route("/load", routes.load, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     if service.has_page:
         app.add_route("/", page_route(), methods=["GET"])
@@ -129,6 +133,14 @@ class _Routes:
         if self._service.is_ending or not self._service.engine.is_alive:
             raise RequestError(503, "the server is ending.")
         return json_response({"status": "ok"})
+
+    async def version(self, _: HTTPRequest) -> Response:
+        return json_response({"version": metadata.version("granite4-neuron")})
+
+    async def load(self, _: HTTPRequest) -> Response:
+        preparation = self._service.preparation
+        waiting = preparation.prompts.num_requests + preparation.grammars.num_requests
+        return json_response({"server_load": waiting + self._service.engine.num_requests})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -90,6 +90,11 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def num_requests(self) -> int:
+        """Requests to the server whose sequences run or wait."""
+        return len(self._live)
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Keep room for a request while it is not yet known how many sequences it has: for one.

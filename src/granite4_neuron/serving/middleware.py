@@ -22,6 +22,9 @@ PATHS = (
     "/tokenize",
     "/detokenize",
     "/health",
+    "/ping",
+    "/version",
+    "/load",
     "/metrics",
 )
 LOG = "granite4_neuron.log"  # a request's `RequestLog` in its scope
@@ -69,7 +72,7 @@ class Middleware:
                 503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
             )
         # The page has a field for the key; a browser does not send it when it opens the page.
-        if self._service.api_key is None or scope["path"] in ("/health", "/"):
+        if self._service.api_key is None or scope["path"] in ("/health", "/ping", "/"):
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         keys = [bearer.strip()] if scheme.lower() == b"bearer" else []
