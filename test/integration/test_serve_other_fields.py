@@ -186,5 +186,6 @@ def test_paths_of_vllm(server):
     assert get("/load") == {"server_load": 0}
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
     with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # the connection lasts as long as this
+        next(lines)
         assert get("/load") == {"server_load": 1}
