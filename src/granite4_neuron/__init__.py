@@ -10,9 +10,26 @@ from typing import TYPE_CHECKING, Any
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    from granite4_neuron.generation import GenerationError, GenerationResponse, chat, generate, load, stream_generate
+    from granite4_neuron.generation import (
+        GeneratedText,
+        GenerationError,
+        GenerationResponse,
+        chat,
+        generate,
+        load,
+        stream_generate,
+    )
 
-__all__ = ["GenerationError", "GenerationResponse", "UserError", "chat", "generate", "load", "stream_generate"]
+__all__ = [
+    "GeneratedText",
+    "GenerationError",
+    "GenerationResponse",
+    "UserError",
+    "chat",
+    "generate",
+    "load",
+    "stream_generate",
+]
 
 
 def __getattr__(name: str) -> Any:

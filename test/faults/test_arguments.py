@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from granite4_neuron import UserError, generate, load
+from granite4_neuron import UserError, generate, load, stream_generate
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.generation import chat_prompt
 
@@ -24,7 +24,6 @@ PROMPTS = {
     "no ids": {"input_ids": None},
     "a prompt of messages and text": ["a", [{"role": "user", "content": "x"}, "b"]],
     "a role that is a number": [{"role": 3, "content": "x"}],
-    "a generator": (token for token in [1, 2]),
     "a dictionary": {1: 2},
     "fractions": [1.5],
     "nothings": [None],
@@ -111,7 +110,7 @@ def each(table):
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
 def test_a_prompt(texting, prompt):
     with pytest.raises(UserError, match=r"prompt.*\.$"):
-        generate(*texting, prompt)
+        list(stream_generate(*texting, prompt))
 
 
 @pytest.mark.parametrize("name, value", each(OPTIONS))

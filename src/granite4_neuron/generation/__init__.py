@@ -8,15 +8,15 @@ from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationError,
     GenerationResponse,
-    chat,
     end_of_sequence_tokens,
-    generate,
     stream_generate,
 )
+from granite4_neuron.generation.texts import GeneratedText, chat, generate
 
 __all__ = [
     "Conversation",
     "ConversationEncoder",
+    "GeneratedText",
     "GenerationError",
     "GenerationResponse",
     "GenerationStats",

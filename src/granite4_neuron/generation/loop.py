@@ -31,6 +31,8 @@ from granite4_neuron.runtime.interface import Runtime
 # At a time: each takes memory for its state.
 MOST_SEQUENCES = 64
 
+_NO_TOKENIZER = "without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token."
+
 
 @dataclass(frozen=True)
 class GenerationResponse:
@@ -60,7 +62,6 @@ class GenerationError(UserError):
 
     errors: a sentence for each of those, by their indices.
     num_prompts: how many there are in all.
-    texts: from `generate` and `chat`, those of all prompts; texts that failed as far as they came.
     """
 
     def __init__(self, errors: Mapping[int, str], num_prompts: int):
@@ -70,10 +71,9 @@ class GenerationError(UserError):
         )
         self.errors = errors
         self.num_prompts = num_prompts
-        self.texts: Sequence[str] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.errors, self.num_prompts), {"texts": self.texts}
+        return type(self), (self.errors, self.num_prompts)
 
 
 def stream_generate(
@@ -123,11 +123,9 @@ def stream_generate(
     check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
     params = SamplingParams(**options)
     singles, _ = split(prompt)
-    if tokenizer is None and not (ignore_eos and all(map(is_tokens, singles))):
-        raise UserError("without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token.")
-    if tokenizer is not None and (not ignore_eos or params.constraint is not None):
-        eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
-        params = replace(params, stop_token_ids={*(params.stop_token_ids or ()), *eos})
+    if tokenizer is None and not all(map(is_tokens, singles)):
+        raise UserError(_NO_TOKENIZER)
+    params = sampling_params(runtime, tokenizer, ignore_eos, params)
     adapters = [adapter] * len(singles) if adapter is None or isinstance(adapter, str) else adapter
     if len(adapters) != len(singles):
         raise UserError(f"there are {len(adapters)} adapters for {len(singles)} prompts; give one for each.")
@@ -136,7 +134,7 @@ def stream_generate(
     if not by_index:
         raise GenerationError(errors, len(singles))
     prompts = list(by_index.values())
-    shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
+    shared = [frozenset()] * len(prompts) if prefix_cache is None else shared_lengths(prompts)
     requests = [
         Request(tokens, max_tokens, snapshots_at=at, adapter=adapters[index], **vars(params.with_seed_offset(index)))
         for (index, tokens), at in zip(by_index.items(), shared, strict=True)
@@ -157,35 +155,22 @@ def stream_generate(
     return _run(engine, indices, errors, sum(map(len, prompts)), progress)
 
 
-def generate(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Iterable[Prompt], **options: Any
-) -> str | list[str]:
-    """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`.
+def sampling_params(
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, ignore_eos: bool, params: SamplingParams
+) -> SamplingParams:
+    """Return the options with the end-of-sequence tokens, unless they are ignored; see `stream_generate`.
 
     Raises:
-        UserError, GenerationError: as `stream_generate`. The second has the texts of all prompts.
+        UserError: they are not ignored, and there is no tokenizer.
     """
-    singles, are_several = split(prompt)
-    texts = [""] * len(singles)
-    try:
-        for response in stream_generate(runtime, tokenizer, singles, **options):
-            texts[response.index] += response.text
-    except GenerationError as error:
-        error.texts = texts
-        raise
-    return texts if are_several else texts[0]
-
-
-def chat(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, messages: Prompt | Iterable[Prompt], **options: Any
-) -> str | list[str]:
-    """Return the model's answer to a conversation, or a list for several; as `generate`, but a text is a user's only
-    message.
-    """
-    singles, are_several = split(messages)
-    conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in singles]
-    answers = generate(runtime, tokenizer, conversations, **options)
-    return answers if are_several else answers[0]
+    if tokenizer is None:
+        if not ignore_eos:
+            raise UserError(_NO_TOKENIZER)
+        return params
+    if ignore_eos and params.constraint is None:
+        return params
+    eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
+    return replace(params, stop_token_ids={*(params.stop_token_ids or ()), *eos})
 
 
 def _run(
@@ -223,7 +208,7 @@ def _run(
         raise GenerationError(errors, num_prompts)
 
 
-def _shared_lengths(prompts: Sequence[list[int]]) -> list[frozenset[int]]:
+def shared_lengths(prompts: Sequence[list[int]]) -> list[frozenset[int]]:
     """Return for each prompt the lengths of prefixes that it shares with others and that are long enough for a
     snapshot.
     """

@@ -23,9 +23,9 @@ Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | Messages | Mapping[st
 _KINDS = "a text, a list or tensor of token ids, what a tokenizer returns, a list of messages, or a list of such"
 
 
-def split(prompt: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
+def split(prompt: Prompt | Iterable[Prompt], which: str = "the prompt") -> tuple[list[Prompt], bool]:
     """Return the single prompts, and whether there were several: a list of prompts, what gives them one by one, such as
-    a generator, or token ids with two axes.
+    a generator, or token ids with two axes. Messages call the prompt `which`.
 
     Raises:
         UserError: it is not a prompt.
@@ -39,7 +39,7 @@ def split(prompt: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompt, Iterable) and not isinstance(prompt, (Sequence, Set)):
         return _singles(prompt), True
     if not is_list(prompt):
-        raise UserError(f"the prompt is of type {type(prompt).__name__}; give {_KINDS}.")
+        raise UserError(f"{which} is of type {type(prompt).__name__}; give {_KINDS}.")
     if prompt and (_is_message(prompt[0]) or not _is_prompt(prompt[0])):
         return [prompt], False
     return _singles(prompt), True
@@ -64,13 +64,22 @@ def encode(
     for index, prompt in enumerate(prompts):
         which = "the prompt" if len(prompts) == 1 else f"prompt {index + 1}"
         try:
-            tokens = encoder.tokens(prompt, which)
-            check_tokens(tokens, vocab_size, which)
-            _check_length(len(tokens), limit, which)
-            encoded[index] = list(tokens)
+            encoded[index] = encode_one(encoder, prompt, vocab_size, limit, which)
         except UserError as error:
             errors[index] = str(error)
     return encoded, errors
+
+
+def encode_one(encoder: PromptEncoder, prompt: Prompt, vocab_size: int, limit: int, which: str) -> list[int]:
+    """Return the tokens of one prompt from `split` or `single`; see `encode`. Messages call it `which`.
+
+    Raises:
+        UserError: it is empty, too long, or not what it must be.
+    """
+    tokens = encoder.tokens(prompt, which)
+    check_tokens(tokens, vocab_size, which)
+    _check_length(len(tokens), limit, which)
+    return list(tokens)
 
 
 def _check_length(length: int, limit: int, which: str) -> None:
@@ -106,7 +115,8 @@ class PromptEncoder:
         """
         if is_tokens(prompt):
             return prompt
-        assert self._tokenizer is not None  # it may be only for token ids
+        if self._tokenizer is None:
+            raise UserError(f"{which} is not token ids, and there is no tokenizer to encode it.")
         if isinstance(prompt, str):
             check_text(prompt, which)
             return tokenizing.encode(self._tokenizer, prompt)
@@ -135,13 +145,18 @@ def _is_conversation(prompt: Prompt) -> TypeGuard[Messages]:
 
 
 def _singles(prompts: Iterable[Prompt]) -> list[Prompt]:
-    return [_single(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
+    return [single(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
 
 
-def _single(prompt: Prompt, which: str) -> Prompt:
+def single(prompt: Prompt, which: str) -> Prompt:
+    """Return one of several prompts, as `split` returns it; messages call it `which`.
+
+    Raises:
+        UserError: it is not a prompt, or several.
+    """
     if is_list(prompt) and not prompt:
         return prompt
-    singles, are_several = split(prompt)
+    singles, are_several = split(prompt, which)
     # A tokenizer's tensors have two axes even for one text.
     if len(singles) != 1 or (are_several and not isinstance(prompt, (Mapping, torch.Tensor, np.ndarray))):
         raise UserError(f"{which} has several prompts; lists of prompts cannot be nested.")

@@ -208,24 +208,27 @@ class TestLoop:
     def test_what_gives_prompts_one_by_one(self, texting):
         options = dict(max_tokens=5, ignore_eos=True)
         expected = generate(*texting, PROMPTS, **options)
-        for prompts in ((text for text in PROMPTS), map(str, PROMPTS), dict(enumerate(PROMPTS)).values()):
-            assert generate(*texting, prompts, **options) == expected
-        assert generate(*texting, iter(PROMPTS[:1]), **options) == expected[:1]
+        assert generate(*texting, dict(enumerate(PROMPTS)).values(), **options) == expected
+        found = [response.text for response in stream_generate(*texting, (text for text in PROMPTS[:1]), **options)]
+        assert "".join(found) == expected[0]
 
     @pytest.mark.parametrize("adapter", [None, [None, None, None, None]])
-    def test_a_prompt_that_fails_does_not_lose_the_others(self, texting, adapter):
+    def test_a_prompt_that_fails_does_not_lose_the_others(self, texting, adapter, caplog):
         """Each has its own seed still."""
         options = dict(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3, adapter=adapter)
         expected = generate(*texting, PROMPTS, **options)
         prompts = [PROMPTS[0], "", "x" * 700, PROMPTS[3]]
-        with pytest.raises(GenerationError, match=r"^2 of 4 prompts failed; the first: prompt 2 is empty") as caught:
-            generate(*texting, prompts, **options)
-        assert caught.value.texts == [expected[0], "", "", expected[3]]
-        assert list(caught.value.errors) == [1, 2] and "prompt 3 has 700 tokens" in caught.value.errors[2]
+        with pytest.raises(GenerationError, match=r"^2 of 4 prompts failed; the first: prompt 2 is empty") as raised:
+            list(stream_generate(*texting, prompts, **options))
+        assert list(raised.value.errors) == [1, 2]
+        texts = generate(*texting, prompts, **options)
+        assert texts == [expected[0], "", "", expected[3]]
+        assert [text.finish_reason for text in texts] == ["length", "error", "error", "length"]
+        assert texts[0].error is None and "prompt 3 has 700 tokens" in texts[2].error
+        assert caplog.messages == [str(raised.value)]
         conversations = [[dict(role="user", content="x")], [dict(role="nobody")]]
-        with pytest.raises(GenerationError) as caught:
-            chat(*texting, conversations, max_tokens=5, ignore_eos=True)
-        assert list(caught.value.errors) == [1] and len(caught.value.texts[0]) > 1
+        texts = chat(*texting, conversations, max_tokens=5, ignore_eos=True)
+        assert len(texts[0]) > 1 and texts[0].error is None and texts[1].error is not None
 
     def test_a_text_that_fails_does_not_lose_the_others(self, texting):
         expected = generate(*texting, PROMPTS[:3], max_tokens=5, ignore_eos=True)
@@ -243,9 +246,14 @@ class TestLoop:
             for response in stream_generate(*texting, PROMPTS[:3], **options):
                 responses.append(response)
         assert [sum(response.index == index for response in responses) for index in range(3)] == [5, 2, 5]
-        with pytest.raises(GenerationError) as caught:
-            generate(*texting, PROMPTS[:3], **options)
-        assert caught.value.texts[::2] == expected[::2] and expected[1].startswith(caught.value.texts[1])
+        for texts in (
+            generate(*texting, PROMPTS[:3], **options),
+            list(generate(*texting, iter(PROMPTS[:3]), **options)),
+        ):
+            assert texts[::2] == expected[::2] and expected[1].startswith(texts[1])
+            assert texts[1].finish_reason == "error" and texts[1].error.startswith(
+                "prompt 2: the request's logits proc"
+            )
 
     def test_many_prompts_queue(self, texting, monkeypatch):
         """They run in as many slots as there is memory for, and each is continued as if it were alone."""
