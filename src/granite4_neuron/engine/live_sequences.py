@@ -17,6 +17,9 @@ from granite4_neuron.engine.sampling import RequestFault
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.errors import UserError, sentence_of
 
+# In a row: then the device is lost.
+MOST_FAILED_STEPS = 3
+
 _LOGGER = logging.getLogger(__name__)
 
 

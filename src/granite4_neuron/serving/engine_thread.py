@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from granite4_neuron.engine import Engine, Output, Request
+from granite4_neuron.engine.live_sequences import MOST_FAILED_STEPS
 from granite4_neuron.sandbox.budgeted_thread import with_stack
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
-
-# In a row: then the device is lost, and whoever watches over the server is to start it again.
-_MOST_FAILED_STEPS = 3
 
 Batch = list[tuple[int, Output]]
 
@@ -144,7 +142,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             failed = 0
-            while max(failed, self._engine.failed_steps) < _MOST_FAILED_STEPS and self._take_in():
+            # Whoever watches over the server is to start it again.
+            while max(failed, self._engine.failed_steps) < MOST_FAILED_STEPS and self._take_in():
                 failed = 0 if self._step() else failed + 1
         finally:
             self._loop.call_soon_threadsafe(self._ended)
