@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from granite4_neuron.commands import (
+    batch,
     chat,
     check,
     compile,
@@ -97,7 +98,21 @@ def parser() -> argparse.ArgumentParser:
         help="how much is logged on standard error (default: warning)",
     )
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
-    for command in (generate, chat, serve, info, check, evaluate, graphs, plan, tune, compile, convert, vllm_check):
+    for command in (
+        generate,
+        chat,
+        serve,
+        batch,
+        info,
+        check,
+        evaluate,
+        graphs,
+        plan,
+        tune,
+        compile,
+        convert,
+        vllm_check,
+    ):
         command.add_parser(commands)
     return parser
 

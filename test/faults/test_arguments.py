@@ -210,6 +210,23 @@ def test_a_text_without_an_end(refuses, folder, monkeypatch, command):
     assert said == "/dev/zero has more than 10,000 characters, the most that are read."
 
 
+@pytest.mark.parametrize("text", ["print(1)\n", '{"a": 1}\n', "[1]", "\n", '{"custom_id": "1"}'])
+def test_an_output_that_is_another_programs_file(refuses, tmp_path, text):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    (tmp_path / "out").write_text(text)
+    assert "has something else than results of a batch" in refuses("batch", tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == text
+
+
+def test_results_of_another_input(refuses, folder, tmp_path):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    result = '{"prompt": "y", "generated_text": "", "finish_reason": "stop", "error": null}\n'
+    for lines, message in ((1, "is not that of line 1 of"), (3, "has 2 lines, and there are results of 3")):
+        (tmp_path / "out").write_text(result * lines)
+        assert message in refuses("batch", tmp_path / "in", tmp_path / "out", "--model", folder)
+        assert (tmp_path / "out").read_text() == result * lines
+
+
 def test_a_name_with_escape_sequences(refuses):
     said = refuses("generate", "--model", "./\x1b[2J\nx\u202e", "x")
     assert r"\x1b[2J\nx\u202e" in said and said.isprintable()
@@ -250,6 +267,18 @@ def test_a_file_of_weights(refuses, folder):
         (("plan", "--context", "9" * 5000), "... is more than 2147483647, the most that it can be"),
         (("serve", "--port", "65536"), "argument --port: 65536 is more than 65535, the most that it can be"),
         (("serve", "--allowed-origins", "example.org"), "'example.org' is not an origin, such as https://"),
+        (
+            ("batch", "no-such-file", "x"),
+            "no-such-file is not a file; give one with a request or a prompt",
+        ),
+        (("batch", "x" * 5000, "x"), "File name too long"),
+        (("batch", __file__, "/no/such/place/x"), "there is no such folder"),
+        (("batch", __file__, "."), "Is a directory"),
+        (("batch", __file__, "x.parquet"), "x.parquet cannot be the output; give another file, which gets JSON lines"),
+        (("batch", __file__, __file__), "cannot be the output; give another file"),
+        (("batch", __file__, "x", "--workers", "2"), "--workers belongs to --ray"),
+        (("batch", __file__, "x", "--system", "y"), "--system is part of a conversation; give --chat too"),
+        (("batch", __file__, "x", "--model", "no/such"), "no/such is not a folder"),
         (("check", "--tokens", "100000"), "a prompt and its new tokens are 100,"),
         (("generate", "--file", "x" * 5000), "cannot be read (File name too long)"),
         (("generate", "--file", "."), "cannot be read (Is a directory)"),

@@ -433,6 +433,7 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "batch",
     "info",
     "check",
     "evaluate",

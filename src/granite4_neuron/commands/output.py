@@ -94,8 +94,8 @@ def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
 class ProgressBar:
     """A progress bar on standard error, if that is a terminal, for work of more than one step.
 
-    Call it with the amount done and the total; it disappears at the end. What is printed on standard error meanwhile
-    appears above it.
+    Call it with the amount done and the total, and perhaps with a few words to show; it disappears at the end. What is
+    printed on standard error meanwhile appears above it.
     """
 
     def __init__(self, what: str, unit: str):
@@ -111,7 +111,7 @@ class ProgressBar:
 
         amounts = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
         console = Console(file=unguarded(sys.stderr))
-        columns = (TextColumn(what), BarColumn(), *amounts, TimeRemainingColumn())
+        columns = (TextColumn(what), BarColumn(), *amounts, TimeRemainingColumn(), TextColumn("{task.description}"))
         self._progress = Progress(
             *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
         )
@@ -119,13 +119,13 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, words: str = "") -> None:
         if not self._progress.tasks and done < total:
             self._progress.add_task("", total=total)
             self._progress.start()
             guard_streams()  # rich obeys escape sequences itself in what is printed meanwhile
         if self._progress.tasks:
-            self._progress.update(self._progress.tasks[0].id, completed=done)
+            self._progress.update(self._progress.tasks[0].id, completed=done, description=words)
         if done == total:
             self.__exit__()
 

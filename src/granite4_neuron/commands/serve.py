@@ -145,10 +145,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    missing = [name for name in _EXTRA if find_spec(name) is None]
-    if missing:
-        how = "pip install 'granite4-neuron[serve]'"
-        raise UserError(f"serve needs {' and '.join(missing)}; install them with: {how}.")
+    check_extra(options.command)
     max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
@@ -173,8 +170,8 @@ def run(options: argparse.Namespace) -> int:
         kept = prefix_folder(options, runtime)
         if kept is not None:
             at_end.callback(kept.close)
-        cache = _prefix_cache(options, runtime, kept)
-        longest, max_gap = _max_model_len(options, runtime), options.max_gap / 1000
+        cache = served_prefix_cache(options, runtime, kept)
+        longest, max_gap = max_model_len(options, runtime), options.max_gap / 1000
         engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, longest, cache, max_gap=max_gap)
 
         def on_start(port: int) -> None:
@@ -203,6 +200,18 @@ def run(options: argparse.Namespace) -> int:
         return 0 if server.serve_on(listener) else EXIT_FAILED
 
 
+def check_extra(command: str) -> None:
+    """Check that the packages of the extra `serve` are installed.
+
+    Raises:
+        UserError: they are not.
+    """
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        how = "pip install 'granite4-neuron[serve]'"
+        raise UserError(f"{command} needs {' and '.join(missing)}; install them with: {how}.")
+
+
 def _api_key(options: argparse.Namespace) -> str | None:
     """Return the API key; None for none.
 
@@ -215,7 +224,7 @@ def _api_key(options: argparse.Namespace) -> str | None:
     return key
 
 
-def _max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:
+def max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:
     """Return the most tokens of a text.
 
     Raises:
@@ -227,7 +236,7 @@ def _max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:
     return min(asked or _MODEL_LEN, longest)
 
 
-def _prefix_cache(
+def served_prefix_cache(
     options: argparse.Namespace, runtime: Runtime, folder: PrefixFolder | None
 ) -> PrefixCache | SlotPrefixCache | None:
     """Return the prefix cache; None if it is switched off, or if the runtime has no room for one and the user gave no

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
 from granite4_neuron.serving.additions import Additions
 from granite4_neuron.serving.errors import RequestError, to_json
+from granite4_neuron.serving.identity import new_id, now
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from granite4_neuron.serving.tool_answers import CallsOfAnswer
 
@@ -144,7 +143,7 @@ class Choices(Answer):
         super().__init__(texts, model, requests, body.n)
         self._options = body
         self._additions = Additions(texts.text, requests, body)
-        self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{self._id_prefix}-{new_id()}", "created": now(), "model": model}
 
     def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
         new = super().add(batch)

@@ -22,6 +22,7 @@ from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
+from granite4_neuron.serving.apis import check_model
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.message_answer import MessagesAnswer
@@ -123,11 +124,7 @@ class _Routes:
         }
 
     def _check_model(self, name: str | None) -> None:
-        names = self._service.models
-        if name not in (None, *names):
-            there_is = f"this is {names[0]}" if len(names) == 1 else f"there are {', '.join(names)}"
-            message = f"there is no model {name}; {there_is}."
-            raise RequestError(404, message, "model", code="model_not_found")
+        check_model(name, self._service.models)
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._service.is_ending or not self._service.engine.is_alive:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from granite4_neuron.generation.tool_calls import Arguments, CallStart, Content, ToolCallStream, parse_tool_calls
+from granite4_neuron.serving.identity import new_id
 
 
 class CallsOfAnswer:
@@ -43,4 +43,4 @@ class CallsOfAnswer:
 
 
 def _new_call() -> dict[str, Any]:
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+    return {"id": f"call_{new_id()[:24]}", "type": "function"}

@@ -14,7 +14,7 @@ from granite4_neuron.cli import main
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, Request
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.loop import _shared_lengths
+from granite4_neuron.generation.loop import shared_lengths
 from test.support.checkpoints import DENSE, save_byte_tokenizer, small_config
 
 PROMPT = "A text of some length, which says the same again: a text of some length, which says"
@@ -166,5 +166,5 @@ def test_where_prompts_of_a_batch_are_cut():
     """Prompts are cut where several begin alike, by 16 tokens or more beyond the last such place."""
     a, b = list(range(40)), [7] * 30
     prompts = [[*a, 1, 2], b, [*a[:20], 3], [*a, 1, 5, 6], [*a[:20], *b], a[:10]]
-    assert list(map(sorted, _shared_lengths(prompts))) == [[20, 41], [], [20], [20, 41], [20], []]
-    assert _shared_lengths([a]) == [frozenset()] and _shared_lengths([a, a]) == [frozenset([40])] * 2
+    assert list(map(sorted, shared_lengths(prompts))) == [[20, 41], [], [20], [20, 41], [20], []]
+    assert shared_lengths([a]) == [frozenset()] and shared_lengths([a, a]) == [frozenset([40])] * 2

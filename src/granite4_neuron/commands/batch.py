@@ -1,0 +1,206 @@
+"""`granite4-neuron batch`: answer a file of requests or prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.options import (
+    add_model,
+    add_runtime,
+    add_sampling,
+    at_least,
+    check_folder_of,
+    load_runtime,
+    model_checkpoint,
+    sampling_options,
+)
+from granite4_neuron.commands.output import ProgressBar, write
+from granite4_neuron.commands.reuse import add_speculation, new_engine
+from granite4_neuron.commands.serve import check_extra, max_model_len, served_prefix_cache
+from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from granite4_neuron.serving.batch.batch import Batch, Result
+    from granite4_neuron.serving.batch.lines import Lines
+    from granite4_neuron.serving.batch.results import Results
+
+_MAX_TOKENS = 256
+
+_EXAMPLES = """\
+examples:
+  granite4-neuron batch requests.jsonl results.jsonl --model ./checkpoint
+  granite4-neuron batch prompts.parquet results.jsonl --model ibm-granite/granite-4.0-h-350m --chat --max-tokens 100
+  granite4-neuron batch /shared/requests.jsonl results.jsonl --model /shared/checkpoint --ray auto --workers 8
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests or prompts",
+        description="Answer each line of INPUT with a line of OUTPUT, in the same order, in constant memory. An error "
+        "is the result of its line and ends nothing else. The command may be ended at any moment; run again, it goes "
+        "on behind the results that OUTPUT has.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    batch.add_argument(
+        "input",
+        type=Path,
+        metavar="INPUT",
+        help="lines of OpenAI's Batch API, or lines or a Parquet file (.parquet) with a column prompt",
+    )
+    batch.add_argument("output", type=Path, metavar="OUTPUT", help="a file of JSON lines")
+    add_model(batch)
+    add_adapters(batch, "a request names it as its model")
+    batch.add_argument(
+        "--served-model-name", metavar="NAME", help="name of the model in requests (default: the last part of --model)"
+    )
+    prompts = batch.add_argument_group("lines with a prompt; a request says all of this itself")
+    prompts.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the chat template")
+    prompts.add_argument("--system", metavar="TEXT", help="the system message of these conversations")
+    prompts.add_argument(
+        "--max-tokens", type=at_least(1), default=_MAX_TOKENS, metavar="N", help="new tokens (default: %(default)s)"
+    )
+    prompts.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
+    add_sampling(batch)
+    limits = batch.add_argument_group("limits and reuse")
+    limits.add_argument(
+        "--max-num-seqs",
+        type=at_least(1),
+        metavar="N",
+        help="texts at a time (default: as many as half of the memory has room for, 64 at most)",
+    )
+    limits.add_argument(
+        "--max-model-len",
+        type=at_least(2),
+        metavar="N",
+        help="most tokens of a text, prompt and new ones (default: 8192, or the model's longest if less)",
+    )
+    limits.add_argument("--prefix-cache", metavar="SIZE", help="memory of the prefix cache, 0 for none (default: 1GiB)")
+    add_speculation(limits)
+    machines = batch.add_argument_group("several machines")
+    machines.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run on a Ray cluster: auto for the one that this machine belongs to, HOST:PORT, or local for one that is "
+        "started here and ended again",
+    )
+    machines.add_argument(
+        "--workers", type=at_least(1), metavar="N", help="how many models run there (default: one for each node)"
+    )
+    add_runtime(batch)
+    batch.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    check_extra("batch")
+    if options.system is not None and not options.chat:
+        raise UserError("--system is part of a conversation; give --chat too.")
+    if options.workers is not None and options.ray is None:
+        raise UserError("--workers belongs to --ray.")
+    check_folder_of(options.output)
+    # Not at the top: --help does not need pydantic.
+    from granite4_neuron.serving.batch.lines import open_lines
+    from granite4_neuron.serving.batch.results import Results
+
+    lines = open_lines(options.input)
+    if options.output.suffix == ".parquet" or (options.output.exists() and options.output.samefile(options.input)):
+        raise UserError(f"{options.output} cannot be the output; give another file, which gets JSON lines.")
+    with Results(options.output) as results:
+        start = _start(lines, results)
+        if start < lines.size:
+            if results.number:
+                print(f"{options.output} has {results.number:,} results; going on behind them.", file=sys.stderr)
+            found = _on_cluster(options, lines, start) if options.ray else _here(options, lines, start)
+            _write(found, results, lines, start)
+        else:
+            print(f"{options.output} has all {results.number:,} results already.", file=sys.stderr)
+    return 0
+
+
+def _start(lines: Lines, results: Results) -> int:
+    """Return the place behind the lines that have results.
+
+    Raises:
+        UserError: the results are those of another input.
+    """
+    from granite4_neuron.serving.batch.forms import Prompts, form_of, name_of_result
+
+    start, last = lines.place_behind(results.number)
+    if last is None or results.last is None or form_of(last, Prompts()).name == name_of_result(results.last):
+        return start
+    raise UserError(
+        f"the last result of {results.path} is not that of line {results.number:,} of {lines.path}; give the input "
+        "that it belongs to, or another output."
+    )
+
+
+def _here(options: argparse.Namespace, lines: Lines, start: int) -> Iterator[Result]:
+    yield from new_batch(options).results(lines.read(start))
+
+
+def _on_cluster(options: argparse.Namespace, lines: Lines, start: int) -> Iterator[Result]:
+    from granite4_neuron.serving.batch.cluster import Cluster
+
+    cluster = Cluster(options.ray, options.workers, _devices(options))
+    return cluster.results(partial(new_batch, options), lines, start)
+
+
+def _devices(options: argparse.Namespace) -> dict[str, float]:
+    """Return what a worker needs beside processors, by Ray's names."""
+    if options.backend == "nxdi" or options.device.startswith("neuron"):
+        return {"neuron_cores": options.tp_degree}
+    return {"GPU": options.tp_degree} if options.device.startswith("cuda") else {}
+
+
+def new_batch(options: argparse.Namespace) -> Batch:
+    """Load the model, here or on a worker."""
+    from granite4_neuron.engine.slots import slots_that_fit
+    from granite4_neuron.generation.loop import MOST_SEQUENCES
+    from granite4_neuron.serving.batch.batch import Batch
+    from granite4_neuron.serving.batch.forms import Prompts
+
+    checkpoint, adapters = model_checkpoint(options), adapters_of(options)
+    model = options.served_model_name or Path(options.model or checkpoint.path).name
+    if model in adapters:
+        raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
+    runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
+    max_length = max_model_len(options, runtime)
+    if options.max_num_seqs is None:
+        options.max_num_seqs = slots_that_fit(runtime, MOST_SEQUENCES, max_length)
+    cache = served_prefix_cache(options, runtime, None)
+    engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, max_length, cache)
+    engine.warm_up()
+    sampling = {name: value for name, value in sampling_options(options).items() if value not in (None, [])}
+    seed = sampling.pop("seed", 0)
+    fields = {**sampling, "max_tokens": options.max_tokens, "ignore_eos": options.ignore_eos}
+    return Batch(
+        engine,
+        tokenizer,
+        has_prefix_cache=cache is not None,
+        model=model,
+        prompts=Prompts(fields, options.chat, options.system),
+        seed=seed,
+    )
+
+
+def _write(found: Iterator[Result], results: Results, lines: Lines, start: int) -> None:
+    """Write the results as they come."""
+    started = time.monotonic()
+    tokens = failed = number = 0
+    with ProgressBar("batch", lines.unit) as progress:
+        for result in found:
+            results.append(result.line)
+            number, tokens, failed = number + 1, tokens + result.num_tokens, failed + result.has_failed
+            speed = tokens / max(time.monotonic() - started, 1e-3)
+            progress(result.place - start, lines.size - start, f"{number:,} lines, {speed:,.0f} tokens/s")
+    seconds = time.monotonic() - started
+    write(f"{number:,} lines, {failed:,} of them errors, {tokens:,} new tokens, {tokens / seconds:,.1f} tokens/s")

@@ -1,0 +1,46 @@
+"""The requests for texts: the body of each path, how sequences are made of it, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from granite4_neuron.engine import Request
+from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
+from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody, SamplingBody
+from granite4_neuron.serving.sequences import Prepared, SequenceMaker
+
+Asked = TypeVar("Asked", bound=SamplingBody)
+
+
+@dataclass(frozen=True)
+class API(Generic[Asked]):
+    """One kind of request.
+
+    body: the class of its body.
+    requests: makes sequences of a body; raises what `SequenceMaker.completion_requests` raises.
+    answer: makes the answer, from the texts of tokens, the model's name, the sequences and the body.
+    """
+
+    body: type[Asked]
+    requests: Callable[[SequenceMaker, Asked], Prepared]
+    answer: Callable[[TokenTexts, str, Sequence[Request], Asked], Answer]
+
+
+COMPLETIONS = API(CompletionBody, SequenceMaker.completion_requests, CompletionAnswer)
+CHAT = API(ChatBody, SequenceMaker.chat_requests, ChatAnswer)
+BY_PATH: Mapping[str, API] = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
+
+
+def check_model(name: str | None, names: Sequence[str]) -> None:
+    """Check the model that a request names; None for the first.
+
+    Raises:
+        RequestError: 404, there is no such model.
+    """
+    if name not in (None, *names):
+        there_is = f"this is {names[0]}" if len(names) == 1 else f"there are {', '.join(names)}"
+        message = f"there is no model {name}; {there_is}."
+        raise RequestError(404, message, "model", code="model_not_found")

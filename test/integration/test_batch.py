@@ -1,0 +1,250 @@
+"""Files of requests and prompts, answered by `granite4-neuron batch`."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from granite4_neuron import generate
+from granite4_neuron.cli import main
+from granite4_neuron.commands import batch as command
+from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.serving.batch.batch import _PREPARED, LOOK_AHEAD, Batch
+from granite4_neuron.serving.batch.forms import Prompts
+from granite4_neuron.serving.batch.lines import JSONLines, Line
+from granite4_neuron.serving.batch.results import Results
+from test.support.serving import MODEL, serving
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+SAID = [{"role": "user", "content": "What?"}]
+BODIES = [
+    (COMPLETIONS, dict(prompt="One", max_tokens=5)),
+    (COMPLETIONS, dict(prompt=["One", "Another"], n=2, max_tokens=4, temperature=1.0, seed=3, logprobs=2, echo=True)),
+    (CHAT, dict(messages=SAID, max_tokens=6, temperature=1.0, seed=9, n=2, model=MODEL)),
+    (CHAT, dict(messages=SAID, max_tokens=60, tools=[TOOL], tool_choice="required")),
+    (CHAT, dict(messages=SAID, max_tokens=30, response_format={"type": "json_object"})),
+    (CHAT, dict(messages=[], max_tokens=3)),
+    (CHAT, dict(messages=SAID, model="another")),
+    (COMPLETIONS, dict(prompt="x" * 700)),
+    (COMPLETIONS, dict(prompt="x", top_k="many")),
+]
+
+
+@pytest.fixture(scope="module")
+def model(texting):
+    """Return a function that makes a batch of the small model, with its prefix cache."""
+    runtime, tokenizer = texting
+
+    def make(_=None, prompts=Prompts(dict(max_tokens=4, temperature=1.0, ignore_eos=True))):  # noqa: B008
+        cache = PrefixCache(runtime, 2**26, runtime.tokens_per_step, at_branches=True)
+        engine = Engine(runtime, 4, max_length=512, tokenizer=tokenizer, prefix_cache=cache)
+        batch = Batch(engine, tokenizer, has_prefix_cache=True, model=MODEL, prompts=prompts, seed=5)
+        batch.cache = cache
+        return batch
+
+    return make
+
+
+@pytest.fixture
+def run(model, monkeypatch):
+    """Return a function that runs the command with that model."""
+    monkeypatch.setattr(command, "new_batch", model)
+    return lambda *arguments: main(["batch", *map(str, arguments)])
+
+
+def request(number, url, body):
+    return {"custom_id": f"line {number}", "method": "POST", "url": url, "body": body}
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def results_of(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def without_chance(answer):
+    """Return an answer without what differs from one time to the next."""
+    if isinstance(answer, dict):
+        return {
+            name: without_chance(value)
+            for name, value in answer.items()
+            if name not in ("id", "created", "cached_tokens")
+        }
+    return list(map(without_chance, answer)) if isinstance(answer, list) else answer
+
+
+def test_answers_are_those_of_the_server(texting, run, tmp_path):
+    import httpx
+
+    given = write_lines(tmp_path / "in.jsonl", [request(number, *each) for number, each in enumerate(BODIES)])
+    assert run(given, tmp_path / "out.jsonl") == 0
+    results = results_of(tmp_path / "out.jsonl")
+    with serving(*texting) as server, httpx.Client(base_url=server.address) as client:
+        for number, ((url, body), result) in enumerate(zip(BODIES, results, strict=True)):
+            expected = client.post(url, json=body, timeout=60)
+            assert result["custom_id"] == f"line {number}" and result["error"] is None
+            assert result["response"]["status_code"] == expected.status_code
+            assert without_chance(result["response"]["body"]) == without_chance(expected.json())
+    assert [result["response"]["status_code"] for result in results] == [200] * 5 + [400, 404, 400, 400]
+
+
+def test_an_error_is_the_result_of_its_line(run, tmp_path):
+    right = request(0, *BODIES[0])
+    lines = [
+        (json.dumps(right), None),
+        ("nonsense", "the line is not JSON"),
+        ("[1]", "the line is not an object"),
+        ('{"a": "\\ud800"}', "the line is not JSON"),
+        ("{}", "must have a custom_id"),
+        (json.dumps({**right, "custom_id": 3}), "must have a custom_id"),
+        (json.dumps({**right, "url": "/v1/embeddings"}), "url: it must be one of /v1/completions"),
+        (json.dumps({**right, "method": "GET"}), "method: it must be POST"),
+        (json.dumps({**right, "body": "x"}), "must have a body, which is an object"),
+        (json.dumps(request(0, COMPLETIONS, dict(prompt="a", stream=True))), "stream: a batch has no streams"),
+        (json.dumps(right), None),
+    ]
+    given = tmp_path / "in.jsonl"
+    given.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(line for line, _ in lines).encode())  # and no end of the last one
+    assert run(given, tmp_path / "out.jsonl") == 0
+    for (_, message), result in zip(lines, results_of(tmp_path / "out.jsonl"), strict=True):
+        response = result["response"]
+        assert response["status_code"] == (200 if message is None else 400)
+        assert message is None or message in response["body"]["error"]["message"]
+
+
+def test_prompts(texting, run, tmp_path):
+    """Each has the seed of its place; other columns are kept."""
+    rows = [{"prompt": "One", "number": 1}, {"prompt": "Another"}, {"prompt": ""}, {"prompt": 7}, {"prompt": "One"}]
+    given = write_lines(tmp_path / "in.jsonl", rows)
+    assert run(given, tmp_path / "out.jsonl") == 0
+    results = results_of(tmp_path / "out.jsonl")
+    places = [line.place for line in JSONLines(given).read(0)]
+    for row, place, result in zip(rows, places, results, strict=True):
+        assert {**result, **row} == result
+        if result["error"] is None:
+            options = dict(max_tokens=4, ignore_eos=True, temperature=1.0, seed=5 + place)
+            assert result["generated_text"] == generate(*texting, row["prompt"], **options)
+    assert [result["finish_reason"] for result in results] == ["length", "length", "error", "error", "length"]
+    assert "prompt: it must be a text" in results[3]["error"] and results[0] != results[4]
+
+
+def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
+    """Every line once, none lost: the bytes are those of a run that nobody ended."""
+    given = write_lines(tmp_path / "in.jsonl", [{"prompt": f"Number {number}"} for number in range(12)])
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    assert run(given, whole) == 0
+    expected = whole.read_bytes()
+    ends = [number + 1 for number, byte in enumerate(expected) if byte == 10]
+    torn = [b"\0" * 3, b'{"prompt\0\0\0"}\n{"prompt": "y"}\n']  # what a machine that loses power may leave
+    for size in [0, 1, ends[0] - 1, *ends[:2], *random.Random(1).sample(range(len(expected)), 12), len(expected) - 1]:
+        cut.write_bytes(expected[:size])
+        assert run(given, cut) == 0
+        assert cut.read_bytes() == expected, size
+    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0])):
+        cut.write_bytes(expected[:size] + end)
+        assert run(given, cut) == 0
+        assert cut.read_bytes() == expected
+    capsys.readouterr()
+    assert run(given, whole) == 0 and "has all 12 results already" in capsys.readouterr().err
+    assert whole.read_bytes() == expected
+
+
+def test_lines_are_read_only_so_far_ahead(model):
+    """And prefixes that prompts share are computed once, though they come in turns."""
+    read = 0
+    systems = [f"System message number {number} " * 4 for number in range(7)]
+
+    def lines():
+        nonlocal read
+        while True:
+            yield Line(read, json.dumps({"prompt": systems[read % 7] + str(read)}).encode())
+            read += 1
+
+    batch = model(prompts=Prompts(dict(max_tokens=1)))
+    results = batch.results(lines())
+    for number in range(150):
+        assert next(results).place == number
+        assert read - number <= LOOK_AHEAD + _PREPARED
+    results.close()
+    assert batch.cache.stats.hit_tokens / batch.cache.stats.queries > 80
+    batch.close()
+
+
+def test_parts_have_each_line_once(tmp_path):
+    given = write_lines(tmp_path / "in.jsonl", [{"prompt": "x" * (number % 30)} for number in range(200)])
+    lines = JSONLines(given)
+    expected = list(lines.read(0))
+    assert len(expected) == 200
+    for size in (1, 7, 20, 1000):
+        starts = range(0, lines.size, size)
+        assert [line for start in starts for line in lines.read(start, start + size)] == expected
+    for number in (0, 1, 199, 200):
+        place, last = lines.place_behind(number)
+        assert list(lines.read(place)) == expected[number:] and last == (expected[number - 1] if number else None)
+
+
+def test_parquet(run, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    from granite4_neuron.serving.batch.lines import ParquetRows
+
+    rows = {
+        "prompt": [f"Number {number}" for number in range(150)],
+        "bytes": [b"\xff"] * 150,
+        "ratio": [float("nan")] * 150,
+    }
+    parquet.write_table(pyarrow.table(rows), tmp_path / "in.parquet", row_group_size=70)
+    lines = ParquetRows(tmp_path / "in.parquet")
+    expected = [line.content["prompt"] for line in lines.read(0)]
+    assert expected == rows["prompt"] and lines.size == 150
+    assert [line.content["prompt"] for start in range(0, 150, 40) for line in lines.read(start, start + 40)] == expected
+    assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl") == 0
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    results = results_of(tmp_path / "out.jsonl")
+    assert [result["prompt"] for result in results] == expected and results[0]["ratio"] is None
+    (tmp_path / "out.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl") == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_only_one_process_writes_a_file(run, tmp_path, capsys):
+    given = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    with Results(tmp_path / "out.jsonl"):
+        assert run(given, tmp_path / "out.jsonl") == 2
+    assert "another process is writing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path, texting_folder):
+    given = write_lines(tmp_path / "in.jsonl", [request(number, *BODIES[number % 5]) for number in range(4000)])
+    output, moments = tmp_path / "out.jsonl", random.Random(3)
+    arguments = ["--model", texting_folder, "--served-model-name", MODEL, "--threads", "1"]
+    start = [sys.executable, "-m", "granite4_neuron", "batch", given, output, *arguments]
+    kills = 0
+    for _ in range(200):
+        process = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = output.stat().st_size if output.exists() else 0
+        while process.poll() is None and kills < 20:
+            if output.exists() and output.stat().st_size > before:  # it has begun to write
+                time.sleep(moments.random() * 0.2)
+                process.send_signal(signal.SIGKILL)
+                kills += process.wait() == -signal.SIGKILL
+        if process.wait() == 0:
+            break
+    assert kills == 20
+    results = results_of(output)
+    assert [result["custom_id"] for result in results] == [f"line {number}" for number in range(4000)]
+    whole = tmp_path / "whole.jsonl"
+    assert subprocess.run([*start[:4], given, whole, *arguments], env=os.environ).returncode == 0
+    assert whole.read_bytes() == output.read_bytes()
