@@ -9,7 +9,11 @@ from typing import Generic, TypeVar
 from granite4_neuron.engine import Request
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.message_answer import MessagesAnswer
+from granite4_neuron.serving.messages import MessagesBody
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, SamplingBody
+from granite4_neuron.serving.response_answer import ResponsesAnswer
+from granite4_neuron.serving.responses import ResponsesBody
 from granite4_neuron.serving.sequences import Prepared, SequenceMaker
 
 Asked = TypeVar("Asked", bound=SamplingBody)
@@ -29,9 +33,16 @@ class API(Generic[Asked]):
     answer: Callable[[TokenTexts, str, Sequence[Request], Asked], Answer]
 
 
-COMPLETIONS = API(CompletionBody, SequenceMaker.completion_requests, CompletionAnswer)
-CHAT = API(ChatBody, SequenceMaker.chat_requests, ChatAnswer)
-BY_PATH: Mapping[str, API] = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
+COMPLETIONS = API(CompletionBody, lambda maker, body: maker.completion_requests(body), CompletionAnswer)
+CHAT = API(ChatBody, lambda maker, body: maker.chat_requests(body), ChatAnswer)
+RESPONSES = API(ResponsesBody, lambda maker, body: maker.chat_requests(body.chat), ResponsesAnswer)
+MESSAGES = API(MessagesBody, lambda maker, body: maker.chat_requests(body.chat), MessagesAnswer)
+BY_PATH: Mapping[str, API] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:

@@ -21,31 +21,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.sandbox.limited_process import Stop
-from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
-from granite4_neuron.serving.apis import check_model
+from granite4_neuron.serving.answers import Answer
+from granite4_neuron.serving.apis import API, BY_PATH, check_model
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
-from granite4_neuron.serving.message_answer import MessagesAnswer
-from granite4_neuron.serving.messages import MessagesBody, PromptBody
+from granite4_neuron.serving.messages import PromptBody
 from granite4_neuron.serving.middleware import LOG, PATHS, Middleware
 from granite4_neuron.serving.page import page_route
 from granite4_neuron.serving.protocol import (
     Body,
-    ChatBody,
-    CompletionBody,
     DetokenizeBody,
     SamplingBody,
     TokenizeBody,
     parse,
 )
 from granite4_neuron.serving.request_log import HEADER
-from granite4_neuron.serving.response_answer import ResponsesAnswer
-from granite4_neuron.serving.responses import ResponsesBody
-from granite4_neuron.serving.sequences import Prepared
 from granite4_neuron.serving.service import Service
 from granite4_neuron.serving.work_queue import WorkQueue
 
-Asked = TypeVar("Asked", bound=SamplingBody)
 Result = TypeVar("Result")
 
 _PART = 2**16  # bytes
@@ -72,10 +65,8 @@ def make_app(service: Service) -> ASGIApp:
     routes = _Routes(service)
     app.add_route("/v1/models", routes.models, methods=["GET"])
     app.add_route(_MODEL, routes.model, methods=["GET"])
-    app.add_route("/v1/completions", routes.completions, methods=["POST"])
-    app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
-    app.add_route("/v1/responses", routes.responses, methods=["POST"])
-    app.add_route("/v1/messages", routes.messages, methods=["POST"])
+    for path, api in BY_PATH.items():
+        app.add_route(path, partial(routes.generated, api), methods=["POST"])
     app.add_route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"])
     app.add_route("/tokenize", routes.tokenize, methods=["POST"])
     app.add_route("/detokenize", routes.detokenize, methods=["POST"])
@@ -142,40 +133,17 @@ class _Routes:
     async def metrics(self, _: HTTPRequest) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def completions(self, http: HTTPRequest) -> Response:
-        return await self._generated(http, CompletionBody, self._service.maker.completion_requests, CompletionAnswer)
-
-    async def chat_completions(self, http: HTTPRequest) -> Response:
-        return await self._generated(http, ChatBody, self._service.maker.chat_requests, ChatAnswer)
-
-    async def responses(self, http: HTTPRequest) -> Response:
-        def requests(body: ResponsesBody) -> Prepared:
-            return self._service.maker.chat_requests(body.chat)
-
-        return await self._generated(http, ResponsesBody, requests, ResponsesAnswer)
-
-    async def messages(self, http: HTTPRequest) -> Response:
-        def requests(body: MessagesBody) -> Prepared:
-            return self._service.maker.chat_requests(body.chat)
-
-        return await self._generated(http, MessagesBody, requests, MessagesAnswer)
-
     async def count_tokens(self, http: HTTPRequest) -> Response:
         def counted(body: PromptBody) -> Response:
             return json_response({"input_tokens": len(self._service.maker.chat_tokens(body.chat))})
 
         return await self._only_prepared(http, PromptBody, counted)
 
-    async def _generated(
-        self,
-        http: HTTPRequest,
-        kind: type[Asked],
-        make: Callable[[Asked], Prepared],
-        answer: Callable[[TokenTexts, str, Sequence[Request], Asked], Answer],
-    ) -> Response:
+    async def generated(self, api: API, http: HTTPRequest) -> Response:
         content, engine = await self._read(http), self._service.engine
         with engine.preparing():
-            body, prepared = await self._prepared(http, self._service.preparation.prompts, content, kind, make)
+            prompts, make = self._service.preparation.prompts, partial(api.requests, self._service.maker)
+            body, prepared = await self._prepared(http, prompts, content, api.body, make)
         requests = prepared.requests
         self._service.prompt_logprobs.check(requests)
         if prepared.structure is not None:
@@ -183,7 +151,7 @@ class _Routes:
             compiling = self._service.preparation.grammars.run(partial(self._service.maker.constrained, prepared))
             requests = await _unless_gone(http.receive, compiling)
         name = body.model or self._service.model
-        return await self._answer(http, body, answer(self._service.texts, name, requests, body), requests)
+        return await self._answer(http, body, api.answer(self._service.texts, name, requests, body), requests)
 
     async def tokenize(self, http: HTTPRequest) -> Response:
         return await self._only_prepared(http, TokenizeBody, self._tokenized)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from granite4_neuron.engine import Output, TokenLogprob
 from granite4_neuron.generation.tool_calls import CallStart, Content, Piece, ToolCallStream
+from granite4_neuron.serving.identity import new_id
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Block:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_ended: bool = False
     is_cut: bool = False
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=new_id)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from granite4_neuron.engine import Output, Request
 from granite4_neuron.serving.answers import Answer, Event, TokenTexts
 from granite4_neuron.serving.blocks import Begin, Block, Blocks, Change, Delta
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.identity import new_id
 from granite4_neuron.serving.messages import MessagesBody
 
 
@@ -21,7 +21,7 @@ class MessagesAnswer(Answer):
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: MessagesBody):
         super().__init__(texts, model, requests)
         self._blocks = Blocks(body.chat.may_call_tools)
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self._id = f"msg_{new_id()}"
 
     def whole(self) -> dict[str, Any]:
         [outputs] = self._outputs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ from granite4_neuron.engine import Output, Request, TokenLogprob
 from granite4_neuron.serving.answers import Answer, Event, TokenTexts
 from granite4_neuron.serving.blocks import Begin, Block, Blocks, Change, Delta, End
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.identity import new_id, now
 from granite4_neuron.serving.responses import ResponsesBody
 
 
@@ -21,8 +20,8 @@ class ResponsesAnswer(Answer):
         super().__init__(texts, model, requests)
         self._body = body
         self._blocks = Blocks(body.chat.may_call_tools)
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._id = f"resp_{new_id()}"
+        self._created = now()
         self._num_events = 0
 
     def whole(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class ResponsesAnswer(Answer):
         }
         if self.finish_reasons() == ["length"]:
             return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, usage=usage)
-        return self._response("completed", completed_at=int(time.time()), usage=usage)
+        return self._response("completed", completed_at=now(), usage=usage)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body = self._body
