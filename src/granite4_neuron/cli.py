@@ -24,6 +24,7 @@ from granite4_neuron.commands import (
     generate,
     graphs,
     info,
+    measure,
     plan,
     serve,
     tune,
@@ -98,21 +99,8 @@ def parser() -> argparse.ArgumentParser:
         help="how much is logged on standard error (default: warning)",
     )
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
-    for command in (
-        generate,
-        chat,
-        serve,
-        batch,
-        info,
-        check,
-        evaluate,
-        graphs,
-        plan,
-        tune,
-        compile,
-        convert,
-        vllm_check,
-    ):
+    about = info, check, evaluate, graphs, plan, measure, tune
+    for command in (generate, chat, serve, batch, *about, compile, convert, vllm_check):
         command.add_parser(commands)
     return parser
 

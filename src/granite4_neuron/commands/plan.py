@@ -1,4 +1,6 @@
-"""`granite4-neuron plan`: what fits into the memory of a Trainium2 core, and how long a step is predicted to take."""
+"""`granite4-neuron plan`: what fits into the memory of a Trainium2 core, how long a step is predicted to take, and how
+many replicas some traffic needs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, size, write
+from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.config import family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
@@ -39,7 +42,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Add up what each core of an instance holds of a model: weights, state, cache and logits, and "
         "estimates of what a step and each compiled graph need besides, with their upper ends. It exits with 0 if all "
         "of it fits, with 1 if it does not, and with 3 if that is open. Without --model: a line for each member of the "
-        "family. With --latency: how long steps are predicted to take, which is no measurement.",
+        "family. With --latency: how long steps are predicted to take, which is no measurement. With --traffic or "
+        "--rate: how many replicas of a server some traffic needs.",
     )
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
@@ -98,16 +102,27 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="--latency: also what XLA counts in this package's graphs, which takes minutes and needs torch_xla",
     )
+    add_traffic(planner)
     planner.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    has_traffic = options.traffic is not None or options.rate is not None
+    if not has_traffic:
+        check_no_traffic(options)
     if options.latency:
+        if has_traffic:
+            raise UserError("--latency and --traffic or --rate are two questions; ask one.")
         return _plan_latency(options)
     given = {name: getattr(options, name) is not None for name in _LATENCY_DEFAULTS}
     for name, is_given in {**given, "count_graphs": options.count_graphs}.items():
         if is_given:
             raise UserError(f"--{name.replace('_', '-')} belongs to --latency; give that too, or leave it out.")
+    if has_traffic:
+        for name in ("verify", "draft_model", "context"):
+            if getattr(options, name):
+                raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --traffic and --rate.")
+        return plan_traffic(options, lambda: _graph_options(options))
     if options.draft_model is not None and not (options.model and options.verify):
         raise UserError("--draft-model needs --model, and --verify: the number of tokens to verify.")
     return _plan_family(options) if options.model is None else _plan_model(options)

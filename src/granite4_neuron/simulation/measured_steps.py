@@ -1,0 +1,201 @@
+"""Step times that were measured on a machine, as a file has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.simulation.step_times import Curve, CurvesByRows
+
+FORMAT = "granite4-neuron step times"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a file of step times holds.
+
+    model, dtype, backend, machine: of the measurement; dtype of activations and cache, `state_dtype` of SSM states.
+    config: of the model, as in config.json.
+    tokens_per_step, rows_per_step, is_exact_at_any_cut, max_length: of the runtime.
+    decode: rows, tokens of each before the step, seconds of a step with a token of each.
+    prompts: rows, tokens of each, seconds of a step with which they begin.
+    contexts: tokens of a prompt before the step, seconds of a step of `tokens_per_step` further ones.
+    snapshots, restores: tokens, seconds.
+    """
+
+    model: str
+    dtype: str
+    state_dtype: str
+    backend: str
+    machine: str
+    config: dict[str, Any]
+    tokens_per_step: int
+    rows_per_step: int
+    is_exact_at_any_cut: bool
+    max_length: int
+    decode: Sequence[tuple[int, int, float]]
+    prompts: Sequence[tuple[int, int, float]]
+    contexts: Sequence[tuple[int, float]]
+    snapshots: Sequence[tuple[int, float]]
+    restores: Sequence[tuple[int, float]]
+
+    def save(self, file: Path) -> None:
+        """Write a file.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        try:
+            file.write_text(_lines(values), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{file} cannot be written ({error.strerror}).") from None
+
+    @classmethod
+    def load(cls, file: Path) -> Measured:
+        """Read a file that `save` wrote.
+
+        Raises:
+            UserError: it cannot be read, or is not such a file.
+        """
+        if not file.exists():
+            raise UserError(f"{file} does not exist; granite4-neuron measure writes a file of step times.")
+        values = read_object(file)
+        if values.pop("format", None) != FORMAT:
+            raise UserError(f"{file} is not a file of step times; granite4-neuron measure writes one.")
+        if (version := values.pop("version", None)) != VERSION:
+            raise UserError(
+                f"{file} has version {reprlib.repr(version)} of the format and this package reads {VERSION}; measure "
+                "the step times again."
+            )
+        for name, is_right in _CHECKS.items():
+            if not is_right(values.get(name)):
+                wrong = f"{name} is {reprlib.repr(values[name])}" if name in values else f"it has no {name}"
+                raise UserError(f"{file} is damaged or incomplete ({wrong}); measure the step times again.")
+        GraniteMoeHybridConfig.from_dict(values["config"], source=str(file))
+        return cls(**{name: values[name] for name in _CHECKS})
+
+
+class MeasuredSteps:
+    """`StepTimes` between and beyond those that were measured.
+
+    A step of single tokens has the time of its number of rows at their mean length. A step of prompts has that of its
+    rows, each as long as the longest, because that is how they are computed; and what the attention to earlier tokens
+    adds to each. A step of both reads weights once: it has the time of its prompts, and what single tokens add.
+    """
+
+    def __init__(self, measured: Measured):
+        self._decode = CurvesByRows(_by_rows(measured.decode))
+        self._prompts = CurvesByRows(_by_rows(measured.prompts))
+        first = min(measured.contexts)[1] if measured.contexts else 0.0
+        per_token = {context: (seconds - first) / measured.tokens_per_step for context, seconds in measured.contexts}
+        self._attention = Curve(per_token or {0: 0.0})
+        self._snapshots, self._restores = Curve(dict(measured.snapshots)), Curve(dict(measured.restores))
+
+    def step(self, rows: Sequence[Row]) -> float:
+        """Implement `StepTimes.step`."""
+        starts = [row.start for row in rows if _is_single(row)]
+        if len(starts) == len(rows):
+            return float(self.decode(starts, 1)[0])
+        prompts = [row for row in rows if not _is_single(row)]
+        seconds = self._prompts(len(prompts), max(len(row.tokens) for row in prompts))
+        seconds += sum(len(row.tokens) * self._attention(row.start) for row in prompts)
+        if starts:
+            alone = self._decode(1, 0.0)
+            seconds += max(0.0, self._decode(len(starts) + 1, sum(starts) / len(starts)) - alone)
+        return seconds
+
+    def decode(self, starts: Sequence[int], steps: int) -> np.ndarray:
+        """Implement `StepTimes.decode`."""
+        return self._decode.from_on(len(starts), sum(starts) / len(starts), steps)
+
+    def snapshot(self, tokens: int) -> float:
+        """Implement `StepTimes.snapshot`."""
+        return self._snapshots(tokens)
+
+    def restore(self, tokens: int) -> float:
+        """Implement `StepTimes.restore`."""
+        return self._restores(tokens)
+
+    def copy(self, tokens: int) -> float:
+        """Implement `StepTimes.copy`: a copy reads and writes as much as a snapshot."""
+        return self._snapshots(tokens)
+
+
+def _is_single(row: Row) -> bool:
+    return len(row.tokens) == 1 and row.start > 0
+
+
+def _by_rows(table: Sequence[tuple[int, int, float]]) -> dict[int, dict[int, float]]:
+    points: dict[int, dict[int, float]] = {}
+    for rows, x, seconds in table:
+        points.setdefault(rows, {})[x] = seconds
+    return points
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_table(columns: int, least_lines: int = 1):
+    def is_right(value: Any) -> bool:
+        return isinstance(value, list) and len(value) >= least_lines and all(map(is_line, value))
+
+    def is_line(line: Any) -> bool:
+        if not isinstance(line, list) or len(line) != columns:
+            return False
+        *counts, seconds = line
+        return all(type(each) is int and each >= 0 for each in counts) and _is_seconds(seconds)
+
+    return is_right
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_CHECKS: Mapping[str, Any] = {
+    "model": _is_text,
+    "dtype": DTYPES.__contains__,
+    "state_dtype": DTYPES.__contains__,
+    "backend": _is_text,
+    "machine": _is_text,
+    "config": lambda value: isinstance(value, dict),
+    "tokens_per_step": _is_count,
+    "rows_per_step": _is_count,
+    "is_exact_at_any_cut": lambda value: isinstance(value, bool),
+    "max_length": _is_count,
+    "decode": _is_table(3),
+    "prompts": _is_table(3),
+    "contexts": _is_table(2, least_lines=0),
+    "snapshots": _is_table(2),
+    "restores": _is_table(2),
+}
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    """Return JSON with a line for each field, and for each line of a table."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+            return "[\n" + ",\n".join(f"  {json.dumps(line)}" for line in value) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f' "{name}": {text(value)}' for name, value in values.items()) + "\n}\n"

@@ -1,0 +1,168 @@
+"""Measures step times on this machine, for `simulation.measured_steps`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.engine import Engine, PrefixCache, Request
+from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.simulation.measured_steps import Measured
+
+_STEPS = 6  # of decode
+_NEW_TOKENS = 16  # of each sequence, so that none ends while they are measured
+_TURNS = 3
+_SHORT = 64  # tokens before a step of decode, at least
+_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a step's tokens
+
+
+def measure(
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    model: str,
+    backend: str,
+    machine: str,
+    most_rows: int,
+    longest: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured:
+    """Measure steps as an engine runs them: with the choice of tokens and their text.
+
+    Args:
+        model, backend, machine: their names.
+        most_rows: sequences at a time.
+        longest: tokens of a sequence.
+        progress: is called with the number of measurements done, and with that of all.
+    """
+    meter = _Meter(runtime, tokenizer, longest)
+    last = max(1, longest - _NEW_TOKENS)
+    all_rows, contexts = _doubling(1, most_rows), _doubling(min(_SHORT, last), last)
+    shapes = list(_prompt_shapes(runtime, longest))
+    total, done = len(all_rows) * len(contexts) + len(shapes) + 2, 0
+
+    def count(measured):
+        nonlocal done
+        done += 1
+        progress(done, total)
+        return measured
+
+    decode = [(rows, context, count(meter.decode(rows, context))) for context in contexts for rows in all_rows]
+    prompts = [(rows, tokens, count(meter.prompts(rows, tokens))) for rows, tokens in shapes]
+    chunks = count(meter.chunks())
+    snapshots, restores = count(meter.copies(contexts))
+    return Measured(
+        model=model,
+        dtype=str(runtime.dtype).removeprefix("torch."),
+        state_dtype=str(runtime.state_dtype).removeprefix("torch."),
+        backend=backend,
+        machine=machine,
+        config=runtime.config.to_dict(),
+        tokens_per_step=runtime.tokens_per_step,
+        rows_per_step=runtime.rows_per_step,
+        is_exact_at_any_cut=runtime.is_exact_at_any_cut,
+        max_length=longest,
+        decode=sorted(decode),
+        prompts=sorted(prompts),
+        contexts=chunks,
+        snapshots=snapshots,
+        restores=restores,
+    )
+
+
+class _Meter:
+    """Times steps of engines, and a runtime's copies. Prompts are random tokens."""
+
+    def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, longest: int):
+        self._runtime = runtime
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._chance = random.Random(0)
+
+    def decode(self, rows: int, context: int) -> float:
+        """Return the median seconds of a step of single tokens, of which each sequence has about `context` before."""
+        prompt = self._prompt(context)
+        # The first sequence's prompt is run, and the others begin with a copy of its state.
+        engine = self._engine(rows, PrefixCache(self._runtime, None, None))
+        for _ in range(rows):
+            engine.add(self._request(prompt, _NEW_TOKENS))
+        while engine.stats.generated_tokens < rows:
+            engine.step()
+        _step_seconds(engine)
+        return statistics.median(_step_seconds(engine) for _ in range(_STEPS))
+
+    def prompts(self, rows: int, tokens: int) -> float:
+        """Return the median seconds of a step with which prompts begin."""
+        return statistics.median(self._prompt_seconds(rows, tokens) for _ in range(_TURNS))
+
+    def chunks(self) -> list[tuple[int, float]]:
+        """Return the seconds of the steps of a long prompt, each by the tokens before it."""
+        chunk = self._runtime.tokens_per_step
+        count = (self._longest - 1) // chunk
+        turns = []
+        for _ in range(_TURNS):
+            engine = self._engine(1)
+            engine.add(self._request(self._prompt(count * chunk), 1))
+            turns.append([_step_seconds(engine) for _ in range(count)])
+        return [(chunk * at, statistics.median(seconds)) for at, seconds in enumerate(zip(*turns, strict=True))]
+
+    def copies(self, lengths: Sequence[int]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """Return the seconds to keep and to bring back a sequence, by its length."""
+        state = self._runtime.allocate(1, self._longest)
+        snapshots, restores = [], []
+        for length in lengths:
+            taken = [_seconds(partial(self._runtime.snapshot, state, 1, length)) for _ in range(_TURNS)]
+            kept = self._runtime.snapshot(state, 1, length)
+            brought = [_seconds(partial(self._runtime.restore, state, [kept], 1)) for _ in range(_TURNS)]
+            snapshots.append((length, statistics.median(taken)))
+            restores.append((length, statistics.median(brought)))
+        return snapshots, restores
+
+    def _prompt_seconds(self, rows: int, tokens: int) -> float:
+        engine = self._engine(rows)
+        for _ in range(rows):
+            engine.add(self._request(self._prompt(tokens), 1))
+        return _step_seconds(engine)
+
+    def _engine(self, rows: int, cache: PrefixCache | None = None) -> Engine:
+        engine = Engine(self._runtime, rows, max_length=self._longest, tokenizer=self._tokenizer, prefix_cache=cache)
+        engine.warm_up()
+        return engine
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._chance.choices(range(1, self._runtime.config.vocab_size), k=tokens)
+
+    @staticmethod
+    def _request(prompt: Sequence[int], new_tokens: int) -> Request:
+        return Request(prompt, max_tokens=new_tokens, temperature=0, stop_token_ids=[])
+
+
+def _prompt_shapes(runtime: Runtime, longest: int) -> Iterator[tuple[int, int]]:
+    """Yield rows and tokens of each, as far as a step holds them."""
+    for rows in _doubling(1, runtime.rows_per_step):
+        most = min(runtime.tokens_per_step // rows, longest - 1)
+        for tokens in sorted({1, most, *(round(share * most) for share in _SHARES)} - {0}):
+            yield rows, tokens
+
+
+def _doubling(least: int, most: int) -> list[int]:
+    """Return least, twice that, and so on, and most."""
+    numbers = [least]
+    while 2 * numbers[-1] < most:
+        numbers.append(2 * numbers[-1])
+    return numbers if numbers[-1] == most else [*numbers, most]
+
+
+def _step_seconds(engine: Engine) -> float:
+    return _seconds(engine.step)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started

@@ -1,0 +1,88 @@
+"""Step times that are predicted for a Trainium2; see `neuron.analysis.latency`. Nothing here is measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.neuron.analysis.latency import HBM_BYTES_PER_SECOND, latency, step_work
+from granite4_neuron.neuron.analysis.roofline import minimum_of_copy
+from granite4_neuron.runtime.graphs import bucket, pieces
+from granite4_neuron.runtime.interface import Row
+
+
+class PredictedSteps:
+    """`StepTimes` of compiled graphs: of decode for all slots, and of pieces of one prompt after another.
+
+    Each graph sees as many entries of the cache as its bucket has.
+
+    Args:
+        slots: sequences of a graph of decode, whether they run or not.
+        prompt_buckets: tokens of the graphs for prompts. cache_buckets: entries of the cache. Both ascending.
+        experts_decode: how decoded tokens' experts are computed; see `ops.select_operators`.
+
+    Raises:
+        UserError: `tp_degree` does not divide the model.
+    """
+
+    def __init__(
+        self,
+        config: GraniteMoeHybridConfig,
+        tp_degree: int,
+        dtype: torch.dtype,
+        *,
+        slots: int,
+        prompt_buckets: Sequence[int],
+        cache_buckets: Sequence[int],
+        experts_decode: str = "all",
+    ):
+        self._model = config, tp_degree, dtype
+        self._prompt_buckets, self._cache_buckets = prompt_buckets, cache_buckets
+        self._decode = np.array(
+            [
+                latency(step_work(*self._model, slots, 1, each, experts_decode=experts_decode)).predicted
+                for each in cache_buckets
+            ]
+        )
+        self._pieces: dict[tuple[int, int], float] = {}
+
+    def step(self, rows: Sequence[Row]) -> float:
+        """Implement `StepTimes.step`: prompts and single tokens have graphs of their own."""
+        starts = [row.start for row in rows if len(row.tokens) == 1 and row.start > 0]
+        prompts = [row for row in rows if len(row.tokens) > 1 or row.start == 0]
+        decode = float(self.decode(starts, 1)[0]) if starts else 0.0
+        return decode + sum(map(self._prompt, prompts))
+
+    def decode(self, starts: Sequence[int], steps: int) -> np.ndarray:
+        """Implement `StepTimes.decode`."""
+        return self._decode[np.searchsorted(self._cache_buckets, max(starts) + 1 + np.arange(steps))]
+
+    def snapshot(self, tokens: int) -> float:
+        """Implement `StepTimes.snapshot`: 0, because nothing says how fast the host reads the device."""
+        return 0.0
+
+    def restore(self, tokens: int) -> float:
+        """Implement `StepTimes.restore`: 0, as of `snapshot`."""
+        return 0.0
+
+    def copy(self, tokens: int) -> float:
+        """Implement `StepTimes.copy`: of a whole slot, at the rate of HBM."""
+        config, tp_degree, dtype = self._model
+        return minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed / HBM_BYTES_PER_SECOND
+
+    def _prompt(self, row: Row) -> float:
+        cut = pieces(len(row.tokens), self._prompt_buckets)
+        starts = itertools.accumulate(cut[:-1], initial=row.start)
+        return sum(map(self._piece, cut, starts))
+
+    def _piece(self, tokens: int, start: int) -> float:
+        # The last piece's padding may reach beyond the cache, where it is not written.
+        context = bucket(min(start, self._cache_buckets[-1]), self._cache_buckets) if start else 0
+        key = tokens, context
+        if key not in self._pieces:
+            self._pieces[key] = latency(step_work(*self._model, 1, tokens, context)).predicted
+        return self._pieces[key]
