@@ -439,6 +439,7 @@ COMMANDS = (
     "evaluate",
     "graphs",
     "plan",
+    "measure",
     "tune",
     "compile",
     "convert",

@@ -126,10 +126,9 @@ class SimulatedEngine(Engine):
         self._scheduler.admit()
         waiting = len(self._live.waiting)
         step = self._scheduler.schedule()
-        if step.is_prefill:
-            if step.rows:
-                self._choose(step, self._run(step))
-        else:
+        if any(sequence.is_prompt for sequence in step.sequences):
+            self._choose(step, self._run(step))
+        elif step.rows:
             self._decode_on(step, until)
         for output in self._live.outputs:
             self._note(output)

@@ -1,0 +1,152 @@
+"""Step times between those that were measured, those that are predicted, and the files and commands that have them."""
+
+import json
+
+import pytest
+import torch
+
+from granite4_neuron import cli
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import bundled_checkpoint, load
+from granite4_neuron.neuron.analysis.latency import predictions
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps
+from granite4_neuron.simulation.measuring import measure
+from granite4_neuron.simulation.predicted_steps import PredictedSteps
+
+MEASURED = Measured(
+    model="m",
+    dtype="bfloat16",
+    state_dtype="float32",
+    backend="cpu",
+    machine="here",
+    config=GraniteMoeHybridConfig.from_family("h-350m").to_dict(),
+    tokens_per_step=512,
+    rows_per_step=8,
+    is_exact_at_any_cut=True,
+    max_length=4096,
+    decode=[(1, 100, 1.0), (1, 300, 3.0), (1, 500, 3.0), (4, 100, 7.0), (4, 500, 11.0)],
+    prompts=[(1, 1, 1.0), (1, 101, 11.0), (2, 50, 12.0)],
+    contexts=[(0, 10.0), (512, 10.0 + 512), (1024, 10.0 + 3 * 512)],
+    snapshots=[(0, 1.0), (100, 2.0)],
+    restores=[(50, 0.5)],
+)
+
+
+def row(start, tokens):
+    return Row(1, start, range(tokens))
+
+
+def test_measured_steps():
+    steps = MeasuredSteps(MEASURED)
+    assert steps.step([row(100, 1)]) == 1 and steps.step([row(200, 1)]) == 2
+    assert steps.step([row(50, 1)]) == 0.5 and steps.step([row(700, 1)]) == 3  # as the last pieces go on
+    assert steps.step([row(100, 1)] * 4) == 7
+    # Two rows are a third of the way from one to four: of 3 and 9 at their mean length of 300.
+    assert steps.step([row(200, 1), row(400, 1)]) == pytest.approx(3 + 6 / 3)
+    assert steps.step([row(0, 51)]) == 6  # a prompt
+    assert steps.step([row(0, 50), row(0, 20)]) == 12  # each as long as the longest
+    # 51 tokens after 256: half a second of attention each.
+    assert steps.step([row(256, 51)]) == 6 + 51 / 2
+    # Beside a prompt of 51, what four rows take more than one at no length, which is nothing here.
+    assert steps.step([row(0, 51), *[row(100, 1)] * 3]) == 6 + 7
+    assert (steps.snapshot(50), steps.restore(4000)) == (1.5, 0.5)
+
+
+def test_steps_at_once_are_steps():
+    steps = MeasuredSteps(MEASURED)
+    for starts in ([90], [298, 40], [499, 499, 499, 498], [4000]):
+        one_by_one = [steps.step([row(start + step, 1) for start in starts]) for step in range(20)]
+        assert steps.decode(starts, 20) == pytest.approx(one_by_one, rel=1e-12)
+
+
+def test_predicted_steps():
+    config, dtype = GraniteMoeHybridConfig.from_family("h-350m"), torch.bfloat16
+    sizes = dict(slots=4, prompt_buckets=[128, 512], cache_buckets=[256, 2048])
+    steps = PredictedSteps(config, 1, dtype, **sizes)
+
+    def predicted(context, prompt=128):
+        return {line.step: line.latency.predicted for line in predictions(config, 1, dtype, prompt, context, [4])}
+
+    # Whatever runs, all four slots are decoded, and see the bucket that holds the longest.
+    assert steps.step([row(255, 1)]) == steps.step([row(10, 1)] * 3) == predicted(256)["token"]
+    assert steps.decode([254], 4).tolist() == [predicted(256)["token"]] * 2 + [predicted(2048)["token"]] * 2
+    # A prompt of 600 is pieces of 512 and 128, as `plan --latency` has it with another context.
+    first, whole = steps.step([row(0, 512)]), steps.step([row(0, 600)])
+    assert first == predicted(256, 512)["first token, prompt of 512"]
+    assert first < whole < 2 * first
+    assert steps.step([row(0, 512), row(10, 1)]) == first + predicted(256)["token"]
+
+
+def test_measuring(tmp_path):
+    runtime, tokenizer = load(bundled_checkpoint())
+    done = []
+    names = dict(model="tiny", backend="cpu", machine="here")
+    progress = lambda *amounts: done.append(amounts)  # noqa: E731
+    measured = measure(runtime, tokenizer, **names, most_rows=3, longest=600, progress=progress)
+    assert done[-1][0] == done[-1][1] == len(done)
+    assert {line[0] for line in measured.decode} == {1, 2, 3} and {line[1] for line in measured.decode} >= {64, 584}
+    assert {line[0] for line in measured.prompts} == {1, 2, 4, 8}
+    assert (1, 512) in {line[:2] for line in measured.prompts} and [line[0] for line in measured.contexts] == [0]
+    assert all(line[-1] > 0 for table in (measured.decode, measured.prompts, measured.snapshots) for line in table)
+    file = tmp_path / "steps.json"
+    measured.save(file)
+    again = Measured.load(file)
+    rows = [row(100, 1), row(130, 1)]
+    assert MeasuredSteps(again).step(rows) == MeasuredSteps(measured).step(rows)
+
+
+@pytest.fixture
+def steps_file(tmp_path):
+    file = tmp_path / "steps.json"
+    MEASURED.save(file)
+    return file
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(format="x"), "is not a file of step times; granite4-neuron measure writes one"),
+        (dict(version=9), "has version 9 of the format and this package reads 1"),
+        (dict(decode=[]), "is damaged or incomplete (decode is [])"),
+        (dict(prompts=[[1, 2]]), "is damaged or incomplete (prompts is [[1, 2]])"),
+        (dict(restores=[[1, -1.0]]), "is damaged or incomplete (restores is [[1, -1.0]])"),
+        (dict(dtype="float8"), "is damaged or incomplete (dtype is 'float8')"),
+        (dict(config={}), "steps.json"),
+    ],
+)
+def test_a_damaged_file(steps_file, change, message):
+    steps_file.write_text(json.dumps(json.loads(steps_file.read_text()) | change))
+    with pytest.raises(UserError) as refusal:
+        Measured.load(steps_file)
+    assert message in str(refusal.value)
+
+
+def test_plan(steps_file, tmp_path, capsys):
+    """Prompts of 101 take 11 s, and further tokens a second. With one of them each 5 s one replica is not enough."""
+    traffic = tmp_path / "traffic.jsonl"
+    requests = [dict(arrival=5 * at, prompt_tokens=101, answer_tokens=2, conversation=at % 5) for at in range(20)]
+    traffic.write_text("".join(json.dumps(each) + "\n" for each in requests))
+    plot = tmp_path / "plot.svg"
+    options = ["--steps", str(steps_file), "--prefix-cache", "0", "--replicas", "1", "4", "--price", "2"]
+    status = cli.main(["plan", "--traffic", str(traffic), *options, "--first-token", "14", "--plot", str(plot)])
+    answer, *table = capsys.readouterr().out.splitlines()
+    assert status == 0 and answer.startswith("4 replicas are enough for 95 % of first tokens within 14 s: 11 s, at")
+    assert "A million new tokens cost" in answer and "measured on here" in table[0]
+    assert [line.split("│")[1:3] for line in table if line.startswith("│")][1:] == [
+        [" 4        ", " spread        "],
+        [" 4        ", " kept          "],
+    ]
+    assert "<svg" in plot.read_text()
+    status = cli.main(["plan", "--traffic", str(traffic), *options, "--first-token", "5"])
+    assert status == 1
+    assert capsys.readouterr().out.startswith("4 replicas are not enough for 95 % of first tokens within 5 s: the best")
+
+
+def test_plan_of_predicted_steps(capsys):
+    rate = ["--rate", "2", "--prompt-length", "200", "--output-length", "uniform:5:20", "--num-requests", "30"]
+    for backend in ("nxdi", "torch"):
+        assert cli.main(["plan", *rate, "--model", "h-350m", "--backend", backend, "--batch-size", "12"]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("1 replica is enough") and "predicted and not measured" in output
