@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
@@ -109,7 +107,7 @@ class MeasuredSteps:
         """Implement `StepTimes.step`."""
         starts = [row.start for row in rows if _is_single(row)]
         if len(starts) == len(rows):
-            return float(self.decode(starts, 1)[0])
+            return self.decode(starts, 1)[0]
         prompts = [row for row in rows if not _is_single(row)]
         seconds = self._prompts(len(prompts), max(len(row.tokens) for row in prompts))
         seconds += sum(len(row.tokens) * self._attention(row.start) for row in prompts)
@@ -118,7 +116,7 @@ class MeasuredSteps:
             seconds += max(0.0, self._decode(len(starts) + 1, sum(starts) / len(starts)) - alone)
         return seconds
 
-    def decode(self, starts: Sequence[int], steps: int) -> np.ndarray:
+    def decode(self, starts: Sequence[int], steps: int) -> list[float]:
         """Implement `StepTimes.decode`."""
         return self._decode.from_on(len(starts), sum(starts) / len(starts), steps)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -42,24 +41,26 @@ class PredictedSteps:
     ):
         self._model = config, tp_degree, dtype
         self._prompt_buckets, self._cache_buckets = prompt_buckets, cache_buckets
-        self._decode = np.array(
-            [
-                latency(step_work(*self._model, slots, 1, each, experts_decode=experts_decode)).predicted
-                for each in cache_buckets
-            ]
-        )
+        self._decode = {
+            each: latency(step_work(*self._model, slots, 1, each, experts_decode=experts_decode)).predicted
+            for each in cache_buckets
+        }
         self._pieces: dict[tuple[int, int], float] = {}
 
     def step(self, rows: Sequence[Row]) -> float:
         """Implement `StepTimes.step`: prompts and single tokens have graphs of their own."""
         starts = [row.start for row in rows if len(row.tokens) == 1 and row.start > 0]
         prompts = [row for row in rows if len(row.tokens) > 1 or row.start == 0]
-        decode = float(self.decode(starts, 1)[0]) if starts else 0.0
+        decode = self.decode(starts, 1)[0] if starts else 0.0
         return decode + sum(map(self._prompt, prompts))
 
-    def decode(self, starts: Sequence[int], steps: int) -> np.ndarray:
+    def decode(self, starts: Sequence[int], steps: int) -> list[float]:
         """Implement `StepTimes.decode`."""
-        return self._decode[np.searchsorted(self._cache_buckets, max(starts) + 1 + np.arange(steps))]
+        longest, seconds = max(starts) + 1, list[float]()
+        while len(seconds) < steps:
+            of_bucket = bucket(longest + len(seconds), self._cache_buckets)
+            seconds += [self._decode[of_bucket]] * min(of_bucket - longest - len(seconds) + 1, steps - len(seconds))
+        return seconds
 
     def snapshot(self, tokens: int) -> float:
         """Implement `StepTimes.snapshot`: 0, because nothing says how fast the host reads the device."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -19,6 +18,7 @@ from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
+_FIRST_PART = 16
 _WITHOUT_MODEL = "a simulated runtime has no model."
 
 
@@ -101,16 +101,29 @@ class SimulatedRuntime:
         self.clock += self.steps.step(rows)
         return cast(torch.Tensor, [self.logits] * len(rows))  # an engine only iterates over them
 
-    def run_decode(self, starts: Sequence[int], most: int, until: float) -> np.ndarray:
+    def run_decode(self, starts: Sequence[int], most: int, until: float) -> list[float]:
         """Run up to `most` steps of single tokens, those that begin before `until`, and at least one.
 
         Returns:
-            the clock after each: [steps].
+            the clock after each.
         """
-        ends = np.cumsum(np.concatenate(([self.clock], self.steps.decode(starts, most))))[1:]
-        ends = ends[: np.searchsorted(ends, until) + 1]
-        self.clock = float(ends[-1])
+        ends: list[float] = []
+        now = self.clock
+        for seconds in self._decode_seconds(starts, most):
+            now += seconds
+            ends.append(now)
+            if now >= until:
+                break
+        self.clock = now
         return ends
+
+    def _decode_seconds(self, starts: Sequence[int], most: int) -> Iterator[float]:
+        """Yield the seconds of up to `most` steps. They are asked for in parts, of which few are needed mostly."""
+        done, part = 0, _FIRST_PART
+        while done < most:
+            part = min(part, most - done)
+            yield from self.steps.decode([start + done for start in starts] if done else starts, part)
+            done, part = done + part, 4 * part
 
     def decode(self, state: HybridState | None, rows: Sequence[Row]) -> Decoded:
         """Implement `Runtime.decode`.

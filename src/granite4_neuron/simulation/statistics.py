@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _PER_DOUBLING = 128  # bins: numbers of a bin differ by half a percent
+_ZERO = -(2**31)  # a bin of its own
 
 
 class Histogram:
@@ -15,20 +17,23 @@ class Histogram:
 
     def add(self, value: float, count: int = 1) -> None:
         """Add a number so many times."""
-        number = math.floor(math.log2(value) * _PER_DOUBLING) if value > 0 else -(2**31)
-        of_bin = self._bins.get(number)
-        if of_bin is None:
-            self._bins[number] = [count, count * value]
+        self._add(_bin_of(value), count, count * value)
+
+    def add_all(self, values: Sequence[float], count: int) -> None:
+        """Add each of some numbers so many times."""
+        if not values:
+            return
+        number = _bin_of(min(values))
+        if number == _bin_of(max(values)):
+            self._add(number, count * len(values), count * sum(values))
         else:
-            of_bin[0] += count
-            of_bin[1] += count * value
+            for value in values:
+                self.add(value, count)
 
     def merge(self, other: Histogram) -> None:
         """Add the numbers of another histogram."""
         for number, (count, total) in other._bins.items():
-            mine = self._bins.setdefault(number, [0, 0.0])
-            mine[0] += count
-            mine[1] += total
+            self._add(number, count, total)
 
     @property
     def count(self) -> int:
@@ -44,3 +49,12 @@ class Histogram:
             if rank <= 0:
                 return total / count
         return math.nan
+
+    def _add(self, number: int, count: float, total: float) -> None:
+        of_bin = self._bins.setdefault(number, [0, 0.0])
+        of_bin[0] += count
+        of_bin[1] += total
+
+
+def _bin_of(value: float) -> int:
+    return math.floor(math.log2(value) * _PER_DOUBLING) if value > 0 else _ZERO

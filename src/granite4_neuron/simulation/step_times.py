@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from granite4_neuron.runtime.interface import Row
 
 
@@ -18,8 +16,8 @@ class StepTimes(Protocol):
     def step(self, rows: Sequence[Row]) -> float:
         """Return the seconds of a step of these rows, prompts or single tokens or both."""
 
-    def decode(self, starts: Sequence[int], steps: int) -> np.ndarray:
-        """Return the seconds of so many steps, one after another, of single tokens: [steps], float64.
+    def decode(self, starts: Sequence[int], steps: int) -> list[float]:
+        """Return the seconds of so many steps, one after another, of single tokens.
 
         Args:
             starts: the length of each sequence before the first of them.
@@ -51,12 +49,13 @@ class Curve:
         first, value, slope, _ = self._piece(x)
         return max(0.0, value + slope * (x - first))
 
-    def from_on(self, x: float, steps: int) -> np.ndarray:
-        """Return the values at x, x + 1, ...: [steps]."""
+    def from_on(self, x: float, steps: int) -> list[float]:
+        """Return the values at x, x + 1 and so on."""
         first, value, slope, end = self._piece(x)
         if x + steps - 1 > end:
-            return np.array([self(x + step) for step in range(steps)])
-        return np.maximum(0.0, value + slope * (x + np.arange(steps) - first))
+            return [self(x + step) for step in range(steps)]
+        value += slope * (x - first)
+        return [max(0.0, value + slope * step) for step in range(steps)]
 
     def _piece(self, x: float) -> tuple[float, float, float, float]:
         """Return a piece: its first point, its slope, and where it ends."""
@@ -78,11 +77,13 @@ class CurvesByRows:
         """Return the value for so many rows at `x`."""
         return max(0.0, sum(weight * curve(x) for weight, curve in self._weighted(rows)))
 
-    def from_on(self, rows: int, x: float, steps: int) -> np.ndarray:
-        """Return the values at x, x + 1, ...: [steps]."""
-        if steps == 1:
-            return np.array([self(rows, x)])
-        return np.maximum(0.0, sum(weight * curve.from_on(x, steps) for weight, curve in self._weighted(rows)))
+    def from_on(self, rows: int, x: float, steps: int) -> list[float]:
+        """Return the values at x, x + 1 and so on."""
+        (weight, curve), *others = self._weighted(rows)
+        values = [weight * value for value in curve.from_on(x, steps)]
+        for weight, curve in others:
+            values = [sum + weight * value for sum, value in zip(values, curve.from_on(x, steps), strict=True)]
+        return [max(0.0, value) for value in values] if others else values
 
     def _weighted(self, rows: int) -> list[tuple[float, Curve]]:
         if len(self._rows) == 1:

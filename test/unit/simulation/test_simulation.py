@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from granite4_neuron.engine import Engine, PrefixCache, Request, SlotPrefixCache
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.simulation.engine import SimulatedEngine
 from granite4_neuron.simulation.replicas import simulate
 from granite4_neuron.simulation.runtime import SimulatedRuntime
@@ -30,7 +31,7 @@ class Linear:
         return sum(10 / len(rows) + len(row.tokens) + self.context * row.start for row in rows)
 
     def decode(self, starts, steps):
-        return 10.0 + len(starts) + self.context * (sum(starts) + len(starts) * np.arange(steps))
+        return [self.step([Row(1, start + at, [0]) for start in starts]) for at in range(steps)]
 
     def snapshot(self, tokens):
         return self.of_copy * (1 + tokens)

@@ -71,7 +71,7 @@ def test_predicted_steps():
 
     # Whatever runs, all four slots are decoded, and see the bucket that holds the longest.
     assert steps.step([row(255, 1)]) == steps.step([row(10, 1)] * 3) == predicted(256)["token"]
-    assert steps.decode([254], 4).tolist() == [predicted(256)["token"]] * 2 + [predicted(2048)["token"]] * 2
+    assert steps.decode([254], 4) == [predicted(256)["token"]] * 2 + [predicted(2048)["token"]] * 2
     # A prompt of 600 is pieces of 512 and 128, as `plan --latency` has it with another context.
     first, whole = steps.step([row(0, 512)]), steps.step([row(0, 600)])
     assert first == predicted(256, 512)["first token, prompt of 512"]
