@@ -8,6 +8,8 @@ there is a node, with or without a recurrent state.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,10 +294,13 @@ class PrefixCache:
             parent = node
             node = Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
             parent.children[tokens[0]] = node
+            if len(parent.children) <= 2:
+                parent.note_change()
             self._stats.num_bytes += node.tokens_bytes
         recurrent = recurrent_state(snapshot.tensors)
         num_bytes = logits.nbytes + sum(tensor.nbytes for tensor in recurrent.values())
         node.entry = Entry(recurrent, logits.clone(), num_bytes)
+        node.note_change()
         self._stats.num_bytes += num_bytes
         self._stats.snapshots += 1
         self._entries.touch(node)
@@ -319,7 +324,8 @@ class PrefixCache:
 
     def _bytes_in_use(self, neighbour: Node) -> int:
         """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""
-        used = [node for node in self._entries if node.users]
+        # There may be far more entries than sequences that run; a node of a tree that was forgotten is none of them.
+        used = {prefix.node for prefix in self._found if prefix.node in self._entries}
         nodes = {node for each in (*used, neighbour) for node in each.path}
         return sum(node.entry_bytes for node in used) + sum(node.tokens_bytes for node in nodes)
 
@@ -329,6 +335,7 @@ class PrefixCache:
         self._stats.evictions += 1
         self._entries.remove(node)
         node.entry = None
+        node.note_change()
         self._prune(node, neighbour)
 
     def _prune(self, node: Node, neighbour: Node | None = None) -> None:
@@ -337,6 +344,8 @@ class PrefixCache:
             self._stats.num_bytes -= node.tokens_bytes
             del node.parent.children[node.tokens[0]]
             node = node.parent
+            if len(node.children) <= 1:
+                node.note_change()
 
     def _num_bytes(self, tokens: int) -> int:
         """Return the bytes of an entry with the keys and values of this many tokens."""
@@ -347,5 +356,5 @@ class PrefixCache:
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
+    differences = itertools.compress(itertools.count(), map(operator.ne, some, others))
+    return next(differences, min(len(some), len(others)))

@@ -52,6 +52,7 @@ class Node:
     users: prefixes that `PrefixCache.match_prefix` returned of it and somebody still holds; while there are any, it is
         not evicted.
     last_use: the number of look-ups when it was kept or found last.
+    tokens_bytes: the bytes of its keys and values.
     """
 
     parent: Node | None
@@ -63,6 +64,11 @@ class Node:
     continuations: int = 0
     users: WeakSet = field(default_factory=WeakSet)
     last_use: int = 0
+    tokens_bytes: int = field(init=False)
+    _saved_per_byte: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.tokens_bytes = _bytes_of(self.keys_and_values)
 
     @property
     def start(self) -> int:
@@ -100,11 +106,6 @@ class Node:
         return 0 if self.entry is None else self.entry.num_bytes
 
     @property
-    def tokens_bytes(self) -> int:
-        """The bytes of its keys and values."""
-        return sum(tensor.nbytes for tensor in self.keys_and_values.values())
-
-    @property
     def saved_tokens(self) -> int:
         """How many tokens fewer are run if a prompt finds this entry rather than the nearest above it that will last:
         one where sequences diverged.
@@ -125,6 +126,23 @@ class Node:
             freed += node.tokens_bytes
         return freed
 
+    @property
+    def saved_per_byte(self) -> float:
+        """`saved_tokens` over `freed_bytes`. It is kept until `note_change`, because each eviction asks for many."""
+        if self._saved_per_byte is None:
+            self._saved_per_byte = self.saved_tokens / self.freed_bytes
+        return self._saved_per_byte
+
+    def note_change(self) -> None:
+        """Have `saved_per_byte` calculated again, here and below: call it after a change of the entry, of which kind
+        it is, or of whether there are no children, one or more.
+        """
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            node._saved_per_byte = None
+            nodes += node.children.values()
+
     def split(self, child: Node, length: int) -> Node:
         """Insert a node between this one and a child, after the first `length` of the child's tokens; return it."""
         first, rest = child.tokens[:length], child.tokens[length:]
@@ -134,7 +152,13 @@ class Node:
         self.children[first[0]] = middle
         child.parent, child.tokens = middle, rest
         child.keys_and_values = cut_keys_and_values(child.keys_and_values, length, length + len(rest))
+        child.tokens_bytes = _bytes_of(child.keys_and_values)
+        middle.note_change()
         return middle
+
+
+def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class Entries:
@@ -161,6 +185,9 @@ class Entries:
     def __iter__(self) -> Iterator[Node]:
         return itertools.chain.from_iterable(self._of_kind)
 
+    def __contains__(self, node: Node) -> bool:
+        return node in self._of_kind[node.kind]
+
     def record_match(self, found: Node | None) -> None:
         """Count a look-up, and the entry that it found, if any."""
         self._look_ups += 1
@@ -181,6 +208,8 @@ class Entries:
         """Record that one more sequence goes on from a node, which may be an entry."""
         is_entry = self._of_kind[node.kind].pop(node, self) is None
         node.continuations += 1
+        if node.continuations == NodeKind.BRANCH:
+            node.note_change()
         if is_entry:
             self._of_kind[node.kind][node] = None
 
@@ -189,10 +218,13 @@ class Entries:
 
     def victim(self) -> Node:
         """Return the entry to evict: one without users; there must be one."""
-        worth: dict[Node, float] = {}
+        victim, least = None, math.inf
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
             unused = (entry for entry in entries if not entry.users)
             for entry in itertools.islice(unused, _MOST_COMPARED):
                 age = self._look_ups - entry.last_use + 1
-                worth[entry] = found / seen * entry.saved_tokens / entry.freed_bytes / math.sqrt(age)
-        return min(worth, key=worth.__getitem__)
+                worth = found / seen * entry.saved_per_byte / math.sqrt(age)
+                if worth < least:
+                    victim, least = entry, worth
+        assert victim is not None
+        return victim

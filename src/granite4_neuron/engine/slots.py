@@ -107,7 +107,8 @@ class Slots:
 
     def free(self, in_use: Collection[int]) -> list[int]:
         """Return the slots for sequences that are not in use."""
-        return [slot for slot in range(1, self._num_sequences + 1) if slot not in in_use]
+        taken = set(in_use)
+        return [slot for slot in range(1, self._num_sequences + 1) if slot not in taken]
 
     def renew(self) -> None:
         """Have the state allocated again before a slot is taken. None may be in use."""

@@ -142,9 +142,11 @@ class SimulatedEngine(Engine):
         self._scheduler.admit()
         waiting = len(self._live.waiting)
         step = self._scheduler.schedule()
-        if any(sequence.is_prompt for sequence in step.sequences):
+        if not step.rows:
+            pass  # the cache has whole prompts
+        elif step.sequences[-1].is_prompt:  # prompts are the last rows
             self._choose(step, self._run(step))
-        elif step.rows:
+        else:
             self._decode_on(step, until)
         for output in self._live.outputs:
             self._note(output)
@@ -157,7 +159,6 @@ class SimulatedEngine(Engine):
         which a snapshot is due.
         """
         sequences = cast(Sequence[SimulatedSequence], step.sequences)
-        last_time = self.runtime.clock
         most = min([sequence.left for sequence in sequences]) if len(sequences) == len(self._live.running) else 1
         ends = self.runtime.run_decode([row.start for row in step.rows], most, until)
         steps = len(ends)
@@ -175,13 +176,10 @@ class SimulatedEngine(Engine):
             self._live.count(sequence, 1, self.runtime.logits, [sequence.append(0)])
             sequence.look_ahead(self._prefixes.interval)
         now = ends[-1] = self.runtime.clock  # the last tokens come after the snapshots that end their sequences
-        waited_longer = 0
+        for last_time, group in itertools.groupby([sequence.last_time for sequence in sequences]):
+            self.gaps.add(ends[0] - cast(float, last_time), sum(1 for _ in group))
         for sequence in sequences:
-            if sequence.last_time != last_time:  # a prompt of others came between
-                self.gaps.add(ends[0] - cast(float, sequence.last_time))
-                waited_longer += 1
             sequence.last_time = now
-        self.gaps.add(ends[0] - last_time, len(sequences) - waited_longer)
         self.gaps.add_all([end - before for before, end in itertools.pairwise(ends)], len(sequences))
 
     def _note(self, output: Output) -> None:

@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import PrefixCache
 from granite4_neuron.engine import prefix_tree as module
 from granite4_neuron.engine.prefix_tree import Entries, Entry, Node, NodeKind
+from granite4_neuron.state.snapshot import Snapshot
 
 # How the kinds are taken to be found before any look-up: ends of sequences, places gone on from, places of divergence.
 FOUND, SEEN = (1.0, 0.1, 2.0), (1, 1, 1)
@@ -155,3 +158,37 @@ def test_a_place_that_is_gone_on_from_changes_its_kind_as_an_entry_only():
     assert list(entries) == [node] and node.kind is NodeKind.BRANCH
     entries.remove(node)
     assert not list(entries)
+
+
+class _Sizes:
+    """As much of a runtime as a prefix cache needs: snapshots of ten bytes, and three for each token."""
+
+    config = GraniteMoeHybridConfig.from_family("h-350m")
+    dtype = state_dtype = torch.float32
+    tokens_per_step = 4
+    cannot = fingerprint = ()
+
+    def snapshot(self, state, slot, length, start=0):
+        key, recurrent = torch.empty(1, length - start, 3, dtype=torch.uint8), torch.empty(10, dtype=torch.uint8)
+        return Snapshot(start, length, {"0.key": key, "0.ssm_state": recurrent}, self.dtype, self.fingerprint)
+
+    def prepare_snapshot(self, is_wanted):
+        pass
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_what_is_saved_per_byte_is_up_to_date(data):
+    """However a cache's tree has grown and lost entries, what nodes remember is what they would calculate."""
+    cache, held = PrefixCache(_Sizes(), data.draw(st.sampled_from([60, 150, 400])), None), []
+    cache._num_bytes = lambda tokens: 10 + 3 * tokens
+    for _ in range(data.draw(st.integers(1, 40))):
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
+        if data.draw(st.booleans()):
+            cache.insert(tokens, None, 1, torch.zeros(1))
+        elif (prefix := cache.match_prefix(tokens)) is not None and data.draw(st.booleans()):
+            held = [*held[-1:], prefix]
+        for entry in cache._entries:
+            assert entry.saved_per_byte == entry.saved_tokens / entry.freed_bytes
+        assert {prefix.node for prefix in held} <= set(cache._entries)
+        assert cache.stats.num_bytes <= cache.max_bytes
