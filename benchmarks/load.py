@@ -100,7 +100,7 @@ async def ask_all(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits) as client:
         model = await _model(client, address)
-        chance, places = random.Random(seed), asyncio.Semaphore(concurrency or len(asked))
+        places = asyncio.Semaphore(concurrency or len(asked))
         started = time.perf_counter()
 
         async def ask(question: Question, moment: float) -> Answer:
@@ -108,13 +108,13 @@ async def ask_all(
             async with places:
                 return await _ask(client, address, model, question)
 
-        moments = list(_moments(len(asked), request_rate, chance))
-        answers = await asyncio.gather(*map(ask, asked, moments))
+        answers = await asyncio.gather(*map(ask, asked, moments(len(asked), request_rate, seed)))
         return Run(answers, time.perf_counter() - started)
 
 
-def _moments(number: int, request_rate: float | None, chance: random.Random) -> Iterator[float]:
-    moment = 0.0
+def moments(number: int, request_rate: float | None, seed: int) -> Iterator[float]:
+    """Yield when `ask_all` sends each question, in seconds."""
+    chance, moment = random.Random(seed), 0.0
     for _ in range(number):
         yield moment
         moment += chance.expovariate(request_rate) if request_rate else 0.0

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
-from benchmarks.load import Answer, Lengths, Run, ask_all, questions, random_tokens
+from benchmarks.load import Answer, Lengths, Question, Run, ask_all, moments, questions, random_tokens
 from granite4_neuron.commands.options import at_least, check_folder_of, number_in, write_json
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.errors import UserError
@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code, 1 if a request failed."""
     options = _parser().parse_args(arguments)
     check_folder_of(options.json)
+    check_folder_of(options.traffic)
+    if options.traffic and options.concurrency:
+        raise UserError("--traffic needs requests that do not wait for others; leave --concurrency out.")
     check_plot(options.plot)
     limits = _goodput_limits(options.goodput)
     runs = asyncio.run(_measure(_servers(options.servers), options))
@@ -88,11 +91,23 @@ async def _measure(servers: dict[str, str], options: argparse.Namespace) -> dict
         number = options.num_requests if repeat else options.warmup
         seed = options.seed + repeat + 1
         asked = questions(number, prompts, outputs, prefix, options.vocab_size, random.Random(seed))
+        if repeat == 1 and options.traffic:
+            _write_traffic(options.traffic, asked, len(prefix), options.request_rate, seed)
         for server, address in servers.items():
             run = await ask_all(address, asked, *(pace if repeat else (1, None)), seed)
             if repeat:
                 runs[server].append(run)
     return runs
+
+
+def _write_traffic(file: Path, asked: Sequence[Question], prefix: int, rate: float | None, seed: int) -> None:
+    """Write questions as a file of traffic for `granite4-neuron plan`."""
+    shared = dict(prefix="shared", prefix_tokens=prefix) if prefix else {}
+    lines = []
+    for question, moment in zip(asked, moments(len(asked), rate, seed), strict=True):
+        lengths = dict(prompt_tokens=len(question.prompt), answer_tokens=question.new_tokens)
+        lines.append(json.dumps(dict(arrival=moment, **lengths, **shared)))
+    write_json(file, "\n".join(lines) + "\n")
 
 
 def _result(server: str, runs: Sequence[Run], limits: dict[str, float]) -> Result:
@@ -233,6 +248,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the prompts and moments")
     parser.add_argument(
         "--goodput", nargs="+", default=[], metavar="LIMIT", help="such as first-token:1000 per-token:50 total:9000, ms"
+    )
+    parser.add_argument(
+        "--traffic",
+        type=Path,
+        metavar="FILE",
+        help="write the requests of the first turn to this file, for granite4-neuron plan",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     add_plot(parser, "the numbers")

@@ -10,8 +10,9 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from benchmarks import serving as benchmark
-from benchmarks.load import Answer, Lengths, Run, questions
+from benchmarks.load import Answer, Lengths, Run, moments, questions
 from granite4_neuron import UserError, load
+from granite4_neuron.simulation.traffic import read_traffic
 from test.support.serving import serving
 
 
@@ -52,8 +53,12 @@ def test_plot(server, tmp_path):
 
 def test_a_shared_prefix_and_moments(server, tmp_path):
     options = "--prompt-length 50 --shared-prefix 40 --output-length 2 --num-requests 4 --request-rate 50 --warmup 2"
-    status, (a, _) = measure(server, tmp_path, *options.split(), "--goodput", "total:0")
+    traffic = tmp_path / "traffic.jsonl"
+    status, (a, _) = measure(server, tmp_path, *options.split(), "--goodput", "total:0", "--traffic", str(traffic))
     assert status == 0 and a["cached_tokens"] >= 4 * 40 and a["goodput_requests_per_second"] == 0
+    arrivals = read_traffic(traffic)
+    assert [(each.prompt, each.answer, each.parts[0].length) for each in arrivals] == [(50, 2, 40)] * 4
+    assert [each.time for each in arrivals] == list(moments(4, 50, 2))
 
 
 def test_refused_requests_are_counted(server, tmp_path, capsys):
