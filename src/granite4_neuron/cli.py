@@ -30,6 +30,7 @@ from granite4_neuron.commands import (
     tune,
     vllm_check,
 )
+from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.output import OutputError
 from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         prog="granite4-neuron",
         description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     parser.add_argument(

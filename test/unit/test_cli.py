@@ -26,6 +26,7 @@ from granite4_neuron.cli import main, parser
 from granite4_neuron.neuron.analysis.graphs import GraphReport
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
 from granite4_neuron.neuron.analysis.roofline import Minimum
+from granite4_neuron.neuron.stand_ins import SOURCES
 from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import file_name, write_launch_parameters
 
@@ -464,6 +465,31 @@ def test_help_explains_every_option(run, command):
         assert not action.option_strings or action.option_strings[-1] in output
 
 
+@pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS)], ids=" ".join)
+def test_help_fits_into_a_terminal(run, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _, output, _ = run(*command, "--help")
+    texts, _, _ = output.partition("examples:")
+    wide = [line for line in texts.splitlines() if len(line) > 58]
+    assert all(re.match(r"usage:| *[-\[{]", line) for line in wide), "only an option with its values may be wider"
+
+
+DAILY = {
+    "chat": ["--model", "--system", "--max-tokens", "--verbose", "--temperature"],
+    "serve": ["--model", "--host", "--port", "--api-key", "--max-num-seqs", "--max-model-len"],
+}
+
+
+@pytest.mark.parametrize("command", DAILY)
+def test_help_begins_with_what_one_needs_daily(run, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, output, _ = run(command, "--help")
+    usage, _, options = output.partition("options:")
+    assert usage.count("\n") < 10
+    named = re.findall(r"^  (--[\w-]+)", options, re.MULTILINE)
+    assert named[: len(DAILY[command])] == DAILY[command]
+
+
 def test_a_bare_command_prints_help(run):
     assert run() == run("--help")
 
@@ -581,6 +607,72 @@ def test_the_command_that_installs_torch_xla():
     requirements = Path(__file__).parents[2] / "requirements" / "xla.txt"
     for requirement in re.findall(r"'(.*?)'", neuron_sdk.INSTALL_TORCH_XLA):
         assert requirement in requirements.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "backend, missing, message",
+    [
+        ("xla", "torch_xla", neuron_sdk.INSTALL_TORCH_XLA),
+        ("torch", "torch_mlir", neuron_sdk.INSTALL_TORCH_MLIR),
+        ("nxdi", "torch_xla", "pip install -r requirements/nxdi.txt"),
+        ("nxdi", "torch_neuronx", "git clone https://github.com/aws-neuron/neuronx-distributed-inference"),
+    ],
+)
+def test_graphs_name_the_command_that_installs_what_is_missing(run, monkeypatch, backend, missing, message):
+    there = importlib.util.find_spec
+    found = {missing: None} | ({"torch_xla": there("json")} if missing == "torch_neuronx" else {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[name] if name in found else there(name))
+    monkeypatch.setitem(sys.modules, missing, None)
+    for name in SOURCES:
+        monkeypatch.delenv(name, raising=False)
+    status, _, error = run("graphs", "--backend", backend, "--buckets", "16", "--max-length", "32")
+    assert status == 2 and message in error
+
+
+class TestPlots:
+    """What commands draw, read as the text of an SVG file."""
+
+    @pytest.fixture
+    def drawn(self, run, tmp_path, monkeypatch):
+        matplotlib = pytest.importorskip("matplotlib", reason="granite4-neuron[plot] is not installed")
+        monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+
+        def draw(*arguments):
+            file = tmp_path / "plot.svg"
+            status, output, error = run(*arguments, "--plot", file)
+            assert status == 0, error
+            return output, file.read_text()
+
+        return draw
+
+    def test_of_evaluate(self, drawn, texting_folder, tmp_path):
+        (tmp_path / "text").write_text("Words that a model has never seen. " * 6)
+        common = ("evaluate", tmp_path / "text", "--model", texting_folder)
+        _, alone = drawn(*common)
+        assert "perplexity" in alone and "divergence" not in alone
+        _, compared = drawn(*common, "--compare", "bfloat16")
+        assert all(f">{text}<" in compared for text in ("float32", "bfloat16", "divergence from float32"))
+
+    def test_of_predicted_latency(self, drawn):
+        output, drawing = drawn("plan", "--model", "h-350m", "--latency")
+        steps = re.findall(r"^[│|] (\w[\w ,.]*?) +[│|] +(\d+) +[│|]", output, re.MULTILINE)
+        assert steps and all(f">{step}, batch {batch}<" in drawing for step, batch in steps)
+
+    def test_of_tuning_which_shows_progress(self, drawn, run, tmp_path, monkeypatch):
+        from granite4_neuron.runtime import tuning
+
+        monkeypatch.setattr(tuning, "_step_times", lambda model, name, value: [value / 1000] * 3)
+        monkeypatch.setattr(tuning.cpu, "has_fused_kernels", lambda: True)
+        monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
+        output, drawing = drawn("tune", "--output", tmp_path / "tuned")
+        assert "chunk_size is 32: 32.00 ms with 32" in output and ">heads_per_task: 1<" in drawing
+        _, _, error = run("tune", "--output", tmp_path / "tuned")
+        assert "65/65" in error and "values" in error, "13 values, each in 5 turns"
+
+    def test_without_matplotlib(self, run, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        status, _, error = run("plan", "--model", "h-350m", "--latency", "--plot", tmp_path / "x.png")
+        assert status == 2 and "--plot needs matplotlib; install it with: pip install 'granite4-neuron[plot]'" in error
 
 
 class TestNeuronSdkIsMissing:

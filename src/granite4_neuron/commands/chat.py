@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
 from granite4_neuron.commands.chat_session import COMMANDS, Session
+from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
-    add_model,
+    add_model_alone,
+    add_revision,
     add_runtime,
     add_sampling,
     at_least,
@@ -43,14 +45,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="talk to a model",
         description="Talk to a model, turn by turn. Each turn runs its new tokens only. Ctrl-C stops an answer, Ctrl-D "
         "leaves, and /help lists what else can be typed. Without a terminal each line of standard input is a message.",
+        usage="%(prog)s [--model MODEL] [--system TEXT] [option ...]",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
+    # First what one needs daily.
+    add_model_alone(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
-    for name, what in (("tools", "functions, as OpenAI's API describes them"), ("documents", "to answer from")):
-        chat.add_argument(f"--{name}", metavar="FILE", help=f"a JSON list of {name} for the chat template: {what}")
-    add_model(chat)
-    add_adapters(chat, "the first one answers, and /set adapter changes to another")
     chat.add_argument(
         "--max-tokens",
         type=at_least(1),
@@ -58,22 +59,29 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="most tokens of an answer (default: %(default)s)",
     )
-    chat.add_argument(
+    chat.add_argument("--verbose", action="store_true", help="report the speed of each answer")
+    add_sampling(chat)
+    conversation = chat.add_argument_group("conversation")
+    for name, what in (("tools", "functions, as OpenAI's API describes them"), ("documents", "to answer from")):
+        help = f"a JSON list of {name} for the chat template: {what}"
+        conversation.add_argument(f"--{name}", metavar="FILE", help=help)
+    add_json_schema(conversation)
+    conversation.add_argument(
         "--max-length",
         type=at_least(2),
         metavar="N",
         help="most tokens of the conversation (default: the model's limit)",
     )
-    chat.add_argument("--verbose", action="store_true", help="report the speed of each answer")
-    add_json_schema(chat)
-    add_sampling(chat)
-    chat.add_argument(
+    conversation.add_argument(
         "--prefix-cache",
         default=CACHE_SIZE,
         metavar="SIZE",
         help="memory for the states of turns, which /undo and /retry need; a draft model takes as much again "
         "(default: %(default)s)",
     )
+    model = chat.add_argument_group("model")
+    add_revision(model)
+    add_adapters(model, "the first one answers, and /set adapter changes to another")
     add_speculation(chat.add_argument_group("speculation"))
     add_runtime(chat)
     chat.set_defaults(run=run)

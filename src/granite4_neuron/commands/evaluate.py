@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
+from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config import MAMBA
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 REFERENCE = "float32"
 FORMATS = (*DTYPES, *QUANTIZATIONS)
 DEFAULT_WINDOW = 4096
+_MOST_NATS = 700  # per token in a plot: e to the power of more is beyond double precision
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         f"{', '.join(FORMATS)}. Quantized weights have activations in --dtype. All are in memory at a time",
     )
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    add_plot(evaluate, "the perplexity along the text, and of --compare the divergences,")
     add_runtime(evaluate)
     evaluate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     check_folder_of(options.json)
+    check_plot(options.plot)
     if options.compare and (options.backend != "cpu" or options.quantize):
         raise UserError(
             "--compare chooses the weights of the backend cpu by itself; leave out --quantize and --backend."
@@ -133,6 +138,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         evaluations = [_evaluation(scores[0], num_bytes)]
         _print(evaluations[0], len(windows))
+    if options.plot:
+        _plot(evaluations, scores, options.plot)
     if options.json:
         write_json(options.json, json.dumps([asdict(each) for each in evaluations], indent=2) + "\n")
     return 0
@@ -229,3 +236,22 @@ def _table(evaluations: Sequence[Evaluation]) -> Table:
             f"{each.decode_tokens_per_second:.1f}",
         )
     return table
+
+
+def _plot(evaluations: Sequence[Evaluation], scores: Sequence[Score], file: Path) -> None:
+    """Draw the perplexity of the tokens up to each place in the text, and what --compare compares."""
+    from matplotlib.figure import Figure
+
+    compared = [each for each in evaluations if each.format is not None]
+    figure = Figure(figsize=(10 if compared else 6, 4), layout="constrained")
+    panels = figure.subplots(1, 2 if compared else 1, squeeze=False)[0]
+    for evaluation, score in zip(evaluations, scores, strict=True):
+        tokens, nats = zip(*score.progress, strict=True)
+        perplexities = [math.exp(min(total / count, _MOST_NATS)) for count, total in zip(tokens, nats, strict=True)]
+        panels[0].plot(tokens, perplexities, label=evaluation.format)
+    panels[0].set(xlabel="tokens scored", ylabel="perplexity", title="of the tokens so far")
+    if compared:
+        panels[0].legend()
+        panels[1].bar([each.format for each in compared], [each.kl_divergence for each in compared])
+        panels[1].set(ylabel="nats per token", title=f"divergence from {REFERENCE}")
+    save_plot(figure, file)

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
     add_model,
@@ -46,8 +47,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "generate",
         help="continue prompts",
         description="Continue one prompt, printing text as it comes, or several at once as a batch.",
+        usage="%(prog)s [PROMPT ...] [--model MODEL] [option ...]",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     generate.add_argument("prompt", nargs="*", help="the text to continue; several make a batch")
     generate.add_argument("--file", help="read the prompt from this file, or from standard input with -")

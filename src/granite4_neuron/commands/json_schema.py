@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from granite4_neuron.runtime.interface import Runtime
 
 
-def add_json_schema(parser: argparse.ArgumentParser) -> None:
+def add_json_schema(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--json-schema",
         metavar="FILE_OR_TEXT",

@@ -74,13 +74,23 @@ def _shown(number: str) -> str:
     return number if len(number) <= _SHOWN_DIGITS else f"{number[:_SHOWN_DIGITS]}..."
 
 
-def add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
+def add_model(parser: argparse._ActionsContainer, family: bool = False) -> None:
+    """Add --model and --revision; with `family`, a member of the family is a model too."""
+    add_model_alone(parser, family)
+    add_revision(parser)
+
+
+def add_model_alone(parser: argparse._ActionsContainer, family: bool = False) -> None:
+    """Add --model; --revision, which few need, is to follow in a later group."""
     names = f", or one of {', '.join(family_names())}" if family else ""
     parser.add_argument(
         "--model",
         help=f"a checkpoint folder, a GGUF file or a Hugging Face id{names} (default: the small model that comes with "
         "the package)",
     )
+
+
+def add_revision(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face id")
 
 
@@ -167,7 +177,6 @@ def backend_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the options of the generated text, named as in `engine.SamplingParams`."""
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
     sampling = parser.add_argument_group(
         "sampling", "defaults are those of the checkpoint's generation_config.json, mostly greedy"
     )
@@ -194,6 +203,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--seed", type=at_least(0, 2**63 - 1), metavar="N", help="seed of the random numbers, for repeatable texts"
     )
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:

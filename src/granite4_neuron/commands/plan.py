@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
@@ -17,6 +19,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
+from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config import family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
@@ -25,7 +28,7 @@ from granite4_neuron.neuron_sdk import INSTANCES
 
 if TYPE_CHECKING:
     from granite4_neuron.config import GraniteMoeHybridConfig
-    from granite4_neuron.neuron.analysis import plan
+    from granite4_neuron.neuron.analysis import latency, plan
     from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
     from granite4_neuron.neuron.analysis.graph_memory import GraphMemory
 
@@ -102,6 +105,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="--latency: also what XLA counts in this package's graphs, which takes minutes and needs torch_xla",
     )
+    add_plot(planner, "what --latency predicts, or of --traffic and --rate latencies over the rate of requests,")
     add_traffic(planner)
     planner.set_defaults(run=run)
 
@@ -110,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     has_traffic = options.traffic is not None or options.rate is not None
     if not has_traffic:
         check_no_traffic(options)
+    if options.plot is not None and not (options.latency or has_traffic):
+        raise UserError("--plot belongs to --latency, --traffic or --rate; give one of these, or leave it out.")
     if options.latency:
         if has_traffic:
             raise UserError("--latency and --traffic or --rate are two questions; ask one.")
@@ -139,6 +145,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
+    check_plot(options.plot)
     for name in ("verify", "draft_model", "token_buckets"):
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --latency.")
@@ -175,6 +182,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
             line.latency.limit,
         )
     print_table(table)
+    if options.plot:
+        _plot_latency(lines, table.title, options.plot)
     write(
         "Predicted, not measured. The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
@@ -194,6 +203,24 @@ def _plan_latency(options: argparse.Namespace) -> int:
         "benchmarks/predicted_latency.py lists them."
     )
     return 0
+
+
+def _plot_latency(lines: Sequence[latency.Prediction], title: str, file: Path) -> None:
+    """Draw the predicted time of each step beside its lower bound, and the tokens a second."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1 + 0.4 * len(lines)), layout="constrained")
+    of_steps, of_tokens = figure.subplots(1, 2, sharey=True)
+    names = [f"{line.step}, batch {line.batch_size}" for line in lines]
+    of_steps.barh(names, [1e3 * line.latency.predicted for line in lines], color="C1", label="predicted")
+    of_steps.barh(names, [1e3 * line.latency.bound for line in lines], color="C0", label="bound")
+    of_steps.set(xlabel="ms of a step", xscale="log")
+    of_steps.invert_yaxis()
+    of_steps.legend()
+    of_tokens.barh(names, [line.tokens_per_second for line in lines])
+    of_tokens.set(xlabel="tokens/s, predicted", xscale="log")
+    figure.suptitle(f"{title}; predicted, not measured", fontsize="small")
+    save_plot(figure, file)
 
 
 def _plan_model(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
+from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.errors import UserError
 
@@ -38,7 +38,6 @@ DEFAULTS: dict[str, Any] = {
     "prefix_cache": "1GiB",
     "first_token": 2.0,
     "price": None,
-    "plot": None,
 }
 _OF_RATE = ("prompt_length", "output_length", "shared_prefix", "num_requests", "seed")
 _FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the rate, in a plot
@@ -107,7 +106,6 @@ def add_traffic(planner: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"as of serve: memory of a replica's prefix cache, 0 for none (default: {DEFAULTS['prefix_cache']})",
     )
-    add_plot(group, "latencies over the rate of requests")
 
 
 def check_no_traffic(options: argparse.Namespace) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.options import (
-    add_model,
+    add_model_alone,
+    add_revision,
     add_runtime,
     at_least,
     load_runtime,
@@ -63,26 +65,40 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="serve a model with OpenAI's API",
         description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM, SIGHUP or Ctrl-C. Then "
         "the server finishes the requests that it has, for --shutdown-timeout at most, and refuses new ones.",
+        usage="%(prog)s [--model MODEL] [--host HOST] [--port N] [option ...]",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
-    add_model(serve)
-    add_adapters(serve, "a request names it as its model")
-    address = serve.add_argument_group("clients")
-    address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    address.add_argument(
+    # First what one needs daily.
+    add_model_alone(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument(
         "--port", type=at_least(0, 65535), default=8000, metavar="N", help="0 for any (default: %(default)s)"
     )
-    address.add_argument(
+    serve.add_argument(
         "--api-key",
         metavar="KEY",
         help=f"key that clients must send (default: the environment variable {_KEY_VARIABLE}, which does not show in "
         "the list of processes, or none)",
     )
-    address.add_argument(
+    serve.add_argument(
+        "--max-num-seqs", type=at_least(1), default=8, metavar="N", help="texts at a time (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--max-model-len",
+        type=at_least(2),
+        metavar="N",
+        help=f"most tokens of a text, prompt and new ones (default: {_MODEL_LEN}, or the model's longest if less)",
+    )
+    model = serve.add_argument_group("model")
+    model.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model for clients (default: the last part of --model)"
     )
-    address.add_argument(
+    add_revision(model)
+    add_adapters(model, "a request names it as its model")
+    pages = serve.add_argument_group("web pages")
+    pages.add_argument("--no-page", action="store_true", help="do not show a chat at http://HOST:PORT/")
+    pages.add_argument(
         "--allowed-origins",
         nargs="+",
         type=_origin,
@@ -90,11 +106,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="ORIGIN",
         help="web pages that may use the server from a browser, such as https://example.org; null for files, * for all",
     )
-    address.add_argument("--no-page", action="store_true", help="do not show a chat at http://HOST:PORT/")
     limits = serve.add_argument_group("limits")
-    limits.add_argument(
-        "--max-num-seqs", type=at_least(1), default=8, metavar="N", help="texts at a time (default: %(default)s)"
-    )
     limits.add_argument(
         "--max-gap",
         type=number_in(0, includes_least=False),
@@ -109,12 +121,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=64,
         metavar="N",
         help="texts that may wait; further requests are refused with status 429 (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-model-len",
-        type=at_least(2),
-        metavar="N",
-        help=f"most tokens of a text, prompt and new ones (default: {_MODEL_LEN}, or the model's longest if less)",
     )
     limits.add_argument(
         "--max-tokens",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
     MOST_THREADS,
@@ -16,8 +18,12 @@ from granite4_neuron.commands.options import (
     model_or_bundled,
     use_threads,
 )
-from granite4_neuron.commands.output import write
+from granite4_neuron.commands.output import ProgressBar, write
+from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from granite4_neuron.runtime.tuning import Choice
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -37,11 +43,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     tune.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder to write to; its files for other sizes stay"
     )
+    add_plot(tune, "the measured times")
     tune.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     check_folder_of(options.output)
+    check_plot(options.plot)
     if options.output.exists() and not options.output.is_dir():
         raise UserError(f"--output is {options.output}, which is not a folder.")
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
@@ -52,13 +60,27 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.runtime.tuning import tune
 
     use_threads(options)
-    chosen = {}
-    for name, seconds, value in tune(config, dtype_of(stored_dtype)):
-        times = ", ".join(f"{1e3 * median:.2f} ms with {choice}" for choice, median in seconds.items())
+    with ProgressBar("measuring", "values") as progress:
+        choices = list(tune(config, dtype_of(stored_dtype), progress))
+    for name, seconds, value in choices:
+        times = ", ".join(f"{1e3 * median:.2f} ms with {each}" for each, median in seconds.items())
         write(f"{name} is {value}: {times}")
-        chosen[name] = value
+    if options.plot:
+        _plot(choices, options.plot)
     file = options.output / file_name(config.mamba_d_head, config.mamba_d_state, torch.float32)
     options.output.mkdir(exist_ok=True)
-    write_launch_parameters(file, LaunchParameters(**chosen))
+    write_launch_parameters(file, LaunchParameters(**{choice.name: choice.value for choice in choices}))
     print(f"wrote {file}", file=sys.stderr)
     return 0
+
+
+def _plot(choices: Sequence[Choice], file: Path) -> None:
+    """Draw the times of each parameter's values, with the chosen one in another colour."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(choices), 4), layout="constrained")
+    for axes, choice in zip(figure.subplots(1, len(choices)), choices, strict=True):
+        colors = ["C1" if value == choice.value else "C0" for value in choice.seconds]
+        axes.bar(list(map(str, choice.seconds)), [1e3 * each for each in choice.seconds.values()], color=colors)
+        axes.set(title=f"{choice.name}: {choice.value}", ylabel="ms")
+    save_plot(figure, file)

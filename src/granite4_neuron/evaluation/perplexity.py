@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
@@ -40,6 +40,7 @@ class Score:
     divergence: Kullback-Leibler divergence from the first model's next-token distributions to this one's, in nats,
         summed over the scored tokens.
     run_tokens, seconds: the tokens and the time of the steps, without the scoring.
+    progress: tokens and nats so far, after each piece of the text.
     """
 
     tokens: int = 0
@@ -47,6 +48,7 @@ class Score:
     divergence: float = 0.0
     run_tokens: int = 0
     seconds: float = 0.0
+    progress: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
@@ -173,6 +175,7 @@ def _add(scores: Sequence[Score], logits: Sequence[torch.Tensor], targets: Seque
             score.tokens += len(expected)
             score.nats -= log_probabilities.gather(1, expected).sum().item()
             score.divergence += F.kl_div(log_probabilities, reference, reduction="sum", log_target=True).item()
+            score.progress.append((score.tokens, score.nats))
 
 
 def _exp(value: float) -> float:

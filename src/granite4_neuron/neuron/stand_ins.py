@@ -19,6 +19,10 @@ from granite4_neuron.errors import UserError
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
 ABSENT = "torch_neuronx.nki_op"  # of PyTorch's own device for Neuron, for which nothing stands in
 PLATFORM = "trn2"
+_GET_SOURCES = (
+    "git clone https://github.com/aws-neuron/neuronx-distributed-inference && "
+    "git clone https://github.com/aws-neuron/neuronx-distributed"
+)
 # Environment variables that name checkouts, and the package below src/ in each.
 SOURCES = {"NXDI_SRC": "neuronx_distributed_inference", "NXD_SRC": "neuronx_distributed"}
 
@@ -30,10 +34,16 @@ def why_not_importable() -> str | None:
         UserError: one of the variables `SOURCES` is set, and does not name a checkout.
     """
     if importlib.util.find_spec("torch_xla") is None:
-        return "torch_xla is not installed (requirements/nxdi.txt)"
+        return (
+            "torch_xla is not installed; in a checkout, install what is needed, in an environment of its own, with: "
+            "pip install -r requirements/nxdi.txt"
+        )
     if importlib.util.find_spec("torch_neuronx") is None:
         if not all(os.environ.get(name) for name in SOURCES):
-            return f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources"
+            return (
+                f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources; "
+                f"get them with: {_GET_SOURCES}"
+            )
         install(*(checkout(name, f"src/{package}") for name, package in SOURCES.items()))
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -43,8 +43,15 @@ class Choice(NamedTuple):
     value: int
 
 
-def tune(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Choice]:
+def tune(
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Choice]:
     """Measure each launch parameter, in steps of a few Mamba layers of the model with random weights.
+
+    Args:
+        progress: called with (values measured, values to measure); each is measured several times.
 
     Raises:
         UserError: the model has no Mamba layers, or there are no fused kernels here.
@@ -54,6 +61,8 @@ def tune(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Choice]
     if not cpu.has_fused_kernels():
         raise UserError("the fused kernels, which tuning measures, need a C++ compiler.")
     config = replace(config, vocab_size=256, num_local_experts=0)
+    done, total = 0, _TURNS * sum(len(CHOICES[name]) for name in vars(HEURISTIC))
+    progress(done, total)
     for name, default in vars(HEURISTIC).items():
         layers = _STEPS[name][1]
         few = replace(config, layer_types=(MAMBA,) * layers, num_hidden_layers=layers)
@@ -62,6 +71,8 @@ def tune(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Choice]
         for _ in range(_TURNS):  # in turns, so that all values are measured under the same load
             for value, measured in times.items():
                 measured += _step_times(model, name, value)
+                done += 1
+                progress(done, total)
         seconds = {value: statistics.median(measured) for value, measured in times.items()}
         fastest = min(seconds, key=seconds.__getitem__)
         yield Choice(name, seconds, default if seconds[default] <= (1 + MARGIN) * seconds[fastest] else fastest)

@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from granite4_neuron.neuron.analysis.collective_lowering import lower_collectives
 from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
+from granite4_neuron.neuron_sdk import INSTALL_TORCH_MLIR
 
 aten = torch.ops.aten
 
@@ -77,7 +78,8 @@ def check_installed() -> None:
     """
     for package, use in (("torch_mlir", "lowered"), ("jax", "counted")):
         if importlib.util.find_spec(package) is None:
-            raise ToolsMissing(f"graphs of PyTorch devices are {use} by {package}, which is not installed.")
+            missing = f"graphs of PyTorch devices are {use} by {package}, which is not installed"
+            raise ToolsMissing(f"{missing}; {INSTALL_TORCH_MLIR}.")
 
 
 @dataclass(frozen=True)
