@@ -1,8 +1,6 @@
-"""The chat at /: what the server sends, and what a browser makes of it."""
+"""The chat at /: what the server sends, and what a person finds in a browser."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
-import base64
-import hashlib
 import json
 import re
 import time
@@ -14,16 +12,49 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import chat, load
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.ops import cpu
+from granite4_neuron.serving.page import page_files
 from test.support.browser import browser, executable
 from test.support.serving import MODEL, serving
 
 QUESTION = "What is the assert statement?"
 KEY = "sésame"
+WITH_KEY = {"Authorization": f"Bearer {KEY}".encode()}
+ADAPTER = "red"
+GREEDY = {"max_tokens": "12", "temperature": "0"}
+LONG = {"max_tokens": "4000", "temperature": "5", "seed": "2"}  # with this seed it does not end by itself
+
+MARKDOWN = """# <script>document.title = "run"</script>
+
+<img src="https://elsewhere.example/a.png"> ![a picture](https://elsewhere.example/b.png) [bad](javascript:alert(1))
+[a link][below]
+
+السلام عليكم
+
+1. one
+
+2. two
+   - nested
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```py
+def f():
+    return "<b>"
+```
+
+[below]: https://example.org/
+"""
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    return load(dtype=torch.float32)
+def tiny(tmp_path_factory):
+    peft = pytest.importorskip("test.support.adapters", reason="peft is not installed")
+    folder = peft.save_adapter(bundled_checkpoint(), tmp_path_factory.mktemp("adapters") / ADAPTER)
+    return load(dtype=torch.float32, adapters={ADAPTER: folder} if cpu.has_fused_kernels() else {})
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +63,42 @@ def server(tiny):
         yield server
 
 
-def test_it_is_one_file_that_loads_nothing(server):
-    answer = httpx.get(f"{server.address}/")
-    assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert not re.findall(r"""\bsrc=|https?:|//[a-z]|@import|url\(|style="|\son[a-z]+=""", answer.text)
-    assert re.findall(r'href="(.*?)"', answer.text) == ["data:,"]
-    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
-    for kind in ("script", "style"):
-        [text] = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+def test_files(server):
+    """None needs the key, and the page is made of nothing else."""
+    files = dict(page_files())
+    texts = {}
+    for path in files:
+        answer = httpx.get(server.address + path)
+        assert answer.status_code == 200
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        policy = dict(part.strip().partition(" ")[::2] for part in answer.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["trusted-types"] == policy["frame-ancestors"] == "'none'"
+        assert {value for name, value in policy.items() if name.endswith("-src")} == {"'none'", "'self'"}
+        assert policy["require-trusted-types-for"] == "'script'"
+        texts[path] = answer.text
+    assert not re.search(r'style="|\son[a-z]+=|https?:|<script(?! type="module" src=")', texts["/"])
+    loaded = {f"/{path}" for path in re.findall(r'(?:src|href)="(.*?)"', texts["/"])}
+    loaded |= {f"/page/{name}" for text in texts.values() for name in re.findall(r'from "\./(.*?)"', text)}
+    assert loaded == files.keys() - {"/"}
+
+
+def test_markdown_needs_the_key(server):
+    def post(headers, text="*a*"):
+        return httpx.post(f"{server.address}/page/markdown", json={"text": text}, headers=headers)
+
+    assert post({}).status_code == 401
+    assert post(WITH_KEY).json() == {"blocks": [{"line": 0, "node": ["p", {}, [["em", {}, ["a"]]]]}]}
+    assert post(WITH_KEY, 1).json()["error"]["param"] == "text"
+    assert post({**WITH_KEY, "Origin": "https://elsewhere.example"}).status_code == 403
 
 
 def test_hosts_and_the_option(tiny, server):
     assert httpx.get(f"{server.address}/", headers={"Host": "elsewhere.example"}).status_code == 403
-    assert httpx.post(f"{server.address}/").status_code == 405
+    assert httpx.post(f"{server.address}/", headers=WITH_KEY).status_code == 405
+    assert httpx.get(f"{server.address}/page/nothing.js", headers=WITH_KEY).status_code == 404
     with serving(*tiny, has_page=False) as other:
-        assert httpx.get(f"{other.address}/").status_code == 404
+        for path in ("/", "/page/main.js", "/page/markdown"):
+            assert httpx.get(other.address + path).status_code == 404
 
 
 @pytest.fixture(scope="module")
@@ -57,95 +106,438 @@ def page(server, tmp_path_factory):
     if executable() is None:
         pytest.skip("there is no Chromium (apt-get install chromium)")
     with browser(tmp_path_factory.mktemp("profile")) as page:
+        page.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+        page.resize(1000, 700)
         yield page
 
 
 @pytest.fixture
 def opened(server, page):
-    """Open the page, give it the key, and return functions to fill a field, to ask, and to wait for the answer."""
+    """Open the page in a browser that keeps nothing from before, and give it the key."""
+    page.call("Page.navigate", url="about:blank")
+    page.call("Storage.clearDataForOrigin", origin=server.address, storageTypes="all")
     page.open(f"{server.address}/")
-    page.until("document.getElementById('status').textContent.includes('API key')")
-    fill(page, key=KEY)
-    page.until(f"document.getElementById('model').textContent === '{MODEL}'")
+    page.until("document.getElementById('notices').textContent.includes('needs an API key')")
+    page.run("sessionStorage.clear(); document.querySelector('.notice button').click()")
+    page.until("document.activeElement.id === 'key'")
+    page.type(KEY)
+    page.press("Escape")
+    page.until(f"document.getElementById('model').value === '{MODEL}' && !document.querySelector('.notice')")
     return page
 
 
-def fill(page, **fields):
-    for name, value in fields.items():
-        target = f"document.getElementById({json.dumps(name)})"
-        page.run(f"{target}.value = {json.dumps(str(value))}; {target}.dispatchEvent(new Event('change')); 1")
+def set_fields(page, **values):
+    """Put texts into settings, as somebody who types."""
+    for name, value in values.items():
+        page.run(
+            f"document.getElementById('{name}').value = {json.dumps(value)}; "
+            f"document.getElementById('{name}').dispatchEvent(new Event('input', {{bubbles: true}}))"
+        )
 
 
-def ask(page, text, **fields):
-    fill(page, text=text, **fields)
-    page.run("document.getElementById('send').click()")
+def send(page, text):
+    page.run("document.getElementById('text').focus()")
+    page.type(text)
+    page.press("Enter")
 
 
-def texts(page):
-    return page.run("[...document.querySelectorAll('.message')].map((each) => each.textContent)")
+def click(page, selector, number=0):
+    page.run(f"document.querySelectorAll({json.dumps(selector)})[{number}].click()")
 
 
-def wait(page):
-    page.until("!document.getElementById('send').hidden")
-    return page.run("document.getElementById('status').textContent")
+def ask(page, text, **settings):
+    set_fields(page, **settings)
+    send(page, text)
+    return finished(page)
 
 
-def test_turns_and_options(opened, tiny):
-    ask(opened, QUESTION, system="be brief", max_tokens=12, temperature=0)
-    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
-    assert re.fullmatch(r"12 tokens, [\d.]+ tokens/s, first after [\d.]+ s", wait(opened))
-    first = chat(*tiny, talk, max_tokens=12)
-    assert texts(opened) == [QUESTION, first]
-    ask(opened, "<b>Go on</b>", temperature=1.5, seed=3, top_k=9)
-    wait(opened)
-    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "<b>Go on</b>"}]
-    second = chat(*tiny, talk, max_tokens=12, temperature=1.5, seed=3, top_k=9)
-    assert texts(opened) == [QUESTION, first, "<b>Go on</b>", second]
-    opened.run("document.getElementById('new').click()")
-    assert texts(opened) == []
+def finished(page):
+    """Wait until no answer is being written; return the messages that are shown, as they are kept."""
+    page.until("document.getElementById('stop').hidden")
+    return said(page)
 
 
-def test_stop(opened, server):
-    ask(opened, "List statements", max_tokens=4000, temperature=2, seed=1)
-    opened.until("document.querySelectorAll('.message')[1]?.textContent.length > 20")
-    opened.run("document.getElementById('stop').click()")
-    wait(opened)
-    assert len(texts(opened)[1]) > 20
+def kept(page):
+    """Return all chats that the browser keeps."""
+    return page.run(
+        "new Promise((done) => indexedDB.open('granite4-neuron').onsuccess = (event) => "
+        "event.target.result.transaction('chats').objectStore('chats').getAll().onsuccess = "
+        "(event) => done(event.target.result))"
+    )
+
+
+def shown_chat(page):
+    id = page.run("location.hash.slice(1)")
+    return next((chat for chat in kept(page) if chat["id"] == id), None)
+
+
+def said(page):
+    """Return the texts of the messages that are shown, as the browser keeps them."""
+    chat, texts = shown_chat(page), []
+    id = chat["leaf"] if chat else None
+    while id is not None:
+        message = chat["messages"][id]
+        texts.insert(0, message["content"])
+        id = message["parent"]
+    return texts
+
+
+def text_of(page, selector):
+    return page.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.innerText.trim())")
+
+
+def talk(*texts, system=None):
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return first + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_turns_settings_and_reload(opened, tiny):
+    texts = ask(opened, QUESTION, system="be brief", **GREEDY)
+    first = chat(*tiny, talk(QUESTION, system="be brief"), max_tokens=12)
+    assert texts == [QUESTION, first]
+    texts = ask(opened, "<b>Go on</b>", temperature="1.5", seed="3", top_k="9", min_p=" .01 ")
+    options = dict(temperature=1.5, seed=3, top_k=9, min_p=0.01)
+    second = chat(*tiny, talk(QUESTION, first, "<b>Go on</b>", system="be brief"), max_tokens=12, **options)
+    assert texts == [QUESTION, first, "<b>Go on</b>", second]
+    assert text_of(opened, ".user .content") == [QUESTION, "<b>Go on</b>"]
+    assert re.search(rf"{MODEL}: 12 tokens, [\d.]+ tokens/s, first after [\d.]+ s", text_of(opened, ".tools")[1])
+    opened.type("a draft")
+    opened.call("Page.reload")
+    opened.until("document.querySelectorAll('.message').length === 4")
+    assert said(opened) == texts
+    assert opened.run("['text', 'system', 'seed'].map((id) => document.getElementById(id).value)") == [
+        "a draft",
+        "be brief",
+        "3",
+    ]
+    click(opened, "#new")
+    opened.until("!document.querySelector('.message')")
+    assert text_of(opened, "#chats .open") == [QUESTION] and opened.run("document.getElementById('text').value") == ""
+
+
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+def test_an_adapter(opened, tiny):
+    assert opened.run("[...document.getElementById('model').options].map((each) => each.value)") == [MODEL, ADAPTER]
+    opened.run(
+        f"document.getElementById('model').value = '{ADAPTER}'; "
+        "document.getElementById('model').dispatchEvent(new Event('change'))"
+    )
+    assert ask(opened, QUESTION, **GREEDY)[1] == chat(*tiny, talk(QUESTION), max_tokens=12, adapter=ADAPTER)
+
+
+def test_edit_and_regenerate_lose_nothing(opened, tiny):
+    ask(opened, QUESTION, **GREEDY)
+    before = ask(opened, "Go on")
+    click(opened, ".edit")
+    opened.until("document.activeElement.ariaLabel === 'Edit the message'")
+    opened.run("document.activeElement.select()")
+    opened.type("What is pass?")
+    opened.press("Enter")
+    opened.until("document.querySelectorAll('.message').length === 2")
+    edited = finished(opened)
+    assert edited == ["What is pass?", chat(*tiny, talk("What is pass?"), max_tokens=12)]
+    click(opened, ".regenerate")
+    opened.until("document.querySelectorAll('.versions').length === 2")
+    assert finished(opened) == edited  # it is greedy
+    assert text_of(opened, ".versions span") == ["2/2", "2/2"]
+    click(opened, ".versions button")
+    opened.until("document.querySelectorAll('.message').length === 4")
+    opened.until("document.activeElement.ariaLabel === 'Later version'")  # the focus stays
+    assert text_of(opened, ".user .content") == [QUESTION, "Go on"]
+    assert len(shown_chat(opened)["messages"]) == 7
+    click(opened, ".edit", 1)
+    opened.press("Escape")
+    assert finished(opened) == before and opened.run("document.activeElement.className") == "edit"
+
+
+def test_stop_and_continue(opened, server):
+    set_fields(opened, **LONG)
+    send(opened, "List statements")
+    opened.until("document.querySelector('.assistant')?.innerText.length > 200")
+    opened.type("What is")
+    opened.press("Enter", shift=True)
+    opened.type("typed meanwhile?")
+    opened.press("Enter")
+    assert "still being written" in text_of(opened, "#status")[0]
+    opened.press("Escape")
+    texts = finished(opened)
+    assert len(texts) == 2 and len(texts[1]) > 100
+    assert opened.run("document.getElementById('text').value") == "What is\ntyped meanwhile?"
     end = time.monotonic() + 60
     while server.engine.num_running:
         assert time.monotonic() < end, "the server stops too"
-    ask(opened, "And now?", max_tokens=3)
-    wait(opened)
-    assert len(texts(opened)) == 4, "the conversation goes on"
+    set_fields(opened, max_tokens="5")
+    click(opened, ".continue")
+    opened.until("document.querySelector('.assistant .tools').innerText.includes('limit of tokens')")
+    longer = finished(opened)
+    assert len(longer) == 2 and longer[1].startswith(texts[1]) and len(longer[1]) > len(texts[1])
 
 
-def test_errors(opened):
-    ask(opened, QUESTION, max_tokens=5000)
-    assert "max_tokens is 5000" in wait(opened)
-    assert texts(opened) == [] and opened.run("document.getElementById('text').value") == QUESTION
-    ask(opened, QUESTION, max_tokens=3, key="wrong")
-    wait(opened)
-    opened.until("document.getElementById('status').textContent.includes('API key')")
-    assert texts(opened) == []
+def test_settings_are_checked(opened):
+    set_fields(opened, top_k="1e")
+    send(opened, QUESTION)
+    opened.until("document.activeElement.id === 'top_k'")
+    assert text_of(opened, "#top_k-problem") == ["Top k must be a whole number from 0 up, and is “1e”."]
+    assert opened.run("document.activeElement.ariaInvalid") == "true"
+    opened.press("Escape")
+    assert opened.run("document.getElementById('text').value") == QUESTION and kept(opened) == []
+    for name, values in {"temperature": ("-1", "1,5", "NaN"), "top_p": ("0", "1.1"), "seed": ("1.5", "9" * 17)}.items():
+        for value in values:
+            set_fields(opened, top_k="10", **{name: value})
+            assert value in opened.run(f"document.getElementById('{name}-problem').textContent")
+        set_fields(opened, **{name: ""})
+    opened.press("Enter")
+    assert len(finished(opened)) == 2
+
+
+def test_what_the_server_refuses(opened):
+    assert ask(opened, QUESTION, max_tokens="5000") == [QUESTION]
+    assert "max_tokens is 5000" in text_of(opened, ".unanswered")[0]
+    opened.type("typed meanwhile")
+    set_fields(opened, max_tokens="3")
+    click(opened, "#retry")
+    opened.until("document.querySelectorAll('.regenerate').length === 1")
+    assert len(finished(opened)) == 2 and opened.run("document.getElementById('text').value") == "typed meanwhile"
+
+
+def test_the_server_is_away_and_back(opened, server):
+    offline = dict(latency=0, downloadThroughput=-1, uploadThroughput=-1)
+    opened.call("Network.emulateNetworkConditions", offline=True, **offline)
+    assert ask(opened, QUESTION, **GREEDY) == [QUESTION]
+    assert "does not answer" in text_of(opened, "#notices")[0] and "Not answered." in text_of(opened, ".unanswered")[0]
+    opened.type("typed meanwhile")
+    opened.call("Network.emulateNetworkConditions", offline=False, **offline)
+    opened.until("!document.querySelector('.notice')")
+    assert text_of(opened, "#status") == ["The server is back."]
+    click(opened, "#retry")
+    opened.until("document.querySelectorAll('.regenerate').length === 1")
+    assert opened.run("document.getElementById('text').value") == "typed meanwhile"
+    set_fields(opened, **LONG)
+    click(opened, ".regenerate")
+    opened.until("document.querySelector('.assistant')?.innerText.length > 200")
+    for connection in list(server.server_state.connections):
+        connection.loop.call_soon_threadsafe(connection.transport.abort)
+    cut_off = finished(opened)
+    assert len(cut_off[1]) > 50 and "The connection broke." in text_of(opened, ".tools")[1]
+    assert opened.run("document.getElementById('text').value") == "typed meanwhile"
+
+
+def test_a_key_that_is_wrong(opened):
+    opened.run(
+        "document.getElementById('key').value = 'wrong'; "
+        "document.getElementById('key').dispatchEvent(new Event('change'))"
+    )
+    opened.until("document.getElementById('notices').textContent.includes('does not accept this API key')")
+    assert ask(opened, QUESTION) == [QUESTION]
+
+
+KEEP = """(text, number) => new Promise((done) => {
+  const opening = indexedDB.open("granite4-neuron");
+  opening.onsuccess = () => {
+    const transaction = opening.result.transaction("chats", "readwrite");
+    transaction.oncomplete = () => { location.hash = `c${number - 1}`; done(); };
+    const question = { id: "a", parent: null, role: "user", content: "Show it", updated: 0 };
+    const answer = { id: "b", parent: "a", role: "assistant", content: text, updated: 0, end: "stop" };
+    for (let i = 0; i < number; i++) {
+      const chat = { id: `c${i}`, title: `Chat ${i}`, updated: i, leaf: "b", settings: {} };
+      transaction.objectStore("chats").put({ ...chat, messages: { a: question, b: answer } });
+    }
+  };
+})"""
+
+
+def keep(page, text, number=1):
+    """Put chats with this answer into the browser, and open the last one."""
+    page.run(f"({KEEP})({json.dumps(text)}, {number})")
+    page.call("Page.reload")
+    page.until("document.querySelectorAll('.message').length === 2")
+
+
+def test_markdown(opened):
+    keep(opened, MARKDOWN)
+    opened.until("document.querySelectorAll('pre').length")
+    find = "document.querySelector('.assistant .content')"
+    assert opened.run("document.title") == "Chat 0 - granite4-neuron"
+    assert opened.run(f"{find}.querySelectorAll('script, img, b').length") == 0
+    assert opened.run(f"{find}.querySelector('h1').textContent") == '<script>document.title = "run"</script>'
+    links = opened.run(f"[...{find}.querySelectorAll('a')].map((each) => [each.href, each.rel, each.target])")
+    assert links == [
+        [url, "noopener noreferrer nofollow", "_blank"]
+        for url in ("https://elsewhere.example/b.png", "https://example.org/")
+    ]
+    assert opened.run(f"getComputedStyle({find}.querySelector('pre code')).fontFamily").endswith("monospace")
+    assert opened.run(f"getComputedStyle({find}.children[2]).direction") == "rtl"
+    assert opened.run(f"getComputedStyle({find}.querySelector('td:last-child')).textAlign") == "right"
+    click(opened, ".code-bar button")
+    opened.until("document.querySelector('.code-bar button').textContent === 'Copied'")
+    assert opened.run("navigator.clipboard.readText()") == 'def f():\n    return "<b>"'
+    opened.run(
+        "document.getElementById('answers').value = 'plain'; "
+        "document.getElementById('answers').dispatchEvent(new Event('change'))"
+    )
+    opened.until(f"{find}.textContent === {json.dumps(MARKDOWN)}")
+
+
+def test_markdown_that_grows(opened):
+    """It ends as it would be at once, keeps what is complete, and tells it to screen readers once."""
+    found = opened.run(
+        """(async () => {
+          const { MarkdownView } = await import("/page/markdown.js");
+          const make = () => document.createElement("div");
+          const text = """
+        + json.dumps(MARKDOWN)
+        + """, [grown, whole, told] = [make(), make(), []];
+          const growing = new MarkdownView(grown, (text) => told.push(text));
+          let first;
+          for (let end = 0; end < text.length; end += 60) {
+            growing.grow(text.slice(0, end));
+            await new Promise((resolve) => setTimeout(resolve, 40));
+            first ??= grown.children[1] && grown.firstChild;
+          }
+          const isKept = first === grown.firstChild;
+          await growing.finish(text);
+          await new MarkdownView(whole, () => {}).finish(text);
+          return [isKept, grown.isEqualNode(whole), told.length, whole.childElementCount];
+        })()"""
+    )
+    assert found[:2] == [True, True] and found[3] == 6
+    assert found[3] <= found[2] <= found[3] + 1  # a list whose next item came late was told as two
+
+
+def test_the_list_of_chats(opened):
+    keep(opened, "*An answer*", number=200)
+    assert opened.run("document.querySelectorAll('#chats li').length") == 200
+    assert opened.run("document.querySelector('#chats .open').textContent") == "Chat 199"
+    click(opened, ".rename")
+    opened.run("document.activeElement.select()")
+    opened.type("Another name")
+    opened.press("Enter")
+    opened.until("document.title.startsWith('Another name')")
+    opened.run("document.getElementById('filter').focus()")
+    opened.type("another")
+    assert text_of(opened, "#chats .open") == ["Another name"]
+    click(opened, ".remove")
+    opened.until("location.hash === '' && !document.querySelector('.message')")
+    assert len(kept(opened)) == 199
+    click(opened, ".notice button")
+    opened.until("location.hash === '#c199' && document.querySelectorAll('.message').length === 2")
+    assert shown_chat(opened)["title"] == "Another name"
+
+
+def test_two_tabs(opened, server):
+    first = ask(opened, QUESTION, **GREEDY)
+    opened.run("window.other = window.open(location.href); 1")
+    opened.until("other.document.querySelectorAll('.regenerate').length === 1")
+    assert ask(opened, "Go on")[:2] == first
+    opened.until("other.document.querySelectorAll('.regenerate').length === 2")
+    opened.run(
+        "other.document.querySelector('.rename').click(); "
+        "other.document.querySelector('#chats input').value = 'New'; other.document.querySelector('#chats input')"
+        ".dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+    opened.until("document.title.startsWith('New')")
+    assert len(ask(opened, "And more")) == 6 and shown_chat(opened)["title"] == "New"
+    opened.run("other.document.querySelector('.remove').click()")
+    opened.until("location.hash === '' && !document.querySelector('.message')")
+    opened.run("other.close()")
+    assert kept(opened) == []
+
+
+def test_no_room_for_chats(opened, server):
+    opened.call("Storage.overrideQuotaForOrigin", origin=server.address, quotaSize=1)
+    try:
+        ask(opened, QUESTION, **GREEDY)
+        opened.until("document.getElementById('notices').textContent.includes('no room')")
+        assert len(text_of(opened, ".message")) == 2
+    finally:
+        opened.call("Storage.overrideQuotaForOrigin", origin=server.address)
+    ask(opened, "Go on")
+    opened.until("!document.querySelector('.notice')")
+    assert len(said(opened)) == 4
+
+
+def test_export(opened, tmp_path):
+    opened.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    texts = ask(opened, QUESTION, system="be brief", **GREEDY)
+    files = [tmp_path / f"What-is-the-assert-statement.{kind}" for kind in ("md", "json")]
+    for number, file in enumerate(files):
+        click(opened, "#export button", number)
+        end = time.monotonic() + 60
+        while not file.is_file():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    assert all(text.strip() in files[0].read_text(encoding="utf-8") for text in [*texts, "be brief", "**You**"])
+    messages = json.loads(files[1].read_text(encoding="utf-8"))["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert [message["content"] for message in messages[1:]] == texts
+
+
+ANIMATION = """(() => {
+  const waiting = document.body.appendChild(document.createElement("span"));
+  waiting.className = "waiting";
+  const name = getComputedStyle(waiting.appendChild(document.createElement("i"))).animationName;
+  waiting.remove();
+  return name;
+})()"""
+
+
+def test_screen_readers_and_motion(opened):
+    ask(opened, QUESTION, max_tokens="60", temperature="0")
+    texts = "[...document.querySelector('{}').children].map((each) => each.textContent)"
+    blocks, spoken = texts.format(".assistant .content"), texts.format("#spoken")
+    told_all = f"JSON.stringify(['Waiting for the answer', ...{blocks}]) === JSON.stringify({spoken})"
+    opened.until(f"{blocks}.length > 2 && {told_all}")
+    nameless = (
+        "[...document.querySelectorAll('button, input, select, textarea')].filter((each) => "
+        "!each.textContent.trim() && !each.ariaLabel && !each.labels?.length).map((each) => each.outerHTML)"
+    )
+    assert opened.run(nameless) == []
+    found = []
+    for value in ("no-preference", "reduce"):
+        opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": value}])
+        found.append(opened.run(ANIMATION))
+    assert found == ["wait", "none"]
+
+
+def test_a_telephone(opened):
+    opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    keep(opened, MARKDOWN + "| wide " * 40 + "|\n" + "|---" * 40 + "|\n\n" + "long" * 200)
+    opened.resize(360, 640)
+    try:
+        opened.until("document.querySelectorAll('.assistant pre').length")
+        wide = "[...document.querySelectorAll('html, #log')].map((each) => each.scrollWidth - each.clientWidth)"
+        assert opened.run(wide) == [0, 0]
+        assert opened.run("document.getElementById('send').getBoundingClientRect().bottom") < 640
+        hidden = "getComputedStyle(document.getElementById('sidebar')).visibility"
+        assert opened.run(hidden) == "hidden"
+        click(opened, "#open-sidebar")
+        assert opened.run(hidden) == "visible"
+        opened.press("Escape")
+        assert opened.run(hidden) == "hidden" and opened.run("document.activeElement.id") == "open-sidebar"
+    finally:
+        opened.resize(1000, 700)
 
 
 def test_colours(opened):
     background = "getComputedStyle(document.body).backgroundColor"
     seen = []
-    for theme in ("light", "dark"):
-        fill(opened, theme=theme)
+    for theme in ("light", "dark", ""):
+        opened.run(
+            f"document.getElementById('theme').value = '{theme}'; "
+            "document.getElementById('theme').dispatchEvent(new Event('change'))"
+        )
         seen.append(opened.run(background))
-    fill(opened, theme="")
     for system in ("light", "dark"):
         opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}])
         seen.append(opened.run(background))
-    assert seen[:2] == seen[2:] and seen[0] != seen[1]
+    assert seen[:2] == seen[3:] and seen[0] != seen[1]
 
 
 def test_nothing_else_is_asked_or_stored(opened, server):
     """Over all tests of the page."""
     asked = {each["request"]["url"] for kind, each in opened.events if kind == "Network.requestWillBeSent"}
-    assert asked and all(url.startswith((server.address, "data:")) for url in asked)
+    assert asked and all(url.startswith((server.address, "about:", "blob:")) for url in asked)
     entries = [each["entry"] for kind, each in opened.events if kind == "Log.entryAdded"]
     assert not [entry for entry in entries if entry["source"] == "security"], "the policy allows what the page does"
-    assert opened.run("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    assert not [each for kind, each in opened.events if kind == "Runtime.exceptionThrown"]
+    assert opened.run("JSON.stringify(localStorage) + document.cookie").count(KEY) == 0

@@ -16,10 +16,14 @@ from typing import Any
 
 SECONDS = 60
 
+_KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
+_SHIFT = 8  # DevTools' bit
+
 
 def executable() -> str | None:
     """Return Chromium's path; None if there is none."""
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    names = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Page:
@@ -59,8 +63,9 @@ class Page:
         return json.loads(data)
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression of JavaScript; of a promise, once it is there."""
-        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        """Return the value of an expression of JavaScript, as if clicked; of a promise, once it is there."""
+        options = dict(awaitPromise=True, returnByValue=True, userGesture=True)
+        answer = self.call("Runtime.evaluate", expression=script, **options)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -77,9 +82,23 @@ class Page:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    def screenshot(self, file: Path, width: int, height: int) -> None:
-        """Save a picture of the page as PNG."""
+    def press(self, key: str, shift: bool = False) -> None:
+        """Press Enter, Escape or Tab."""
+        code, text = _KEYS[key]
+        options = dict(key=key, code=key, windowsVirtualKeyCode=code, modifiers=_SHIFT if shift else 0)
+        self.call("Input.dispatchKeyEvent", type="keyDown", **options, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **options)
+
+    def type(self, text: str) -> None:
+        """Type a text where the focus is."""
+        self.call("Input.insertText", text=text)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window another size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def screenshot(self, file: Path) -> None:
+        """Save a picture of the page as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 

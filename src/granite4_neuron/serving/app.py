@@ -21,16 +21,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.sandbox.limited_process import Stop
+from granite4_neuron.sandbox.markdown import MarkdownFailed
 from granite4_neuron.serving.answers import Answer
 from granite4_neuron.serving.apis import API, BY_PATH, check_model
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.messages import PromptBody
 from granite4_neuron.serving.middleware import LOG, PATHS, Middleware
-from granite4_neuron.serving.page import page_route
+from granite4_neuron.serving.page import MARKDOWN, page_files
 from granite4_neuron.serving.protocol import (
     Body,
     DetokenizeBody,
+    MarkdownBody,
     SamplingBody,
     TokenizeBody,
     parse,
@@ -57,6 +59,7 @@ def make_app(service: Service) -> ASGIApp:
             service.engine.close()
             service.preparation.close()
             service.maker.close()
+            service.markdown.close()
 
     # No documentation pages: they would load scripts from other sites. No redirects: they would go where Host says.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -76,7 +79,9 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/load", routes.load, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     if service.has_page:
-        app.add_route("/", page_route(), methods=["GET"])
+        app.add_route(MARKDOWN, routes.markdown, methods=["POST"])
+        for path, served in page_files():
+            app.add_route(path, served, methods=["GET"])
     checked = Middleware(app, service)
     if not service.allowed_origins:
         return checked
@@ -177,6 +182,19 @@ class _Routes:
     def _detokenized(self, body: DetokenizeBody) -> Response:
         self._service.maker.check_tokens(body.tokens)
         return json_response({"prompt": self._service.texts.texts(body.tokens)})
+
+    async def markdown(self, http: HTTPRequest) -> Response:
+        """Parse the Markdown of a text, for the page."""
+        content = await self._read(http)
+
+        def parsed(stop: Stop) -> Response:
+            body = parse(MarkdownBody, content, self._service.maker.limits.num_tokens)
+            try:
+                return json_response({"blocks": self._service.markdown.blocks(body.text, stop)})
+            except MarkdownFailed as error:
+                raise RequestError(400, f"the text's Markdown cannot be parsed: {error}.", "text") from None
+
+        return await _unless_gone(http.receive, self._service.preparation.markdown.run(parsed))
 
     async def _prepared(
         self, http: HTTPRequest, queue: WorkQueue, content: bytes, kind: type[Body], make: Callable[[Body], Result]

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from granite4_neuron.serving.address import without_port
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.origin import refusal_of_page
+from granite4_neuron.serving.page import is_page_file
 from granite4_neuron.serving.request_log import HEADER, RequestLog
 from granite4_neuron.serving.service import Service
 
@@ -71,8 +72,9 @@ class Middleware:
             return RequestError(
                 503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
             )
-        # The page has a field for the key; a browser does not send it when it opens the page.
-        if self._service.api_key is None or scope["path"] in ("/health", "/ping", "/"):
+        # The page has a field for the key; a browser does not send it when it loads the page.
+        is_open = scope["path"] in ("/health", "/ping") or is_page_file(scope["method"], scope["path"])
+        if self._service.api_key is None or is_open:
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         keys = [bearer.strip()] if scheme.lower() == b"bearer" else []

@@ -1,44 +1,51 @@
-"""A chat for people, as one page."""
+"""A chat for people: the page at / and the files that it loads."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from importlib import resources
+from pathlib import PurePath
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+PAGE = "/"
+FOLDER = "/page/"  # of the page's files, and of the requests that only the page makes
+MARKDOWN = FOLDER + "markdown"
 
-def page_route() -> Callable[[Request], Awaitable[Response]]:
-    """Read the page; return the endpoint that serves it."""
-    html = resources.files("granite4_neuron.serving").joinpath("page.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": _policy(html),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
-    async def page(_: Request) -> Response:
-        return Response(html, headers=headers, media_type="text/html")
+# The page's own files, requests to this server, and nothing else. No text becomes HTML, and no other page may show this
+# one.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
-    return page
-
-
-def _policy(html: str) -> str:
-    """Return a Content-Security-Policy: the page's own script and style, requests to this server, and nothing else; no
-    other page may show it.
-    """
-    return (
-        f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def _hash(html: str, tag: str) -> str:
-    """Return the policy's name for the text of an element."""
-    [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def page_files() -> Iterator[tuple[str, Endpoint]]:
+    """Read the page's files; yield the path of each, with the endpoint that serves it."""
+    for file in resources.files("granite4_neuron.serving").joinpath("page_files").iterdir():
+        kind = _TYPES[PurePath(file.name).suffix]
+        path = PAGE if kind == "text/html" else FOLDER + file.name
+        yield path, _endpoint(file.read_bytes(), kind)
+
+
+def _endpoint(content: bytes, media_type: str) -> Endpoint:
+    async def served(_: Request) -> Response:
+        return Response(content, headers=_HEADERS, media_type=media_type)
+
+    return served
+
+
+def is_page_file(method: str, path: str) -> bool:
+    """Return whether a request is for one of the page's files, which are no secret."""
+    return method == "GET" and (path == PAGE or path.startswith(FOLDER))

@@ -392,10 +392,17 @@ class DetokenizeBody(ModelBody):
     tokens: Annotated[list[int], FailFast()]
 
 
+class MarkdownBody(Strict):
+    """The body of /page/markdown, which is for the page only."""
+
+    text: str
+
+
+AnyBody = TypeVar("AnyBody", bound=Strict)
 Body = TypeVar("Body", bound=ModelBody)
 
 
-def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:
+def parse(kind: type[AnyBody], body: bytes, max_token_ids: int) -> AnyBody:
     """Parse the body of a request.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from granite4_neuron.sandbox.markdown import MarkdownProcess
 from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
@@ -25,6 +26,7 @@ class Service:
     has_page: whether there is a chat for people at /.
     is_ending: whether new requests are refused.
     prompt_logprobs: those that requests in flight hold.
+    markdown: parses answers for the page.
     """
 
     model: str
@@ -40,6 +42,7 @@ class Service:
     has_page: bool = True
     is_ending: bool = False
     prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
+    markdown: MarkdownProcess = field(default_factory=MarkdownProcess)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ class Preparation:
     prompts: parsing and tokenizing for completions and chats.
     tokenize: the same for requests that only ask for tokens or their text.
     grammars: compiling, one at a time.
+    markdown: parsing answers for the page, one at a time.
 
     Args:
         most: how many requests may be in each.
@@ -70,7 +71,8 @@ class Preparation:
         self.prompts = WorkQueue("prompts", 4, most, busy.format("tokenizing"))
         self.tokenize = WorkQueue("tokenize", 2, most, busy.format("tokenizing"))
         self.grammars = WorkQueue("grammars", 1, most, busy.format("their grammar"))
+        self.markdown = WorkQueue("markdown", 1, most, busy.format("their Markdown"))
 
     def close(self) -> None:
-        for queue in (self.prompts, self.tokenize, self.grammars):
+        for queue in (self.prompts, self.tokenize, self.grammars, self.markdown):
             queue.close()

@@ -1,0 +1,42 @@
+// Saves the messages that a chat shows as a file.
+
+import { shown } from "./chat.js";
+import { make } from "./dom.js";
+
+/** @typedef {import("./chat.js").Chat} Chat */
+
+/** @param {Chat} chat */
+function asMarkdown(chat) {
+  const system = chat.settings.system?.trim() ? [`**System**\n\n${chat.settings.system.trim()}`] : [];
+  const said = shown(chat).map(
+    (message) => `**${message.role === "user" ? "You" : (message.model ?? "Model")}**\n\n${message.content.trim()}`,
+  );
+  return `${[`# ${chat.title}`, ...system, ...said].join("\n\n")}\n`;
+}
+
+/** @param {Chat} chat */
+function asJSON(chat) {
+  const { system, ...settings } = chat.settings;
+  const messages = shown(chat).map(({ role, content, model, end }) => ({ role, content, model, finish_reason: end }));
+  const first = system?.trim() ? [{ role: "system", content: system }] : [];
+  return `${JSON.stringify({ title: chat.title, settings, messages: [...first, ...messages] }, null, 2)}\n`;
+}
+
+/** @type {Record<string, {type: string, text: (chat: Chat) => string}>} */
+const FORMATS = {
+  md: { type: "text/markdown", text: asMarkdown },
+  json: { type: "application/json", text: asJSON },
+};
+
+/**
+ * Let the browser save a chat.
+ * @param {Chat} chat
+ * @param {string} format "md" or "json"
+ */
+export function save(chat, format) {
+  const { type, text } = FORMATS[format];
+  const href = URL.createObjectURL(new Blob([text(chat)], { type }));
+  const name = chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40);
+  make("a", { href, download: `${name || "chat"}.${format}` }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 60_000);
+}
