@@ -16,6 +16,7 @@ from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops import cpu
 from granite4_neuron.serving.page import page_files
 from test.support.browser import browser, executable
+from test.support.kept_chats import chat_of, keep, kept
 from test.support.serving import MODEL, serving
 
 QUESTION = "What is the assert statement?"
@@ -155,15 +156,6 @@ def finished(page):
     """Wait until no answer is being written; return the messages that are shown, as they are kept."""
     page.until("document.getElementById('stop').hidden")
     return said(page)
-
-
-def kept(page):
-    """Return all chats that the browser keeps."""
-    return page.run(
-        "new Promise((done) => indexedDB.open('granite4-neuron').onsuccess = (event) => "
-        "event.target.result.transaction('chats').objectStore('chats').getAll().onsuccess = "
-        "(event) => done(event.target.result))"
-    )
 
 
 def shown_chat(page):
@@ -331,33 +323,11 @@ def test_a_key_that_is_wrong(opened):
     assert ask(opened, QUESTION) == [QUESTION]
 
 
-KEEP = """(text, number) => new Promise((done) => {
-  const opening = indexedDB.open("granite4-neuron");
-  opening.onsuccess = () => {
-    const transaction = opening.result.transaction("chats", "readwrite");
-    transaction.oncomplete = () => { location.hash = `c${number - 1}`; done(); };
-    const question = { id: "a", parent: null, role: "user", content: "Show it", updated: 0 };
-    const answer = { id: "b", parent: "a", role: "assistant", content: text, updated: 0, end: "stop" };
-    for (let i = 0; i < number; i++) {
-      const chat = { id: `c${i}`, title: `Chat ${i}`, updated: i, leaf: "b", settings: {} };
-      transaction.objectStore("chats").put({ ...chat, messages: { a: question, b: answer } });
-    }
-  };
-})"""
-
-
-def keep(page, text, number=1):
-    """Put chats with this answer into the browser, and open the last one."""
-    page.run(f"({KEEP})({json.dumps(text)}, {number})")
-    page.call("Page.reload")
-    page.until("document.querySelectorAll('.message').length === 2")
-
-
 def test_markdown(opened):
-    keep(opened, MARKDOWN)
+    keep(opened, [chat_of("c", "A chat", "Show it", MARKDOWN)])
     opened.until("document.querySelectorAll('pre').length")
     find = "document.querySelector('.assistant .content')"
-    assert opened.run("document.title") == "Chat 0 - granite4-neuron"
+    assert opened.run("document.title") == "A chat - granite4-neuron"
     assert opened.run(f"{find}.querySelectorAll('script, img, b').length") == 0
     assert opened.run(f"{find}.querySelector('h1').textContent") == '<script>document.title = "run"</script>'
     links = opened.run(f"[...{find}.querySelectorAll('a')].map((each) => [each.href, each.rel, each.target])")
@@ -405,7 +375,7 @@ def test_markdown_that_grows(opened):
 
 
 def test_the_list_of_chats(opened):
-    keep(opened, "*An answer*", number=200)
+    keep(opened, [chat_of(f"c{i}", f"Chat {i}", "Show it", "*An answer*", updated=i) for i in range(200)])
     assert opened.run("document.querySelectorAll('#chats li').length") == 200
     assert opened.run("document.querySelector('#chats .open').textContent") == "Chat 199"
     click(opened, ".rename")
@@ -429,7 +399,8 @@ def test_two_tabs(opened, server):
     opened.run("window.other = window.open(location.href); 1")
     opened.until("other.document.querySelectorAll('.regenerate').length === 1")
     assert ask(opened, "Go on")[:2] == first
-    opened.until("other.document.querySelectorAll('.regenerate').length === 2")
+    text = "document.getElementById('log').innerText"
+    opened.until(f"other.document.querySelectorAll('.regenerate').length === 2 && other.{text} === {text}")
     opened.run(
         "other.document.querySelector('.rename').click(); "
         "other.document.querySelector('#chats input').value = 'New'; other.document.querySelector('#chats input')"
@@ -501,12 +472,13 @@ def test_screen_readers_and_motion(opened):
 
 def test_a_telephone(opened):
     opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
-    keep(opened, MARKDOWN + "| wide " * 40 + "|\n" + "|---" * 40 + "|\n\n" + "long" * 200)
+    wide = "| wide " * 40 + "|\n" + "|---" * 40 + "|\n\n" + "long" * 200
+    keep(opened, [chat_of("c", "A chat", "Show it", MARKDOWN + wide)])
     opened.resize(360, 640)
     try:
         opened.until("document.querySelectorAll('.assistant pre').length")
-        wide = "[...document.querySelectorAll('html, #log')].map((each) => each.scrollWidth - each.clientWidth)"
-        assert opened.run(wide) == [0, 0]
+        beyond = "[...document.querySelectorAll('html, #log')].map((each) => each.scrollWidth - each.clientWidth)"
+        assert opened.run(beyond) == [0, 0]
         assert opened.run("document.getElementById('send').getBoundingClientRect().bottom") < 640
         hidden = "getComputedStyle(document.getElementById('sidebar')).visibility"
         assert opened.run(hidden) == "hidden"

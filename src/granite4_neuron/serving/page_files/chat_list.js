@@ -12,6 +12,7 @@ export class ChatList {
     /** @type {Summary[]} */
     this._summaries = [];
     this._current = "";
+    this._drawn = ""; // what the list shows
     /** @type {(id: string) => boolean} */
     this._isAnswering = () => false;
     byId("filter").addEventListener("input", () => this._draw());
@@ -27,7 +28,11 @@ export class ChatList {
     this._summaries = summaries;
     this._current = current;
     this._isAnswering = isAnswering;
-    if (!byId("chats").querySelector("input")) this._draw(); // nothing is taken away while somebody types a title
+    // Nothing is replaced without need: somebody may be about to click on it, or typing a title.
+    const drawn = JSON.stringify([current, summaries.map(({ id, title }) => [id, title, isAnswering(id)])]);
+    if (drawn === this._drawn || byId("chats").querySelector("input")) return;
+    this._drawn = drawn;
+    this._draw();
   }
 
   _draw() {
@@ -48,7 +53,7 @@ export class ChatList {
     const item = make("li", { "data-id": id });
     const open = button(title, () => this._actions.open(id), { className: "open", title, dir: "auto" });
     if (id === this._current) open.setAttribute("aria-current", "true");
-    if (this._isAnswering(id)) open.append(make("span", { className: "dot", role: "img", "aria-label": "is answered" }));
+    if (this._isAnswering(id)) open.prepend(make("span", { className: "dot", role: "img", "aria-label": "is answered" }));
     const rename = button("Rename", () => this._rename(item, id, title), { className: "rename" });
     const remove = button("Delete", () => this._remove(item, id), { className: "remove" });
     rename.setAttribute("aria-label", `Rename ${title}`);

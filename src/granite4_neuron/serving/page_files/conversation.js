@@ -50,13 +50,21 @@ export class Conversation {
       this._chat = chat.id;
       this.toEnd();
     }
-    const isNew = this._place(messages);
+    this._place(messages);
     messages.forEach((message, i) => {
       const mine = answering?.message === message ? answering : undefined;
       this._view(message).refresh(versions(chat, message), i === messages.length - 1, mine);
     });
     this._showUnanswered(messages, answering, failure);
-    if (isNew) this._parse(messages.filter((message) => message !== answering?.message));
+    this._parse(messages.filter((message) => message !== answering?.message));
+  }
+
+  /**
+   * Show for how long an answer has been waited for.
+   * @param {Answering} answering
+   */
+  showProgress(answering) {
+    this._view(answering.message).showProgress(answering);
   }
 
   /**
@@ -65,14 +73,6 @@ export class Conversation {
    */
   grow(answering) {
     this._view(answering.message).grow(answering);
-  }
-
-  /**
-   * Show a complete answer.
-   * @param {Message} message
-   */
-  finish(message) {
-    this._view(message).parse();
   }
 
   /** Show all answers again: the server is back, or they are to be shown in another way. */
@@ -117,14 +117,11 @@ export class Conversation {
   /**
    * Put the views of messages into the page; those that are there already stay where they are.
    * @param {Message[]} messages
-   * @returns {boolean} whether any is new
    */
   _place(messages) {
     const wanted = new Set(messages.map((message) => this._view(message).element));
     for (const element of [...this._messages.children]) if (!wanted.has(element)) element.remove();
-    const before = this._messages.childElementCount;
-    this._messages.append(...[...wanted].slice(before));
-    return wanted.size > before;
+    this._messages.append(...[...wanted].slice(this._messages.childElementCount));
   }
 
   /** @param {Message} message */
@@ -154,7 +151,7 @@ export class Conversation {
   }
 
   /**
-   * Parse answers one after the other, the last one first: it is in view.
+   * Parse the answers that have not been parsed as they are now, one after the other. The last one is the first: it is in view.
    * @param {Message[]} messages
    */
   async _parse(messages) {
@@ -174,6 +171,7 @@ class MessageView {
     this.message = message;
     this._actions = actions;
     this._isParsed = this._isGrowing = false;
+    this._drawn = ""; // what the buttons were made from
     this._content = make("div", { className: "content" });
     this._tools = make("div", { className: "tools" });
     const speaker = message.role === "user" ? "You" : "Answer";
@@ -193,9 +191,13 @@ class MessageView {
    * @param {Answering | undefined} answering this message
    */
   refresh(versions, isLast, answering) {
-    this.element.setAttribute("aria-busy", String(Boolean(answering)));
-    if (answering) return this._showProgress(answering);
     const { message, _actions: actions } = this;
+    // The same buttons stay: somebody may be about to click on one, or have the focus on it.
+    const drawn = JSON.stringify([versions.map(({ id }) => id), isLast, this._remark(), Boolean(answering)]);
+    if (drawn === this._drawn) return;
+    this._drawn = drawn;
+    this.element.setAttribute("aria-busy", String(Boolean(answering)));
+    if (answering) return this.showProgress(answering);
     const tools = [];
     if (versions.length > 1) tools.push(this._versions(versions));
     const copying = button("Copy", () => copy(message.content, copying));
@@ -216,7 +218,7 @@ class MessageView {
   grow(answering) {
     this._isGrowing = this._isParsed = true;
     this._markdown?.grow(this.message.content);
-    this._showProgress(answering);
+    this.showProgress(answering);
   }
 
   /** Parse the message's text if it has not been parsed. */
@@ -233,13 +235,13 @@ class MessageView {
   }
 
   _remark() {
-    const { end, model, speed } = this.message;
-    const ending = end === undefined ? NO_END : (ENDS[end] ?? end);
+    const { content, end, model, speed } = this.message;
+    const ending = end === undefined ? NO_END : content || end !== "stop" ? (ENDS[end] ?? end) : "The answer is empty.";
     return [ending, [model, speed].filter(Boolean).join(": ")].filter(Boolean).join(" ");
   }
 
   /** @param {Answering} answering */
-  _showProgress(answering) {
+  showProgress(answering) {
     if (!answering.isWaiting) {
       this._tools.replaceChildren(make("span", { className: "faint", textContent: this.message.speed ?? "" }));
       return;

@@ -35,6 +35,7 @@ const failures = new Map();
 const chats = new Map();
 let chat = newChat(lastSettings());
 let isAway = false;
+let shownModels = "";
 
 const settingsForm = new SettingsForm((settings) => {
   chat.settings = { ...settings, model: chat.settings.model ?? "" };
@@ -108,12 +109,13 @@ function addQuestion(text, parent) {
  */
 async function ask(asked, leaf, isContinuing = false) {
   await stop(asked.id);
-  const before = asked.leaf;
-  asked.leaf = leaf;
   failures.delete(asked.id);
   chats.set(asked.id, asked);
+  asked.updated = Date.now();
   keep(asked);
   if (!settingsAreRight()) return draw();
+  const before = asked.leaf;
+  asked.leaf = leaf;
   const answering = new Answering(asked, shown(asked), isContinuing, modelOf(asked));
   answerings.set(asked.id, answering);
   draw();
@@ -128,7 +130,6 @@ async function ask(asked, leaf, isContinuing = false) {
   keep(asked);
   if (asked !== chat) return list.show(summaries, chat.id, isAnswering);
   draw();
-  if (!answering.isWaiting) conversation.finish(answering.message);
   say(answering.message.end === "stopped" ? "Stopped." : "");
 }
 
@@ -269,11 +270,8 @@ async function open(id) {
  * @param {Chat} kept
  */
 async function keep(kept) {
-  kept.updated = Date.now();
-  if (!summaries.some(({ id }) => id === kept.id)) {
-    summaries.unshift({ id: kept.id, title: kept.title, updated: kept.updated });
-    if (kept === chat) history.replaceState(null, "", `#${kept.id}`);
-  }
+  if (kept === chat && !location.hash) history.replaceState(null, "", `#${kept.id}`);
+  summarize(kept);
   list.show(summaries, chat.id, isAnswering);
   try {
     await storage?.save(kept);
@@ -281,6 +279,15 @@ async function keep(kept) {
   } catch {
     notify("storage-full", "The browser has no room for this chat: it is lost when the page is closed. Delete other chats.");
   }
+}
+
+/**
+ * Note what the list shows of a chat.
+ * @param {Chat} changed
+ */
+function summarize({ id, title, updated }) {
+  summaries = [{ id, title, updated }, ...summaries.filter((summary) => summary.id !== id)];
+  summaries.sort((one, other) => other.updated - one.updated);
 }
 
 /**
@@ -328,8 +335,7 @@ function forget(id) {
 async function changedElsewhere(id) {
   const stored = await storage?.load(id);
   if (!stored) return answerings.has(id) ? undefined : forget(id);
-  summaries = summaries.filter((summary) => summary.id !== id);
-  summaries.unshift({ id, title: stored.title, updated: stored.updated });
+  summarize(stored);
   const mine = chats.get(id);
   if (mine) {
     merge(mine, stored);
@@ -353,6 +359,9 @@ function draw() {
 }
 
 function drawModels() {
+  const choices = JSON.stringify([modelNames, chat.id, chat.settings.model]);
+  if (choices === shownModels) return; // somebody may be choosing
+  shownModels = choices;
   const select = byId("model");
   const missing = chat.settings.model && modelNames.length && !modelNames.includes(chat.settings.model);
   select.replaceChildren(...modelNames.map((name) => make("option", { value: name, textContent: name })));
@@ -408,7 +417,7 @@ function listen() {
     byId("text").focus();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || event.defaultPrevented || byId("settings").open) return;
+    if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open], :popover-open")) return;
     if (document.body.dataset.sidebar) {
       closeSidebar();
       byId("open-sidebar").focus();
@@ -422,6 +431,9 @@ function listen() {
   });
   byId("open-sidebar").addEventListener("click", openSidebar);
   byId("close-sidebar").addEventListener("click", closeSidebar);
+  document.addEventListener("click", (/** @type {any} */ event) => {
+    if (!event.target.closest("#sidebar, #open-sidebar")) closeSidebar(); // beside it
+  });
   byId("model").addEventListener("change", () => {
     chat.settings.model = byId("model").value;
     browserKeeps.set("settings", JSON.stringify(chat.settings));
@@ -454,7 +466,7 @@ function listen() {
   window.addEventListener("pagehide", () => answerings.forEach((answering) => keep(answering.chat)));
   setInterval(() => {
     const answering = answerings.get(chat.id);
-    if (answering?.isWaiting) draw();
+    if (answering?.isWaiting) conversation.showProgress(answering);
   }, 1000);
 }
 
