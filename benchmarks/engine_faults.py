@@ -401,7 +401,7 @@ class Fuzz:
             tokenizer=self._tokenizer,
             prefix_cache=self._cache,
             # Without one, pieces of prompts and single tokens share steps.
-            drafter=None if self._on_device else self._chance.choice([*self._drafters, None]),
+            drafter=None if self._on_device else self._chance.choice([*self._drafters, None, None]),
             draft_tokens=self._chance.randrange(1, 6),
         )
 

@@ -1,12 +1,14 @@
 """The rows of the next step."""
 
+import itertools
+
 import pytest
 
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import cpu
-from test.support.engines import CHUNK, ChunkRuntime, run
+from test.support.engines import CHUNK, ChunkRuntime, generate_one, run, tokens_of
 
 needs_packing = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="plain torch does not pack rows")
 
@@ -160,6 +162,52 @@ class TestStepsOfBoth:
         alone = Engine(packing, 1)
         id = alone.add(Request([2] * 4, 2, prompt_logprobs=1))
         assert outputs[ids[1]][0].prompt == run(alone)[id][0].prompt
+
+    def test_what_a_request_brings_ends_it_alone(self, packing):
+        """A third token and the first one of a prompt fail in the same step."""
+
+        def failing_after(calls):
+            left = itertools.count(calls, -1)
+
+            def process(tokens, scores):
+                if next(left) == 0:
+                    raise ZeroDivisionError
+                return scores
+
+            return process
+
+        alone = generate_one(Engine(packing, 1), Request([1] * 5, 9))
+        engine = Engine(packing, 3)
+        good = engine.add(Request([1] * 5, 9))
+        bad = [engine.add(Request([2] * 3, 9, logits_processors=[failing_after(2)]))]
+        engine.step()
+        bad.append(engine.add(Request([3] * 20, 9, logits_processors=[failing_after(0)])))
+        outputs = run(engine)
+        assert [1, 1, 4] in shapes(packing)
+        assert [[each.error is None for each in outputs[id]] for id in bad] == [[True, False], [False]]
+        assert tokens_of(outputs[good]) == alone[1:]
+
+    @pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
+    def test_a_step_that_fails_ends_its_sequences(self, packing, monkeypatch, is_late):
+        """The one that waits is not among them."""
+        alone = generate_one(Engine(packing, 1), Request([1] * 5, 9))
+        engine = Engine(packing, 2)
+        engine.add(Request([1] * 5, 9))
+        engine.step()
+        ended, waiting = engine.add(Request([2] * 20, 9)), engine.add(Request([1] * 5, 9))
+        works = packing.step
+
+        def failing(*arguments):
+            monkeypatch.undo()
+            if is_late:
+                works(*arguments)
+            raise RuntimeError("no luck")
+
+        monkeypatch.setattr(packing, "step", failing)
+        outputs = engine.step()
+        assert [each.error for each in outputs] == ["a step failed (RuntimeError: no luck)."] * 2
+        assert ended in {each.id for each in outputs}
+        assert tokens_of(run(engine)[waiting]) == alone
 
     def test_drafts_have_steps_of_their_own(self, packing):
         engine = Engine(packing, 2, drafter=NgramDrafter())
