@@ -22,7 +22,7 @@ from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
 from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
 from granite4_neuron.ops.xla import expert_path
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import Draw, Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import DENSE, small_config
 from test.support.fx_lint import findings
@@ -40,6 +40,7 @@ WRITTEN_KINDS = {
     "attention_layer": (ATTENTION,),
     "head": (),
     "choosing_head": (),
+    "draw": (),
     "advance_layer": (MAMBA,),
     "run_step": KINDS,
     "run_advance": (MAMBA,),
@@ -69,7 +70,7 @@ class Case:
 ALL = ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
 # Each form of graphs with one of the models: a second takes long to trace, and has the same parts.
 CASES = [
-    Case("bundled-model", bundled(), ("prefill 128", *ALL), dict(graphs="model")),
+    Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model")),
     Case("experts-layer", experts(), ("prefill 512", *ALL)),
     # Prefill writes rows of the cache, and reads and writes recurrent state by slot; decode writes all of the cache.
     Case(
@@ -120,6 +121,14 @@ class Run:
         row = self._row(0, 1)
         self._compare(ours.step(single, [row]), cpu.step(cpu_state, [row]))
 
+    def draw(self, sequences):
+        ours, cpu = self.runtimes
+        noise = torch.arange(1.0, self.config.vocab_size + 1)
+        rows = [replace(self._row(sequence, 1), draw=Draw(0.7, 20, 0.9, 0.01, noise)) for sequence in (1, 0)]
+        decoded = ours.decode(self.states[0], rows)
+        self._compare(decoded.logits((0, 1)), cpu.step(self.states[1], rows))
+        assert min(decoded.tokens()) >= 0
+
     def verify(self, tokens):
         self.rows = [self._row(0, tokens - 2), self._row(1, tokens)]
         each = zip(self.runtimes, self.states, strict=True)
@@ -161,7 +170,8 @@ def test_each_state_is_written_once(run):
     for graph in run.graphs:
         kinds = [kind for kind in WRITTEN_KINDS[graph.function] if (graph.step, kind) != ("verify 4", MAMBA)]
         written = [tuple(write.args[0].meta["val"].shape[1:]) for write in written_inputs(graph.module)]
-        chosen = [()] * (graph.step.startswith("decode") and graph.function in ("choosing_head", "run_step"))
+        chooses = graph.step.startswith("decode") and graph.function in ("choosing_head", "run_step")
+        chosen = [()] * (chooses or graph.function == "draw")
         assert sorted(written) == sorted([*chosen, *(shape for kind in kinds for shape in shapes[kind])])
 
 
