@@ -261,6 +261,10 @@ def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path):
             error, number = recorded.error(tokens, uncut)
             assert error <= 1e-5 and number >= 10
         assert cache.stats.hit_tokens >= 24 and engine.stats.accepted_tokens > 0
+        # Every rank draws the same tokens, and runs them.
+        sampled = Request(prompt, 8, temperature=0.8, top_k=20, seed=1)
+        texts = [generate_one(Engine(runtime, 1, max_length=100), sampled) for runtime in (cpu, split)]
+        assert texts[0] == texts[1]
     finally:
         split.close()
 
