@@ -1,6 +1,7 @@
 """Drives the server with clients of other projects, each with what it is used for, and says what was run.
 
     pip install openai litellm langchain-openai 'lm_eval[api]' guidellm llm
+    pip install instructor smolagents dspy haystack-ai llama-index-llms-openai-like 'autogen-ext[openai]' langgraph
     python -m benchmarks.clients
     python -m benchmarks.clients litellm guidellm --python .venv/bin/python
     .venv-vllm/bin/python -m benchmarks.clients vllm --python .venv/bin/python
@@ -21,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.clients import guidellm, langchain, litellm, llm, lm_eval, openai, vllm
+from benchmarks.clients import guidellm, langchain, litellm, llm, lm_eval, openai, structured, vllm
 
-MODULES = (openai, litellm, langchain, lm_eval, guidellm, llm, vllm)
+MODULES = (openai, litellm, langchain, lm_eval, guidellm, llm, structured, vllm)
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-PACKAGES = {"langchain": "langchain_openai"}  # of clients whose package has another name
+PACKAGES = {"langchain": "langchain_openai", "structured": "instructor"}  # of clients whose package has another name
 
 
 @contextmanager

@@ -1,0 +1,216 @@
+"""Packages that ask for structured answers: instructor, smolagents, dspy, haystack, llama-index, autogen and langgraph.
+
+Each forces a call of a tool or gives a schema, greedily and at temperature 1. Every answer ends by itself and is valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from benchmarks.clients.common import MODEL, QUESTION
+
+_MOST_TOKENS = 200
+_WAYS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "seed": 2})
+_TEXT = QUESTION[0]["content"]
+
+
+class Answer(BaseModel):
+    """An answer about a statement of Python."""
+
+    statement: Literal["assert", "import", "return"]
+    is_simple: bool
+    number_of_words: int = Field(ge=0, le=99)
+    words: list[Literal["one", "two"]] = Field(max_length=3)
+
+
+class AnyAnswer(BaseModel, extra="allow"):
+    """Any object."""
+
+
+def now(zone: Literal["UTC", "local"]) -> str:
+    """Return the time.
+
+    Args:
+        zone: of the time.
+    """
+    return f"noon, {zone}"
+
+
+def run(url: str, _: Path) -> Iterator[str]:
+    """Run the clients that are installed; yield a line for each thing that they did."""
+    clients: dict[str, Callable[[str], Iterator[str]]] = {
+        "instructor": _instructor,
+        "smolagents": _smolagents,
+        "dspy": _dspy,
+        "haystack": _haystack,
+        "llama_index.llms.openai_like": _llama_index,
+        "autogen_ext": _autogen,
+        "langgraph": _langgraph,
+    }
+    for package, client in clients.items():
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            yield from client(url)
+
+
+def _instructor(url: str) -> Iterator[str]:
+    import instructor
+    import openai
+
+    # With JSON the schema is in the prompt only, which the bundled model is too small for.
+    models = {
+        instructor.Mode.TOOLS: Answer,
+        instructor.Mode.TOOLS_STRICT: Answer,
+        instructor.Mode.JSON_SCHEMA: Answer,
+        instructor.Mode.JSON: AnyAnswer,
+    }
+    for mode, model in models.items():
+        client = instructor.from_openai(openai.OpenAI(base_url=url, max_retries=0), mode=mode)
+        for way in _WAYS:
+            options = dict(model=MODEL, messages=QUESTION, max_tokens=_MOST_TOKENS, max_retries=0, **way)
+            answer, completion = client.chat.completions.create_with_completion(response_model=model, **options)
+            assert isinstance(answer, model) and completion.choices[0].finish_reason in ("stop", "tool_calls")
+        yield f"instructor {metadata.version('instructor')}, {mode.name}: {answer!r}"
+
+
+def _smolagents(url: str) -> Iterator[str]:
+    import smolagents
+
+    tool = smolagents.tool(now)
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": Answer.model_json_schema(), "strict": True},
+    }
+    for way in _WAYS:
+        model = smolagents.OpenAIModel(MODEL, url, api_key="none", max_tokens=_MOST_TOKENS, **way)
+        called = model.generate(QUESTION, tools_to_call_from=[tool])
+        [call] = called.tool_calls
+        assert called.raw.choices[0].finish_reason == "tool_calls" and set(_object(call.function.arguments)) == {"zone"}
+        said = model.generate(QUESTION, response_format=response_format)
+        assert said.raw.choices[0].finish_reason == "stop" and Answer.model_validate_json(said.content)
+    yield f"smolagents {metadata.version('smolagents')}: {call.function.arguments}, {said.content}"
+
+
+def _dspy(url: str) -> Iterator[str]:
+    import dspy
+
+    class Ask(dspy.Signature):
+        """Answer a question about Python."""
+
+        question: str = dspy.InputField()
+        answer: Answer = dspy.OutputField()
+
+    for way in _WAYS:
+        model = dspy.LM(f"openai/{MODEL}", api_base=url, max_tokens=_MOST_TOKENS, cache=False, num_retries=0, **way)
+        with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
+            found = dspy.Predict(Ask)(question=_TEXT)
+        assert isinstance(found.answer, Answer)
+        assert model.history[-1]["response"].choices[0].finish_reason == "stop"
+    yield f"dspy {metadata.version('dspy')}: {found.answer!r}"
+
+
+def _haystack(url: str) -> Iterator[str]:
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.components.tools import ToolInvoker
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import create_tool_from_function
+    from haystack.utils import Secret
+
+    tools = [create_tool_from_function(now), create_tool_from_function(_nothing, name="nothing")]
+    messages = [ChatMessage.from_user(_TEXT)]
+    for way in _WAYS:
+        model = OpenAIChatGenerator(
+            Secret.from_token("none"), MODEL, api_base_url=url, generation_kwargs={"max_tokens": _MOST_TOKENS, **way}
+        )
+        for tool in tools:
+            forced = {"tool_choice": {"type": "function", "function": {"name": tool.name}}}
+            [reply] = model.run(messages, tools=tools, generation_kwargs=forced)["replies"]
+            assert reply.meta["finish_reason"] == "tool_calls"
+            [result] = ToolInvoker(tools).run([reply])["tool_messages"]
+            assert not result.tool_call_result.error
+        [reply] = model.run(messages, generation_kwargs={"response_format": Answer})["replies"]
+        assert reply.meta["finish_reason"] == "stop" and Answer.model_validate_json(reply.text)
+    yield f"haystack {metadata.version('haystack-ai')}: {result.tool_call_result.result!r}, {reply.text}"
+
+
+def _nothing() -> str:
+    """Do nothing; it has no arguments."""
+    return "nothing"
+
+
+def _llama_index(url: str) -> Iterator[str]:
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    for way in _WAYS:
+        options = dict(model=MODEL, api_base=url, api_key="none", max_tokens=_MOST_TOKENS, max_retries=0)
+        extra = {"additional_kwargs": {"seed": way["seed"]}} if "seed" in way else {}
+        model = OpenAILike(
+            **options, **extra, temperature=way["temperature"], is_chat_model=True, is_function_calling_model=True
+        )
+        answer = model.chat_with_tools([FunctionTool.from_defaults(now)], _TEXT, tool_required=True)
+        [call] = model.get_tool_calls_from_response(answer)
+        assert answer.raw.choices[0].finish_reason == "tool_calls" and set(call.tool_kwargs) == {"zone"}
+        found = model.structured_predict(Answer, PromptTemplate("{question}"), question=_TEXT)
+        assert isinstance(found, Answer)
+    yield f"llama-index {metadata.version('llama-index-core')}: {call.tool_kwargs}, {found!r}"
+
+
+def _autogen(url: str) -> Iterator[str]:
+    from autogen_core import CancellationToken
+    from autogen_core.models import UserMessage
+    from autogen_core.tools import FunctionTool
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info = dict(vision=False, function_calling=True, json_output=True, structured_output=True, family="unknown")
+    tool = FunctionTool(now, "the time")
+
+    async def ask(way: dict[str, Any]) -> tuple[str, Answer]:
+        model = OpenAIChatCompletionClient(
+            model=MODEL, base_url=url, api_key="none", model_info=info, max_tokens=_MOST_TOKENS, **way
+        )
+        message = [UserMessage(content=_TEXT, source="user")]
+        called = await model.create(message, tools=[tool], tool_choice="required")
+        said = await model.create(message, json_output=Answer)
+        await model.close()
+        assert (called.finish_reason, said.finish_reason) == ("function_calls", "stop")
+        result = await tool.run_json(_object(called.content[0].arguments), CancellationToken())
+        return result, Answer.model_validate_json(said.content)
+
+    for way in _WAYS:
+        result, answer = asyncio.run(ask(way))
+    yield f"autogen {metadata.version('autogen-ext')}: {result}, {answer!r}"
+
+
+def _langgraph(url: str) -> Iterator[str]:
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode
+
+    for way in _WAYS:
+        model = ChatOpenAI(model=MODEL, base_url=url, max_retries=0, max_tokens=_MOST_TOKENS, **way)
+        forced = model.bind_tools([now], tool_choice="required")
+        graph = StateGraph(MessagesState)
+        graph.add_node("call", lambda state, forced=forced: {"messages": [forced.invoke(state["messages"])]})
+        graph.add_node("tools", ToolNode([now]))
+        graph.add_edge(START, "call")
+        graph.add_edge("call", "tools")
+        graph.add_edge("tools", END)
+        *_, call, result = graph.compile().invoke({"messages": QUESTION})["messages"]
+        assert call.response_metadata["finish_reason"] == "tool_calls" and result.status == "success"
+        for method in ("json_schema", "function_calling"):
+            assert isinstance(model.with_structured_output(Answer, method=method).invoke(QUESTION), Answer)
+    yield f"langgraph {metadata.version('langgraph')}: {result.content}"
+
+
+def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments, which some packages have parsed already."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
