@@ -68,7 +68,7 @@ class TokenLogprob:
 def certain_logprob(token: int, num_top: int) -> TokenLogprob:
     """Return what `token_logprobs` returns for a token that is the only one allowed."""
     top = TopLogprobs(np.array([[token]], np.int32), np.zeros((1, 1), np.float32), 0, min(num_top, 1))
-    return TokenLogprob(token, 0.0, top)
+    return TokenLogprob(token, 0.0, 1, top)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -160,9 +160,8 @@ class Sampler:
         """
         token = self._certain[0]
         if not self._is_greedy:
-            only = torch.zeros(vocab_size)
-            only[token] = 1
-            torch.multinomial(only, 1, generator=self._generator)
+            self.noise(0, vocab_size)
+            self._noise.popleft()
         self._advance(token)
         return token
 

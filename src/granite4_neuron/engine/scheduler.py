@@ -242,13 +242,15 @@ class Scheduler:
                 counts[sequence.id] = len(sequence.sampler.certain(most, vocab_size))
         if not any(counts.values()):
             return
-        longest = _longest_row([each.num_unrun + counts.get(each.id, 0) for each in sequences])
+        if not self._runtime.packs_rows or self._drafting.drafter is not None:  # rows are padded
+            longest = _longest_row([each.num_unrun + counts.get(each.id, 0) for each in sequences])
         for sequence in sequences:
             if sequence.id in self._live.running:
                 with self._live.guard(sequence):
                     sequence.take_certain(min(counts[sequence.id], longest - sequence.num_unrun), vocab_size)
                     if sequence.has_ended and self._prefixes.cache is None:  # nobody needs its state
                         assert sequence.logits is not None  # its prompt has been run
+                        self._live.stats.decode_tokens += len(sequence.taken)
                         self._live.count(sequence, 0, sequence.logits, sequence.give_taken())
 
     def _drafts(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
@@ -263,8 +265,8 @@ class Scheduler:
 
 
 def _longest_row(lengths: Sequence[int]) -> int:
-    """Return how many tokens the rows of a step may have, if there are so many of each, for most tokens in the least
-    time: a step is padded to a rectangle.
+    """Return how many tokens the rows of a step that is padded to a rectangle may have, if there are so many of each,
+    for most tokens in the least time.
     """
     time = {longest: _STEP_TOKENS + len(lengths) * longest for longest in lengths}
     return max(
