@@ -2,11 +2,15 @@
 
     pip install openai litellm langchain-openai 'lm_eval[api]' guidellm llm
     pip install instructor smolagents dspy haystack-ai llama-index-llms-openai-like 'autogen-ext[openai]' langgraph
+    pip install openai-agents anthropic langchain-anthropic 'pydantic-ai-slim[openai,anthropic]'
+    npm install ai zod @ai-sdk/openai @ai-sdk/anthropic
     python -m benchmarks.clients
     python -m benchmarks.clients litellm guidellm --python .venv/bin/python
+    python -m benchmarks.clients ai_sdk --npm FOLDER
     .venv-vllm/bin/python -m benchmarks.clients vllm --python .venv/bin/python
 
-It starts a server with the bundled model. `--python` has this package; the clients may be in another environment.
+It starts a server with the bundled model, whose chat template shows tools here. `--python` has this package; the
+clients may be in another environment.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,17 +27,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.clients import guidellm, langchain, litellm, llm, lm_eval, openai, structured, vllm
+from benchmarks.clients import (
+    ai_sdk,
+    anthropic,
+    guidellm,
+    langchain,
+    langchain_anthropic,
+    litellm,
+    llm,
+    lm_eval,
+    openai,
+    openai_agents,
+    pydantic_ai,
+    structured,
+    vllm,
+)
+from benchmarks.clients.common import FOLDER, MODEL
 
-MODULES = (openai, litellm, langchain, lm_eval, guidellm, llm, structured, vllm)
+MODULES = (
+    openai,
+    openai_agents,
+    anthropic,
+    litellm,
+    langchain,
+    langchain_anthropic,
+    pydantic_ai,
+    ai_sdk,
+    lm_eval,
+    guidellm,
+    llm,
+    structured,
+    vllm,
+)
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-PACKAGES = {"langchain": "langchain_openai", "structured": "instructor"}  # of clients whose package has another name
+# Of clients whose package has another name.
+PACKAGES = {"langchain": "langchain_openai", "openai_agents": "agents", "structured": "instructor"}
 
 
 @contextmanager
-def _server(python: str) -> Iterator[str]:
-    """Run a server of the bundled model; yield the address of its API."""
-    command = [python, "-m", "granite4_neuron", "serve", "--port", "0", "--dtype", "float32", "--max-model-len", "1024"]
+def _server(python: str, folder: Path) -> Iterator[str]:
+    """Run a server of a copy of the bundled model; yield the address of its API."""
+    model = shutil.copytree(FOLDER, folder / MODEL)
+    shutil.copy(Path(__file__).parent / "tools.jinja", model / "chat_template.jinja")
+    command = [python, "-m", "granite4_neuron", "serve", "--model", str(model), "--port", "0", "--dtype", "float32"]
+    command += ["--max-model-len", "4096"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
@@ -42,7 +80,9 @@ def _server(python: str) -> Iterator[str]:
         process.wait()
 
 
-def _is_installed(client: str) -> bool:
+def _is_installed(client: str, npm: Path) -> bool:
+    if CLIENTS[client] is ai_sdk:
+        return (npm / "node_modules/ai").is_dir()
     return importlib.util.find_spec(PACKAGES.get(client, client)) is not None
 
 
@@ -52,17 +92,20 @@ def main() -> None:
         "clients", nargs="*", metavar="CLIENT", help=f"some of {', '.join(CLIENTS)} (default: all that are installed)"
     )
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the server")
+    parser.add_argument("--npm", type=Path, default=Path(), help="the folder with node_modules, for ai_sdk")
     options = parser.parse_args()
     unknown = set(options.clients) - set(CLIENTS)
     if unknown:
         parser.error(f"there is no client {' or '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}.")
-    clients = options.clients or list(filter(_is_installed, CLIENTS))
-    missing = [client for client in clients if not _is_installed(client)]
+    clients = options.clients or [client for client in CLIENTS if _is_installed(client, options.npm)]
+    missing = [client for client in clients if not _is_installed(client, options.npm)]
     if missing or not clients:
         parser.error(f"install {' and '.join(missing or CLIENTS)} first.")
     # No client is to find a key or a configuration of the person who runs this, nor the network.
-    os.environ |= {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    with _server(options.python) as url, tempfile.TemporaryDirectory() as folder:
+    os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    with tempfile.TemporaryDirectory() as folder, _server(options.python, Path(folder)) as url:
+        (Path(folder) / "node_modules").symlink_to((options.npm / "node_modules").absolute())
         for name in clients:
             for what in CLIENTS[name].run(url, Path(folder)):
                 print(f"{name}: {what}", flush=True)
