@@ -6,6 +6,9 @@ line. So the results are those of one machine whoever does a part, also if it is
 
 from __future__ import annotations
 
+import logging
+import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +21,7 @@ from granite4_neuron.serving.batch.lines import Lines
 _PARTS_OF_A_WORKER = 8  # at least, so that all workers end at about the same time
 _MOST_PARTS = 10_000  # Ray plans all of them at once
 _SMALLEST = 1 / 64  # of a good portion
+_SECONDS = 10  # for a connection
 
 
 class _Worker:
@@ -77,6 +81,7 @@ class Cluster:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             num_workers = self._num_workers or len(nodes)
             num_cpus = cpus_of_a_worker(nodes, num_workers, self._devices)
+            logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its plans, and tracebacks of workers
             context = DataContext.get_current()
             context.execution_options.preserve_order = True
             context.enable_progress_bars = False
@@ -140,6 +145,11 @@ def _connected(address: str) -> Iterator[None]:
     """
     import ray
 
+    if place := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address):
+        try:  # Ray itself would try for minutes
+            socket.create_connection((place[1], int(place[2])), _SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"there is no Ray cluster at {address} ({error}).") from None
     try:
         ray.init(address=address, logging_level="error", log_to_driver=False)
     except (ConnectionError, ValueError) as error:
@@ -151,8 +161,6 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what a worker said, of Ray's many lines."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, UserError):
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return str(cause) if cause is not None else str(error).strip().splitlines()[-1]
+    """Return what a worker said. It is the last of Ray's many lines."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: ")

@@ -1,0 +1,100 @@
+"""Files of requests answered on the machines of a Ray cluster, here two nodes on one machine."""
+
+import json
+import threading
+import time
+
+import psutil
+import pytest
+
+from granite4_neuron import UserError
+from granite4_neuron.cli import main
+from granite4_neuron.serving.batch.cluster import cpus_of_a_worker
+
+NUM_LINES = 1500
+
+
+@pytest.mark.parametrize(
+    "nodes, workers, devices, expected",
+    [
+        ([{"CPU": 8}], 1, {}, 7),
+        ([{"CPU": 8}], 2, {}, 3),
+        ([{"CPU": 4}, {"CPU": 4}], 2, {}, 3),
+        ([{"CPU": 4}, {"CPU": 4}], 5, {}, 1),
+        ([{"CPU": 16}, {"CPU": 2}], 2, {}, 8),
+        ([{"CPU": 1}, {"CPU": 9, "GPU": 2}], 2, {"GPU": 1}, 4),
+        ([{"CPU": 1}, {"CPU": 1}], 1, {}, 1),
+        ([{"CPU": 2}], 2, {}, None),
+        ([{"CPU": 1}], 1, {}, None),
+        ([{}], 1, {}, None),
+        ([{"CPU": 8, "GPU": 1}], 2, {"GPU": 1}, None),
+    ],
+)
+def test_one_processor_is_left(nodes, workers, devices, expected):
+    """Ray would wait for ever without it."""
+    if expected is not None:
+        assert cpus_of_a_worker(nodes, workers, devices) == expected
+        return
+    with pytest.raises(
+        UserError, match=rf"the cluster has \d CPUs on 1 nodes; {workers} workers.* need {workers + 1} "
+    ):
+        cpus_of_a_worker(nodes, workers, devices)
+
+
+@pytest.fixture(scope="module")
+def address():
+    pytest.importorskip("ray.data", reason="Ray is not installed: pip install -e '.[ray]'")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    cluster.add_node(num_cpus=4)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def workers_of(process):
+    return [each for each in process.children(recursive=True) if each.name().startswith("ray::MapWorker")]
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_gives_the_same_bytes(address, tmp_path, texting_folder, capsys):
+    """Also one of them is killed, and after a run that was cut."""
+    given, model = tmp_path / "in.jsonl", ["--model", str(texting_folder)]
+    with open(given, "w") as file:
+        for number in range(NUM_LINES):
+            body = {"prompt": f"Number {number}", "max_tokens": 8 + number % 30, "temperature": 1.0}
+            line = {"custom_id": str(number), "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n" if number % 100 else "nonsense\n")
+    assert main(["batch", str(given), str(tmp_path / "here.jsonl"), *model]) == 0
+    expected = (tmp_path / "here.jsonl").read_bytes()
+    for number in (1, 2, 5):
+        output = tmp_path / f"{number}.jsonl"
+        arguments = ["batch", str(given), str(output), *model, "--ray", address, "--workers", str(number)]
+        killed = []
+        if number == 2:
+            output.write_bytes(expected[: len(expected) // 5])
+            before = output.stat().st_size
+
+            def kill(output=output, before=before, killed=killed):
+                while output.stat().st_size < before + 10_000:
+                    time.sleep(0.02)
+                worker = workers_of(psutil.Process())[0]
+                worker.kill()
+                killed.append(worker)
+
+            thread = threading.Thread(target=kill)
+            thread.start()
+        assert main(arguments) == 0
+        assert output.read_bytes() == expected
+        if number == 2:
+            thread.join()
+            assert killed
+    capsys.readouterr()
+    arguments[2] = str(tmp_path / "new.jsonl")
+    assert main([*arguments, "--max-model-len", "10000"]) == 2
+    assert "--max-model-len is 10,000; the model's longest text has 600 tokens." in capsys.readouterr().err
+    assert main([*arguments, "--workers", "8"]) == 2
+    assert "the cluster has 8 CPUs on 2 nodes; 8 workers need 9 CPUs" in capsys.readouterr().err
+    assert main([*arguments, "--ray", "127.0.0.1:9"]) == 2
+    assert "there is no Ray cluster at 127.0.0.1:9" in capsys.readouterr().err
+    assert not (tmp_path / "new.jsonl").exists()
