@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in
-from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.errors import UserError
@@ -139,7 +139,8 @@ def plan_traffic(options: argparse.Namespace, graph_options: Callable[[], GraphO
     replicas = sorted(set(options.replicas))
     has_conversations = any(arrival.conversation is not None for arrival in arrivals)
     fleets = [(each, keeps) for each in replicas for keeps in _ways(each, has_conversations)]
-    results = simulate(arrivals, server, fleets, os.cpu_count() or 1)
+    with ProgressBar("traffic", "requests") as progress:
+        results = simulate(arrivals, server, fleets, os.cpu_count() or 1, progress)
     enough = next((result for result in _by_cost(results) if _is_enough(result, options.first_token)), None)
     write(_answer(enough, results, options))
     _print(results, where, options.price)
@@ -313,7 +314,11 @@ def _plot(arrivals: Sequence[Arrival], server: Server, fleets: Sequence[tuple[in
 
     last = arrivals[-1].time - arrivals[0].time
     rate = (len(arrivals) - 1) / last if last else float(len(arrivals))
-    by_factor = [simulate(at_rate(arrivals, factor), server, fleets, os.cpu_count() or 1) for factor in _FACTORS]
+    by_factor = []
+    with ProgressBar("plot", "rates") as progress:
+        for factor in _FACTORS:
+            by_factor.append(simulate(at_rate(arrivals, factor), server, fleets, os.cpu_count() or 1))
+            progress(len(by_factor), len(_FACTORS))
     figure = Figure(figsize=(10, 4), layout="constrained")
     of_first, of_gaps = figure.subplots(1, 2)
     rates = [factor * rate for factor in _FACTORS]

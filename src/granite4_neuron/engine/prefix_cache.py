@@ -113,6 +113,9 @@ class PrefixCache:
         self._runtime = runtime
         self._folder = folder
         self._found: WeakSet[Prefix] = WeakSet()
+        config, itemsize = runtime.config, runtime.dtype.itemsize
+        self._state_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+        self._token_bytes = token_bytes(config, itemsize)
         self._forget()
 
     @property
@@ -349,9 +352,7 @@ class PrefixCache:
 
     def _num_bytes(self, tokens: int) -> int:
         """Return the bytes of an entry with the keys and values of this many tokens."""
-        config, itemsize = self._runtime.config, self._runtime.dtype.itemsize
-        state = sequence_bytes(config, itemsize, state_itemsize=self._runtime.state_dtype.itemsize)
-        return state + tokens * token_bytes(config, itemsize)
+        return self._state_bytes + tokens * self._token_bytes
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:

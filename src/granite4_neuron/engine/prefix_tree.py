@@ -218,13 +218,17 @@ class Entries:
 
     def victim(self) -> Node:
         """Return the entry to evict: one without users; there must be one."""
-        victim, least = None, math.inf
+        victim, least, now = None, math.inf, self._look_ups + 1
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
-            unused = (entry for entry in entries if not entry.users)
-            for entry in itertools.islice(unused, _MOST_COMPARED):
-                age = self._look_ups - entry.last_use + 1
-                worth = found / seen * entry.saved_per_byte / math.sqrt(age)
+            chance, compared = found / seen, 0
+            for entry in entries:
+                if entry.users:
+                    continue
+                worth = chance * entry.saved_per_byte / math.sqrt(now - entry.last_use)
                 if worth < least:
                     victim, least = entry, worth
+                compared += 1
+                if compared == _MOST_COMPARED:
+                    break
         assert victim is not None
         return victim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -76,7 +76,11 @@ class _Served:
 
 
 def simulate(
-    arrivals: Sequence[Arrival], new_engine: NewEngine, fleets: Sequence[tuple[int, bool]], processes: int = 1
+    arrivals: Sequence[Arrival],
+    new_engine: NewEngine,
+    fleets: Sequence[tuple[int, bool]],
+    processes: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Result]:
     """Serve traffic with each of some fleets.
 
@@ -85,17 +89,30 @@ def simulate(
         new_engine: makes a replica's engine; it can be pickled.
         fleets: numbers of replicas, and whether each keeps conversations on their replicas.
         processes: to simulate in, at a time; replicas do not depend on each other.
+        progress: is called with the number of requests that have been served, and with that of all.
     """
     shares = [_shares(arrivals, *fleet) for fleet in fleets]
     work = [share for of_fleet in shares for share in of_fleet]
     if processes > 1 and len(work) > 1 and len(arrivals) >= _WORTH_PROCESSES:
         # Not forked: threads of torch do not survive that.
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            served = list(pool.map(_serve, work, [new_engine] * len(work)))
+            served = _counted(pool.map(_serve, work, [new_engine] * len(work)), work, progress)
     else:
-        served = [_serve(share, new_engine) for share in work]
+        served = _counted(map(_serve, work, [new_engine] * len(work)), work, progress)
     of_replicas = iter(served)
     return [_result(arrivals, *fleet, [next(of_replicas) for _ in range(fleet[0])]) for fleet in fleets]
+
+
+def _counted(
+    served: Iterable[_Served], work: Sequence[Sequence[Arrival]], progress: Callable[[int, int], None]
+) -> list[_Served]:
+    """Return what replicas did once all have done it."""
+    results, done, total = [], 0, sum(map(len, work))
+    for result, share in zip(served, work, strict=True):
+        results.append(result)
+        done += len(share)
+        progress(done, total)
+    return results
 
 
 def _shares(arrivals: Sequence[Arrival], replicas: int, keeps_conversations: bool) -> list[list[Arrival]]:

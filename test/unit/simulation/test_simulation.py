@@ -10,6 +10,7 @@ import torch
 
 from granite4_neuron.engine import Engine, PrefixCache, Request, SlotPrefixCache
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.simulation import replicas
 from granite4_neuron.simulation.engine import SimulatedEngine
 from granite4_neuron.simulation.replicas import simulate
 from granite4_neuron.simulation.runtime import SimulatedRuntime
@@ -177,3 +178,14 @@ def test_a_snapshot_takes_its_time():
     # After the prompt, of 5 tokens; and at the end, of the two that follow.
     assert with_copies.seconds == without.seconds + (1 + 5) + (1 + 2)
     assert [with_copies.gaps.percentile(percent) for percent in (50, 100)] == [11 + 1 + 2, 11 + 1 + 5]
+
+
+@pytest.mark.slow
+def test_processes_do_the_same(monkeypatch):
+    monkeypatch.setattr(replicas, "_WORTH_PROCESSES", 1)
+    arrivals, fleets = drawn_traffic(5, 30), [(2, False), (2, True)]
+    one, two = (simulate(arrivals, partial(new_engine, Linear(), 4, 2**40), fleets, each) for each in (1, 2))
+    for here, there in zip(one, two, strict=True):
+        for name in ("seconds", "new_tokens", "cached_tokens", "waiting"):
+            assert getattr(here, name) == getattr(there, name)
+        assert here.gaps.percentile(50) == there.gaps.percentile(50)
