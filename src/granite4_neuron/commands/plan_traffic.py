@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 8192,
     "prefix_cache": "1GiB",
+    "max_gap": 100,
     "first_token": 2.0,
     "price": None,
 }
@@ -105,6 +106,13 @@ def add_traffic(planner: argparse.ArgumentParser) -> None:
         "--prefix-cache",
         metavar="SIZE",
         help=f"as of serve: memory of a replica's prefix cache, 0 for none (default: {DEFAULTS['prefix_cache']})",
+    )
+    group.add_argument(
+        "--max-gap",
+        type=number_in(0, includes_least=False),
+        metavar="MS",
+        help=f"as of serve: how long a text waits for its next token while prompts of others run (default: "
+        f"{DEFAULTS['max_gap']})",
     )
 
 
@@ -189,7 +197,7 @@ def _server(
     else:
         runtime, where = _predicted(options, graph_options())
     longest = min(options.max_model_len, runtime["max_length"])
-    return Server(options.max_num_seqs, longest, cache_bytes, runtime), where
+    return Server(options.max_num_seqs, longest, cache_bytes, options.max_gap / 1000, runtime), where
 
 
 def _measured(file: Path) -> tuple[dict[str, Any], str]:
@@ -206,6 +214,7 @@ def _measured(file: Path) -> tuple[dict[str, Any], str]:
         tokens_per_step=measured.tokens_per_step,
         rows_per_step=measured.rows_per_step,
         is_exact_at_any_cut=measured.is_exact_at_any_cut,
+        packs_rows=measured.packs_rows,
         max_length=config.max_position_embeddings,
     )
     return runtime, f"{measured.model} in {measured.dtype}, backend {measured.backend}, measured on {measured.machine}"

@@ -18,7 +18,6 @@ import torch
 from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_cache import PrefixCache
-from granite4_neuron.engine.scheduler import ScheduledStep
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.text import TextStream
@@ -114,8 +113,16 @@ class SimulatedEngine(Engine):
         *,
         max_length: int | None = None,
         prefix_cache: PrefixCache | SlotPrefixCache | None = None,
+        max_gap: float | None = None,
     ):
-        super().__init__(runtime, num_sequences, max_length=max_length, prefix_cache=prefix_cache)
+        super().__init__(
+            runtime,
+            num_sequences,
+            max_length=max_length,
+            prefix_cache=prefix_cache,
+            max_gap=max_gap,
+            clock=lambda: runtime.clock,
+        )
         self.first_tokens, self.gaps = Histogram(), Histogram()
         self.waited, self.most_waiting, self.refused, self.prompt_tokens = 0.0, 0, 0, 0
         request = Request([0], temperature=0.0, stop_token_ids=[])
@@ -137,50 +144,59 @@ class SimulatedEngine(Engine):
 
     def advance(self, until: float = math.inf) -> None:
         """Run a step, and those after it that begin before `until` and in which nothing else happens."""
-        began = self.runtime.clock
+        runtime, began = self.runtime, self.runtime.clock
         self._prefixes.keep_due(self._live.running.values())
         self._scheduler.admit()
-        waiting = len(self._live.waiting)
+        waiting, started = len(self._live.waiting), runtime.clock
         step = self._scheduler.schedule()
-        if not step.rows:
-            pass  # the cache has whole prompts
-        elif step.sequences[-1].is_prompt:  # prompts are the last rows
-            self._choose(step, self._run(step))
+        count = len(step.rows) - step.prompt_rows  # of sequences that decode, which come first
+        sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
+        if step.prompt_rows:
+            logits, ends = self._run(step)[count:], [runtime.clock]
+            self._grow(sequences, 1)
+            prompts = step._replace(sequences=step.sequences[count:], rows=step.rows[count:])
+            self._choose(prompts, logits)
+        elif sequences:
+            # Others have got their first tokens from the prefix cache just now, or all decode.
+            most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
+            ends = runtime.run_decode([row.start for row in step.rows], most, until)
+            self._grow(sequences, len(ends))
         else:
-            self._decode_on(step, until)
+            ends = [runtime.clock]
+        ends[-1] = runtime.clock  # the last tokens come after the snapshots that end their sequences
+        self._note_gaps(sequences, ends)
         for output in self._live.outputs:
             self._note(output)
         self._live.outputs.clear()
-        self.waited += waiting * (self.runtime.clock - began)
+        for begin, end in itertools.pairwise([started, *ends]):
+            self._scheduler.record(step, end - begin)
+        self.waited += waiting * (runtime.clock - began)
         self.most_waiting = max(self.most_waiting, waiting)
 
-    def _decode_on(self, step: ScheduledStep, until: float) -> None:
-        """Run a step of decode, and those that follow it with the same rows, up to one that ends a sequence or after
-        which a snapshot is due.
-        """
-        sequences = cast(Sequence[SimulatedSequence], step.sequences)
-        most = min([sequence.left for sequence in sequences]) if len(sequences) == len(self._live.running) else 1
-        ends = self.runtime.run_decode([row.start for row in step.rows], most, until)
-        steps = len(ends)
-        zeros, ending = [0] * steps, []
+    def _grow(self, sequences: Sequence[SimulatedSequence], steps: int) -> None:
+        """Add a token of so many steps to each sequence, the last one as the engine does if something happens then."""
+        zeros, special = [0] * steps, []
         for sequence in sequences:
             if sequence.left == steps:
-                ending.append(sequence)
+                special.append(sequence)
             else:
                 sequence.left -= steps
                 sequence.stored += steps
                 sequence.tokens.extend(zeros)
-        for sequence in ending:
+        for sequence in special:
             sequence.stored += steps - 1
             sequence.tokens.extend(zeros[1:])
             self._live.count(sequence, 1, self.runtime.logits, [sequence.append(0)])
             sequence.look_ahead(self._prefixes.interval)
-        now = ends[-1] = self.runtime.clock  # the last tokens come after the snapshots that end their sequences
+
+    def _note_gaps(self, sequences: Sequence[SimulatedSequence], ends: Sequence[float]) -> None:
+        """Record the times between tokens of sequences that got one at each of these times."""
         for last_time, group in itertools.groupby([sequence.last_time for sequence in sequences]):
             self.gaps.add(ends[0] - cast(float, last_time), sum(1 for _ in group))
         for sequence in sequences:
-            sequence.last_time = now
-        self.gaps.add_all([end - before for before, end in itertools.pairwise(ends)], len(sequences))
+            sequence.last_time = ends[-1]
+        if sequences:
+            self.gaps.add_all([end - before for before, end in itertools.pairwise(ends)], len(sequences))
 
     def _note(self, output: Output) -> None:
         """Record when a token came, unless that has been done, and forget a sequence that has ended."""

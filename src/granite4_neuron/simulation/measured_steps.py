@@ -27,7 +27,7 @@ class Measured:
 
     model, dtype, backend, machine: of the measurement; dtype of activations and cache, `state_dtype` of SSM states.
     config: of the model, as in config.json.
-    tokens_per_step, rows_per_step, is_exact_at_any_cut, max_length: of the runtime.
+    tokens_per_step, rows_per_step, is_exact_at_any_cut, packs_rows, max_length: of the runtime.
     decode: rows, tokens of each before the step, seconds of a step with a token of each.
     prompts: rows, tokens of each, seconds of a step with which they begin.
     contexts: tokens of a prompt before the step, seconds of a step of `tokens_per_step` further ones.
@@ -43,6 +43,7 @@ class Measured:
     tokens_per_step: int
     rows_per_step: int
     is_exact_at_any_cut: bool
+    packs_rows: bool
     max_length: int
     decode: Sequence[tuple[int, int, float]]
     prompts: Sequence[tuple[int, int, float]]
@@ -91,11 +92,12 @@ class MeasuredSteps:
     """`StepTimes` between and beyond those that were measured.
 
     A step of single tokens has the time of its number of rows at their mean length. A step of prompts has that of its
-    rows, each as long as the longest, because that is how they are computed; and what the attention to earlier tokens
-    adds to each. A step of both reads weights once: it has the time of its prompts, and what single tokens add.
+    rows at their mean length, or where they are padded each as long as the longest; and what the attention to earlier
+    tokens adds to each. A step of both reads weights once: it has the time of its prompts, and what single tokens add.
     """
 
     def __init__(self, measured: Measured):
+        self._packs_rows = measured.packs_rows
         self._decode = CurvesByRows(_by_rows(measured.decode))
         self._prompts = CurvesByRows(_by_rows(measured.prompts))
         first = min(measured.contexts)[1] if measured.contexts else 0.0
@@ -109,7 +111,8 @@ class MeasuredSteps:
         if len(starts) == len(rows):
             return self.decode(starts, 1)[0]
         prompts = [row for row in rows if not _is_single(row)]
-        seconds = self._prompts(len(prompts), max(len(row.tokens) for row in prompts))
+        lengths = [len(row.tokens) for row in prompts]
+        seconds = self._prompts(len(prompts), sum(lengths) / len(lengths) if self._packs_rows else max(lengths))
         seconds += sum(len(row.tokens) * self._attention(row.start) for row in prompts)
         if starts:
             alone = self._decode(1, 0.0)
@@ -179,6 +182,7 @@ _CHECKS: Mapping[str, Any] = {
     "tokens_per_step": _is_count,
     "rows_per_step": _is_count,
     "is_exact_at_any_cut": lambda value: isinstance(value, bool),
+    "packs_rows": lambda value: isinstance(value, bool),
     "max_length": _is_count,
     "decode": _is_table(3),
     "prompts": _is_table(3),

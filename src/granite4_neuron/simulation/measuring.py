@@ -66,6 +66,7 @@ def measure(
         tokens_per_step=runtime.tokens_per_step,
         rows_per_step=runtime.rows_per_step,
         is_exact_at_any_cut=runtime.is_exact_at_any_cut,
+        packs_rows=runtime.packs_rows,
         max_length=longest,
         decode=sorted(decode),
         prompts=sorted(prompts),

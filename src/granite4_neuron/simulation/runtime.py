@@ -48,7 +48,7 @@ class SimulatedRuntime:
         config: of the model; it decides the bytes of states, and the vocabulary.
         steps: the times of calls.
         dtype: of activations and cache. state_dtype: of SSM states.
-        tokens_per_step, rows_per_step, is_exact_at_any_cut, max_length, own_slots: as of `Runtime`.
+        tokens_per_step, rows_per_step, is_exact_at_any_cut, packs_rows, max_length, own_slots: as of `Runtime`.
     """
 
     cannot: Mapping[Ability, str] = dict.fromkeys(("all_logits", "verify", "decode"), _WITHOUT_MODEL)
@@ -68,6 +68,7 @@ class SimulatedRuntime:
         tokens_per_step: int,
         rows_per_step: int,
         is_exact_at_any_cut: bool,
+        packs_rows: bool = False,
         max_length: int,
         state_dtype: torch.dtype = torch.float32,
         own_slots: int = 0,
@@ -79,6 +80,7 @@ class SimulatedRuntime:
         self.tokens_per_step = tokens_per_step
         self.rows_per_step = rows_per_step
         self.is_exact_at_any_cut = is_exact_at_any_cut
+        self.packs_rows = packs_rows
         self.max_length = max_length
         self.own_slots = own_slots
         self.clock = 0.0

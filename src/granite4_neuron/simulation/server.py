@@ -16,19 +16,23 @@ class Server:
 
     runtime: the arguments of `SimulatedRuntime`.
     num_sequences: texts at a time. max_length: tokens of a text.
+    max_gap: of an engine, in seconds.
     cache_bytes: memory of the prefix cache; 0 for none. A runtime with slots of its own has none without spare ones.
     """
 
     num_sequences: int
     max_length: int
     cache_bytes: int
+    max_gap: float | None = None
     runtime: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> SimulatedEngine:
         """Return a new engine."""
         runtime = SimulatedRuntime(**self.runtime)
         cache = self._cache(runtime)
-        return SimulatedEngine(runtime, self.num_sequences, max_length=self.max_length, prefix_cache=cache)
+        return SimulatedEngine(
+            runtime, self.num_sequences, max_length=self.max_length, prefix_cache=cache, max_gap=self.max_gap
+        )
 
     def _cache(self, runtime: SimulatedRuntime) -> PrefixCache | SlotPrefixCache | None:
         if not self.cache_bytes or 0 < runtime.own_slots <= self.num_sequences:

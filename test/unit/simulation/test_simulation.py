@@ -46,7 +46,15 @@ def runtime_of(steps, *, own_slots=0, **changes):
 
 
 def new_engine(
-    steps, num_sequences=4, cache_bytes=0, *, spare_slots=0, max_length=200, kind=SimulatedEngine, **changes
+    steps,
+    num_sequences=4,
+    cache_bytes=0,
+    *,
+    spare_slots=0,
+    max_length=200,
+    max_gap=None,
+    kind=SimulatedEngine,
+    **changes,
 ):
     runtime = runtime_of(steps, own_slots=num_sequences + spare_slots if spare_slots else 0, **changes)
     cache = None
@@ -54,7 +62,8 @@ def new_engine(
         cache = SlotPrefixCache(runtime, range(num_sequences + 1, num_sequences + spare_slots + 1))
     elif cache_bytes:
         cache = PrefixCache(runtime, cache_bytes, CHUNK, at_branches=True)
-    return kind(runtime, num_sequences, max_length=max_length, prefix_cache=cache)
+    clock = {} if kind is SimulatedEngine else dict(clock=lambda: runtime.clock)
+    return kind(runtime, num_sequences, max_length=max_length, prefix_cache=cache, max_gap=max_gap, **clock)
 
 
 def step_by_step(arrivals, engine):
@@ -105,8 +114,11 @@ def drawn_traffic(seed, number=60):
         dict(spare_slots=3),
         dict(cache_bytes=2**40, is_exact_at_any_cut=False, rows_per_step=1),
         dict(cache_bytes=2**40, max_length=100),
+        dict(cache_bytes=2**40, packs_rows=True),
+        dict(cache_bytes=2**40, packs_rows=True, max_gap=25.0),
+        dict(cache_bytes=2**40, max_gap=60.0),
     ],
-    ids=["plain", "cache", "full-cache", "slots", "pieces", "cut-off"],
+    ids=["plain", "cache", "full-cache", "slots", "pieces", "cut-off", "packed", "packed-pace", "pace"],
 )
 def test_it_serves_as_the_engine_does(changes, caplog):
     with caplog.at_level(logging.WARNING):

@@ -1,6 +1,7 @@
 """Step times between those that were measured, those that are predicted, and the files and commands that have them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ MEASURED = Measured(
     tokens_per_step=512,
     rows_per_step=8,
     is_exact_at_any_cut=True,
+    packs_rows=False,
     max_length=4096,
     decode=[(1, 100, 1.0), (1, 300, 3.0), (1, 500, 3.0), (4, 100, 7.0), (4, 500, 11.0)],
     prompts=[(1, 1, 1.0), (1, 101, 11.0), (2, 50, 12.0)],
@@ -47,6 +49,8 @@ def test_measured_steps():
     assert steps.step([row(200, 1), row(400, 1)]) == pytest.approx(3 + 6 / 3)
     assert steps.step([row(0, 51)]) == 6  # a prompt
     assert steps.step([row(0, 50), row(0, 20)]) == 12  # each as long as the longest
+    packed = MeasuredSteps(replace(MEASURED, packs_rows=True))
+    assert packed.step([row(0, 60), row(0, 40)]) == 12  # as two of 50
     # 51 tokens after 256: half a second of attention each.
     assert steps.step([row(256, 51)]) == 6 + 51 / 2
     # Beside a prompt of 51, what four rows take more than one at no length, which is nothing here.
