@@ -31,6 +31,7 @@ def measure(
     most_rows: int,
     longest: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
     """Measure steps as an engine runs them: with the choice of tokens and their text.
 
@@ -39,8 +40,9 @@ def measure(
         most_rows: sequences at a time.
         longest: tokens of a sequence.
         progress: is called with the number of measurements done, and with that of all.
+        clock: tells the time in seconds.
     """
-    meter = _Meter(runtime, tokenizer, longest)
+    meter = _Meter(runtime, tokenizer, longest, clock)
     last = max(1, longest - _NEW_TOKENS)
     all_rows, contexts = _doubling(1, most_rows), _doubling(min(_SHORT, last), last)
     shapes = list(_prompt_shapes(runtime, longest))
@@ -79,7 +81,8 @@ def measure(
 class _Meter:
     """Times steps of engines, and a runtime's copies. Prompts are random tokens."""
 
-    def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, longest: int):
+    def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, longest: int, clock: Callable[[], float]):
+        self._clock = clock
         self._runtime = runtime
         self._tokenizer = tokenizer
         self._longest = longest
@@ -94,8 +97,8 @@ class _Meter:
             engine.add(self._request(prompt, _NEW_TOKENS))
         while engine.stats.generated_tokens < rows:
             engine.step()
-        _step_seconds(engine)
-        return statistics.median(_step_seconds(engine) for _ in range(_STEPS))
+        engine.step()
+        return statistics.median(self._seconds(engine.step) for _ in range(_STEPS))
 
     def prompts(self, rows: int, tokens: int) -> float:
         """Return the median seconds of a step with which prompts begin."""
@@ -109,7 +112,7 @@ class _Meter:
         for _ in range(_TURNS):
             engine = self._engine(1)
             engine.add(self._request(self._prompt(count * chunk), 1))
-            turns.append([_step_seconds(engine) for _ in range(count)])
+            turns.append([self._seconds(engine.step) for _ in range(count)])
         return [(chunk * at, statistics.median(seconds)) for at, seconds in enumerate(zip(*turns, strict=True))]
 
     def copies(self, lengths: Sequence[int]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -117,9 +120,9 @@ class _Meter:
         state = self._runtime.allocate(1, self._longest)
         snapshots, restores = [], []
         for length in lengths:
-            taken = [_seconds(partial(self._runtime.snapshot, state, 1, length)) for _ in range(_TURNS)]
+            taken = [self._seconds(partial(self._runtime.snapshot, state, 1, length)) for _ in range(_TURNS)]
             kept = self._runtime.snapshot(state, 1, length)
-            brought = [_seconds(partial(self._runtime.restore, state, [kept], 1)) for _ in range(_TURNS)]
+            brought = [self._seconds(partial(self._runtime.restore, state, [kept], 1)) for _ in range(_TURNS)]
             snapshots.append((length, statistics.median(taken)))
             restores.append((length, statistics.median(brought)))
         return snapshots, restores
@@ -128,7 +131,7 @@ class _Meter:
         engine = self._engine(rows)
         for _ in range(rows):
             engine.add(self._request(self._prompt(tokens), 1))
-        return _step_seconds(engine)
+        return self._seconds(engine.step)
 
     def _engine(self, rows: int, cache: PrefixCache | None = None) -> Engine:
         engine = Engine(self._runtime, rows, max_length=self._longest, tokenizer=self._tokenizer, prefix_cache=cache)
@@ -137,6 +140,11 @@ class _Meter:
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._chance.choices(range(1, self._runtime.config.vocab_size), k=tokens)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        started = self._clock()
+        call()
+        return self._clock() - started
 
     @staticmethod
     def _request(prompt: Sequence[int], new_tokens: int) -> Request:
@@ -157,13 +165,3 @@ def _doubling(least: int, most: int) -> list[int]:
     while 2 * numbers[-1] < most:
         numbers.append(2 * numbers[-1])
     return numbers if numbers[-1] == most else [*numbers, most]
-
-
-def _step_seconds(engine: Engine) -> float:
-    return _seconds(engine.step)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
