@@ -176,19 +176,30 @@ class _Sizes:
         pass
 
 
+class _CheckedEntries(Entries):
+    """Entries that compare what they remember with what they would calculate, also in the middle of a change."""
+
+    def victim(self):
+        self.check()
+        return super().victim()
+
+    def check(self):
+        for entry in self:
+            assert entry.saved_per_byte == entry.saved_tokens / entry.freed_bytes
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_what_is_saved_per_byte_is_up_to_date(data):
     """However a cache's tree has grown and lost entries, what nodes remember is what they would calculate."""
     cache, held = PrefixCache(_Sizes(), data.draw(st.sampled_from([60, 150, 400])), None), []
-    cache._state_bytes, cache._token_bytes = 10, 3
+    cache._state_bytes, cache._token_bytes, cache._entries = 10, 3, _CheckedEntries()
     for _ in range(data.draw(st.integers(1, 40))):
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
         if data.draw(st.booleans()):
             cache.insert(tokens, None, 1, torch.zeros(1))
         elif (prefix := cache.match_prefix(tokens)) is not None and data.draw(st.booleans()):
             held = [*held[-1:], prefix]
-        for entry in cache._entries:
-            assert entry.saved_per_byte == entry.saved_tokens / entry.freed_bytes
+        cache._entries.check()
         assert {prefix.node for prefix in held} <= set(cache._entries)
         assert cache.stats.num_bytes <= cache.max_bytes
