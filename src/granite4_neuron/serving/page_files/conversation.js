@@ -28,7 +28,9 @@ export class Conversation {
     this._actions = actions;
     this._messages = make("div", { className: "messages" });
     this._unanswered = make("p", { className: "unanswered" });
-    byId("log").append(this._messages, this._unanswered);
+    const keys = make("span", { className: "keys" }, "Enter sends, Shift+Enter begins a line, Escape stops an answer.");
+    this._empty = make("p", { className: "empty" }, make("strong", {}, "What would you like to know?"), keys);
+    byId("log").append(this._empty, this._messages, this._unanswered);
     /** @type {Map<string, MessageView>} by the ids of messages */
     this._views = new Map();
     this._chat = "";
@@ -50,6 +52,7 @@ export class Conversation {
       this._chat = chat.id;
       this.toEnd();
     }
+    this._empty.hidden = messages.length > 0;
     this._place(messages);
     messages.forEach((message, i) => {
       const mine = answering?.message === message ? answering : undefined;

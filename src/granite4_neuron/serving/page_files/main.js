@@ -70,6 +70,7 @@ async function start() {
     storage = await Storage.open(changedElsewhere);
     summaries = await storage.list();
   } catch {
+    byId("no-chats").textContent = "";
     notify("storage", "This browser keeps nothing for this page: a chat is lost when the page is closed.");
   }
   await open(location.hash.slice(1));

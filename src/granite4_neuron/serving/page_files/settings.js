@@ -103,7 +103,7 @@ export class SettingsForm {
   /** @param {(settings: Settings) => void} onChange called with the settings at each change */
   constructor(onChange) {
     this._onChange = onChange;
-    const system = make("textarea", { id: "system", rows: 3, dir: "auto", placeholder: "none", autofocus: true });
+    const system = make("textarea", { id: "system", rows: 3, dir: "auto", placeholder: "none" });
     byId("fields").append(make("label", { className: "wide" }, "System prompt", system));
     /** @type {Record<string, any>} */
     this._inputs = { system };
@@ -122,11 +122,11 @@ export class SettingsForm {
 
   /**
    * Show it.
-   * @param {string} [name] of the field to begin with
+   * @param {string} focused the id of the element to begin with
    */
-  open(name) {
+  open(focused = "close-settings") {
     if (!byId("settings").open) byId("settings").showModal();
-    if (name) byId(name).focus();
+    byId(focused).focus();
   }
 
   /**
