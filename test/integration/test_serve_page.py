@@ -289,7 +289,12 @@ def test_what_the_server_refuses(opened):
     set_fields(opened, max_tokens="3")
     click(opened, "#retry")
     opened.until("document.querySelectorAll('.regenerate').length === 1")
-    assert len(finished(opened)) == 2 and opened.run("document.getElementById('text').value") == "typed meanwhile"
+    answered = finished(opened)
+    assert len(answered) == 2 and opened.run("document.getElementById('text').value") == "typed meanwhile"
+    set_fields(opened, max_tokens="5000")
+    click(opened, ".regenerate")
+    opened.until("document.querySelector('.unanswered').innerText.includes('max_tokens is 5000')")
+    assert finished(opened) == answered, "the answer of before is shown again"
 
 
 def test_the_server_is_away_and_back(opened, server):
@@ -412,6 +417,28 @@ def test_two_tabs(opened, server):
     opened.until("location.hash === '' && !document.querySelector('.message')")
     opened.run("other.close()")
     assert kept(opened) == []
+
+
+def test_two_tabs_that_write_at_once(opened):
+    """Neither has heard of the other: both messages stay, the later form of a third, and the new title."""
+    keep(opened, [chat_of("c", "Old", "Show it", "An answer")])
+    opened.run(
+        """(async () => {
+          const { Storage } = await import("/page/storage.js");
+          const { add, newMessage } = await import("/page/chat.js");
+          const tabs = [await Storage.open(() => {}), await Storage.open(() => {})];
+          const [one, other] = [await tabs[0].load("c"), await tabs[1].load("c")];
+          add(one, newMessage("user", "first", "1"));
+          Object.assign(one.messages[1], { content: "An answer that grows", updated: 1 });
+          add(other, newMessage("user", "second", "1"));
+          await tabs[0].save(one);
+          await tabs[0].rename("c", "New");
+          await tabs[1].save(other);
+        })()"""
+    )
+    [chat] = kept(opened)
+    contents = sorted(message["content"] for message in chat["messages"].values())
+    assert (chat["title"], contents) == ("New", ["An answer that grows", "Show it", "first", "second"])
 
 
 def test_no_room_for_chats(opened, server):
