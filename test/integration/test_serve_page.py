@@ -539,4 +539,6 @@ def test_nothing_else_is_asked_or_stored(opened, server):
     entries = [each["entry"] for kind, each in opened.events if kind == "Log.entryAdded"]
     assert not [entry for entry in entries if entry["source"] == "security"], "the policy allows what the page does"
     assert not [each for kind, each in opened.events if kind == "Runtime.exceptionThrown"]
-    assert opened.run("JSON.stringify(localStorage) + document.cookie").count(KEY) == 0
+    ask(opened, QUESTION, **GREEDY)
+    assert KEY in opened.run("JSON.stringify(sessionStorage)"), "it ends with the tab"
+    assert KEY not in opened.run("JSON.stringify(localStorage) + document.cookie") + str(kept(opened))

@@ -63,7 +63,7 @@ async function start() {
   listen();
   setTheme(browserKeeps.get("theme"));
   setAnswers(browserKeeps.get("answers"));
-  byId("key").value = tabKeeps.get("key");
+  byId("key").value = tabKeeps.get("API key");
   setKey(byId("key").value);
   const connected = connect();
   try {
@@ -234,6 +234,15 @@ function askForKey() {
   const onClick = () => settingsForm.open("key");
   const text = byId("key").value ? "The server does not accept this API key." : "This server needs an API key.";
   notify("key", text, { label: "Enter the key", onClick });
+}
+
+/** Take the key that was typed, if it is another one. */
+function takeKey() {
+  const typed = byId("key").value;
+  if (typed === tabKeeps.get("API key")) return;
+  tabKeeps.set("API key", typed);
+  setKey(typed);
+  connect();
 }
 
 /**
@@ -457,11 +466,8 @@ function listen() {
     browserKeeps.set("theme", byId("theme").value);
     setTheme(byId("theme").value);
   });
-  byId("key").addEventListener("change", () => {
-    tabKeeps.set("key", byId("key").value);
-    setKey(byId("key").value);
-    connect();
-  });
+  byId("key").addEventListener("change", takeKey);
+  byId("settings").addEventListener("close", takeKey);
   window.addEventListener("hashchange", () => open(location.hash.slice(1)));
   window.addEventListener("online", returned);
   window.addEventListener("pagehide", () => answerings.forEach((answering) => keep(answering.chat)));
