@@ -308,6 +308,7 @@ REFUSED = {
     "conversation": (dict(conversation="conv_1"), "conversation: this server stores no responses"),
     "background": (dict(background=True), "background: this server supports only false"),
     "prompt": (dict(prompt={"id": "p"}), "prompt is a field that this server does not support"),
+    "a field like a mark": ({"\0message": 2}, "\0message is a field that this server does not support"),
     "choices": (dict(n=2), "n is a field that this server does not support"),
     "built-in": (
         dict(tools=[{"type": "web_search"}]),

@@ -451,10 +451,12 @@ def _check_parts(body: bytes, max_token_ids: int) -> None:
 
 
 def _refusal(error: ErrorDetails, names: Mapping[str, str]) -> RequestError:
-    place = [part for part in error["loc"] if not is_tag(part)]
-    field = (
-        ".".join([names.get(str(part), str(part)) for part in place[:1]] + [str(part) for part in place[1:]]) or None
-    )
+    *places, last = error["loc"] or ("",)
+    shown = [place for place in places if not is_tag(place)]
+    # The name of an unknown field is the client's, and may look like anything.
+    shown += [last] if error["type"] == "extra_forbidden" or not is_tag(last) else []
+    first, *rest = map(str, shown or [""])
+    field = ".".join([names.get(first, first), *rest]) or None
     reason = error.get("ctx", {}).get("error")
     message = error["msg"].rstrip(".") + "."
     if isinstance(reason, Conflict):
