@@ -17,7 +17,7 @@ class Block:
     index: its place among all.
     tool: the name of the tool that it calls; None for a text.
     text: what there is of the text, or of the call's arguments in JSON.
-    logprobs: of the tokens of a text, if the request asks for them.
+    logprobs: of its tokens, if the request asks for them; a call's begin with those of the mark before it.
     has_ended: whether nothing more is added to it.
     is_cut: whether the answer ended within it before it was complete.
     id: 32 hexadecimal digits.
@@ -84,16 +84,13 @@ class Blocks:
             self._logprobs.append(output.logprob)
         has_ended = output.finish_reason is not None
         for piece in self._pieces(output.text, has_ended):
-            if isinstance(piece, Content):
-                if not self.found or self.found[-1].tool is not None:
-                    if self.found:
-                        del self._logprobs[:-1]  # those of the mark behind the call
-                    yield from self._begin()
-            else:
-                self._logprobs.clear()  # calls have none
-                if isinstance(piece, CallStart):
-                    yield from self._begin(piece.name)
-                    continue
+            if isinstance(piece, CallStart):
+                yield from self._begin(piece.name)
+                continue
+            if isinstance(piece, Content) and (not self.found or self.found[-1].tool is not None):
+                if self.found:
+                    del self._logprobs[:-1]  # those of the mark behind the call
+                yield from self._begin()
             yield self._continue(piece.text)
         if has_ended:
             if not self.found:
