@@ -18,6 +18,7 @@ from granite4_neuron.engine.text import possible_start
 from granite4_neuron.generation.structured_outputs import schema_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MOST_CALLS = 16  # of an answer that is nothing but calls; a small model would go on for ever
 # Up to the arguments; what follows can be handed on as it comes.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 _PART = 4096  # characters
@@ -248,7 +249,7 @@ def calls_grammar(
         UserError: as `schema_text`.
     """
     opening, closing = (f"{OPEN} ", CLOSE) if special else (json.dumps(OPEN), json.dumps(CLOSE))
-    calls = 'call ("\\n" call)*' if several else "call"
+    calls = f'call ("\\n" call){{0,{MOST_CALLS - 1}}}' if several else "call"
     lines = [
         f"call: {opening} after_open",
         f'after_open: "\\n" ({" | ".join(f"tool_{number}" for number in range(len(tools)))}) "\\n" {closing}',

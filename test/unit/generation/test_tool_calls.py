@@ -206,12 +206,17 @@ F, G, WRONG = (
 )
 ANSWERS = {"f": F, "g": G, "both": f"{F}\n{G}", "text": "hi", "text and f": f"hi\n{F}", "json": '{"b": null}'}
 ANSWERS |= {"wrong": WRONG, "text and wrong": f"hi {WRONG}", "nothing": "", "unknown": F.replace("f", "h", 1)}
+MANY = {f"{number} times": "\n".join([G] * number) for number in (16, 17)}
+ANSWERS |= MANY
 ALLOWED = [
-    (dict(required=True, several=True), {"f", "g", "both"}),
+    (dict(required=True, several=True), {"f", "g", "both", "16 times"}),
     (dict(required=True, several=False), {"f", "g"}),
-    (dict(required=False, several=True), {"f", "g", "both", "text", "text and f", "json", "nothing"}),
+    (dict(required=False, several=True), {"f", "g", "both", "text", "text and f", "json", "nothing", *MANY}),
     (dict(required=False, several=False), {"f", "g", "text", "text and f", "json", "nothing"}),
-    (dict(required=False, several=True, answer={"required": ["b"], "type": "object"}), {"f", "g", "both", "json"}),
+    (
+        dict(required=False, several=True, answer={"required": ["b"], "type": "object"}),
+        {"f", "g", "both", "json", "16 times"},
+    ),
 ]
 
 
