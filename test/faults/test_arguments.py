@@ -271,6 +271,10 @@ def test_a_file_of_weights(refuses, folder):
         (("plan", "--traffic", "x", "--seed", "1"), "--seed belongs to --rate; leave it out with --traffic"),
         (("plan", "--price", "1"), "--price belongs to --traffic or --rate"),
         (("plan", "--traffic", "x", "--latency"), "are two questions; ask one"),
+        (
+            ("serve", "--cpu-kernels", "torch", "--allow-runtime-lora-updating"),
+            "fused kernels; leave out --allow-runtime",
+        ),
         (("plan", "--plot", "x.png"), "--plot belongs to --latency, --traffic or --rate"),
         (("tune", "--output", "x", "--plot", "/no/such/folder/x.png"), "there is no such folder"),
         (("evaluate", "--plot", "x.docx"), "x.docx cannot be drawn; the name must end in one of"),

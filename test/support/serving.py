@@ -29,6 +29,7 @@ def serving(
     shutdown_timeout=60,
     allowed_origins=(),
     has_page=True,
+    updates_adapters=False,
     **engine_options,
 ) -> Iterator[Server]:
     """Run a server. Its address is `server.address`; it runs `server.engine` with `server.cache`."""
@@ -53,6 +54,7 @@ def serving(
         max_body=max_body,
         allowed_origins=allowed_origins,
         has_page=has_page,
+        updates_adapters=updates_adapters,
         shutdown_timeout=shutdown_timeout,
         on_start=on_start,
     )

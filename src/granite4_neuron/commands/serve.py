@@ -96,6 +96,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_revision(model)
     add_adapters(model, "a request names it as its model")
+    model.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="for the cpu backend: let clients load adapters from any folder of this machine, and unload them, as "
+        "vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    )
     pages = serve.add_argument_group("web pages")
     pages.add_argument("--no-page", action="store_true", help="do not show a chat at http://HOST:PORT/")
     pages.add_argument(
@@ -154,6 +160,7 @@ def run(options: argparse.Namespace) -> int:
     check_extra(options.command)
     max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.runtime.cpu import CPURuntime
     from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.listener import raise_descriptor_limit
     from granite4_neuron.serving.sequences import Limits
@@ -173,6 +180,11 @@ def run(options: argparse.Namespace) -> int:
         if model in adapters:
             raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
         runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
+        may_adapt = isinstance(runtime, CPURuntime) and runtime.model.is_fused
+        if options.allow_runtime_lora_updating and not may_adapt:
+            raise UserError(
+                "adapters run on the backend cpu with its fused kernels; leave out --allow-runtime-lora-updating."
+            )
         kept = prefix_folder(options, runtime)
         if kept is not None:
             at_end.callback(kept.close)
@@ -197,6 +209,7 @@ def run(options: argparse.Namespace) -> int:
             max_body=max_body,
             allowed_origins=options.allowed_origins,
             has_page=not options.no_page,
+            updates_adapters=options.allow_runtime_lora_updating,
             shutdown_timeout=options.shutdown_timeout,
             on_start=on_start,
         )

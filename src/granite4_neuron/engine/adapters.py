@@ -16,7 +16,7 @@ _TOKEN_BITS = 32  # more than any token id has
 class AppliedAdapter:
     """An adapter of the runtime, or none, in one sequence.
 
-    number: among the runtime's adapters, from 1 on; 0 for none.
+    number: in the runtime, from 1 on; 0 for none.
     start: the position from which on it applies. Before it, the state is that of the model without adapters.
     """
 
@@ -36,7 +36,7 @@ class AppliedAdapter:
             there_are = f"there are {', '.join(adapters)}" if adapters else "none is loaded"
             raise UserError(f"there is no adapter {reprlib.repr(name)}; {there_are}.")
         start = adapters[name].start(prompt)
-        return cls() if start is None else cls(list(adapters).index(name) + 1, start)
+        return cls() if start is None else cls(adapters[name].number, start)
 
     def at(self, position: int) -> int:
         """Return the number of the adapter that applies to the token at a position; 0 for none."""

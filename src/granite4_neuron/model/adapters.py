@@ -29,10 +29,12 @@ class Adapter:
     """Additions to the projections of a model, each by the name of its weight.
 
     invocation: of an activated LoRA, the tokens that activate it; None for one that always applies.
+    number: in a runtime, which gives each number once; from 1 on.
     """
 
     additions: Mapping[str, LowRank]
     invocation: tuple[int, ...] | None = None
+    number: int = 0
 
     def start(self, prompt: Sequence[int]) -> int | None:
         """Return the position from which on it applies: for an activated LoRA that of the last invocation in a prompt,

@@ -45,7 +45,7 @@ class FusedLayers:
         operators: with fused layers.
         layers: whose matrices are packed.
         config: of the whole model.
-        adapters: numbered from 1 on.
+        adapters: with their numbers.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class FusedLayers:
                 mixer = kernels.attention_layer(layer.attention_weights())
                 self._decoder.append_attention(mixer=mixer, feed_forward=feed_forward)
             halves.append({"mamba": mixer, "self_attn": mixer, "shared_mlp": feed_forward})
-        for number, adapter in enumerate(adapters, start=1):
+        for adapter in adapters:
             for name, addition in adapter.additions.items():
                 _, _, layer_number, module, projection, _ = name.split(".")
                 down, up = (pack(matrix, torch.float32).packed for matrix in (addition.down, addition.up))
                 half, projection = halves[int(layer_number)][module], projection.removesuffix("_linear")
-                half.adapt(adapter=number, projection=projection, down=down, up=up)
+                half.adapt(adapter=adapter.number, projection=projection, down=down, up=up)
 
     def __call__(
         self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None

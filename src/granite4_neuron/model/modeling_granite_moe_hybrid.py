@@ -108,7 +108,7 @@ class GraniteMoeHybridForCausalLM(Module):
         they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
         in that layout already; on a device, those that exchange the axes of experts' weights have copies of these.
 
-        Adapters, numbered from 1 on, are for rows of steps that name them.
+        Adapters, with their numbers, are for rows of steps that name them.
 
         Raises:
             UserError: there are adapters, and the layers are not fused.
@@ -124,6 +124,12 @@ class GraniteMoeHybridForCausalLM(Module):
         bound._choose_forms(adapters)
         fix_weights(bound)
         return bound
+
+    def without_forms(self) -> GraniteMoeHybridForCausalLM:
+        """Return a model over the same weights that no forms are chosen for, and that holds no adapters; see `bind`."""
+        copied = shallow_copy(self)
+        copied._decode_call = copied.model._bound_stack = None
+        return copied
 
     def _choose_forms(self, adapters: Sequence[Adapter]) -> None:
         """Choose how layers and decode are computed, and record why a faster form of them is not used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -81,12 +82,14 @@ class CPURuntime(BoundModel):
             self.state_dtype,
             tuned_config_folder(tuned_configs),
         )
-        self.adapters = dict(adapters)
+        self._numbers = itertools.count(1)
+        self.adapters = {name: replace(each, number=next(self._numbers)) for name, each in adapters.items()}
         operators = replace(operators, launch_parameters=launch_parameters)
-        self.model = model.bind(operators, adapters=list(adapters.values()))
+        self.model = model.bind(operators, adapters=list(self.adapters.values()))
         self._snapshot_memory = SnapshotMemory()
         self.is_exact_at_any_cut = self.model.is_fused
-        self.weights_digest = partial(digest_of_weights, self.model, self.adapters)
+        # Adapters that are loaded later change no state that is kept in a file, and are not to be held by this.
+        self.weights_digest = partial(digest_of_weights, self.model.without_forms(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
         self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
@@ -95,6 +98,23 @@ class CPURuntime(BoundModel):
     def packs_rows(self) -> bool:
         """Implement `Runtime.packs_rows`."""
         return self.model.is_fused
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Add an adapter of this model, for sequences that begin from now on.
+
+        Raises:
+            UserError: the layers are not fused.
+        """
+        self._bind({**self.adapters, name: replace(adapter, number=next(self._numbers))})
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter that no sequence uses."""
+        self._bind({each: adapter for each, adapter in self.adapters.items() if each != name})
+
+    def _bind(self, adapters: Mapping[str, Adapter]) -> None:
+        """Have the model compute with these adapters; its weights are shared, and the states stay valid."""
+        self.model = self.model.bind(self.model.operators, adapters=list(adapters.values()))
+        self.adapters = dict(adapters)
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """Implement `Runtime.allocate`; the cache takes memory only as it is written."""

@@ -110,7 +110,7 @@ class Runtime(Protocol[State]):
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """By name; a row has the number of its adapter in this order."""
+        """By name; a row has the number of its adapter."""
 
     @property
     def cannot(self) -> Mapping[Ability, str]:

@@ -22,6 +22,7 @@ from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.sandbox.markdown import MarkdownFailed
+from granite4_neuron.serving.adapter_routes import AdapterRoutes
 from granite4_neuron.serving.answers import Answer
 from granite4_neuron.serving.apis import API, BY_PATH, check_model
 from granite4_neuron.serving.engine_thread import Batch, Generation
@@ -78,6 +79,10 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/version", routes.version, methods=["GET"])
     app.add_route("/load", routes.load, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
+    if service.updates_adapters:
+        adapters = AdapterRoutes(service, routes.read)
+        app.add_route("/v1/load_lora_adapter", adapters.load, methods=["POST"])
+        app.add_route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"])
     if service.has_page:
         app.add_route(MARKDOWN, routes.markdown, methods=["POST"])
         for path, served in page_files():
@@ -145,7 +150,7 @@ class _Routes:
         return await self._only_prepared(http, PromptBody, counted)
 
     async def generated(self, api: API, http: HTTPRequest) -> Response:
-        content, engine = await self._read(http), self._service.engine
+        content, engine = await self.read(http), self._service.engine
         with engine.preparing():
             prompts, make = self._service.preparation.prompts, partial(api.requests, self._service.maker)
             body, prepared = await self._prepared(http, prompts, content, api.body, make)
@@ -165,7 +170,7 @@ class _Routes:
         return await self._only_prepared(http, DetokenizeBody, self._detokenized)
 
     async def _only_prepared(self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], Response]) -> Response:
-        content = await self._read(http)
+        content = await self.read(http)
         _, response = await self._prepared(http, self._service.preparation.tokenize, content, kind, make)
         return response
 
@@ -185,7 +190,7 @@ class _Routes:
 
     async def markdown(self, http: HTTPRequest) -> Response:
         """Parse the Markdown of a text, for the page."""
-        content = await self._read(http)
+        content = await self.read(http)
 
         def parsed(stop: Stop) -> Response:
             body = parse(MarkdownBody, content, self._service.maker.limits.num_tokens)
@@ -208,7 +213,7 @@ class _Routes:
 
         return await _unless_gone(http.receive, queue.run(prepare))
 
-    async def _read(self, http: HTTPRequest) -> bytes:
+    async def read(self, http: HTTPRequest) -> bytes:
         """Read the body.
 
         Raises:

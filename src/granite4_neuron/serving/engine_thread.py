@@ -6,12 +6,15 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.engine.live_sequences import MOST_FAILED_STEPS
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.sandbox.budgeted_thread import with_stack
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
@@ -69,6 +72,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[int, tuple[Generation, int]] = {}  # by the engine's ids; only the thread uses it
         self._live: set[Generation] = set()
+        self._unloading: dict[str, asyncio.Future[None]] = {}  # by the name of an adapter; only the thread uses it
         self._preparing = 0
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine")
@@ -87,6 +91,27 @@ class EngineThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of the runtime's adapters, also of one that is being unloaded."""
+        return self._engine.runtime.adapters
+
+    async def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Add an adapter between two steps.
+
+        Raises:
+            UserError: the runtime cannot.
+        """
+        done = self._loop.create_future()
+        self._inbox.put(partial(self._load_adapter, name, adapter, done))
+        await done
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter, once no text uses it."""
+        done = self._loop.create_future()
+        self._inbox.put(partial(self._unloading.__setitem__, name, done))
+        await done
 
     @property
     def num_requests(self) -> int:
@@ -163,6 +188,7 @@ class EngineThread:
     def _take_in(self) -> bool:
         """Run the commands that have come in, waiting for one if there is no work; false if the thread is to end."""
         while True:
+            self._unload_unused()
             try:
                 command = self._inbox.get(block=not self._engine.has_work)
             except queue.Empty:
@@ -170,6 +196,25 @@ class EngineThread:
             if command is None:
                 return False
             command()
+
+    def _load_adapter(self, name: str, adapter: Adapter, done: asyncio.Future[None]) -> None:
+        runtime, error = self._engine.runtime, None
+        assert isinstance(runtime, CPURuntime)  # of others no adapters are loaded
+        try:
+            runtime.load_adapter(name, adapter)
+        except (UserError, MemoryError) as failure:
+            error = failure
+        self._loop.call_soon_threadsafe(_settle, done, error)
+
+    def _unload_unused(self) -> None:
+        for name, done in list(self._unloading.items()):
+            if any(generation.requests[index].adapter == name for generation, index in self._generations.values()):
+                continue
+            runtime = self._engine.runtime
+            assert isinstance(runtime, CPURuntime)
+            runtime.unload_adapter(name)
+            del self._unloading[name]
+            self._loop.call_soon_threadsafe(_settle, done, None)
 
     def _add(self, generation: Generation) -> None:
         try:
@@ -239,6 +284,15 @@ class EngineThread:
         for generation in list(self._live):
             self._fail(generation, _engine_has_stopped())
         self._on_end()
+
+
+def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():  # its client is gone
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 def _grouped(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator
 from granite4_neuron.errors import UserError
 
 
-def _only(*allowed: Any) -> BeforeValidator:
+def only(*allowed: Any) -> BeforeValidator:
     """Return the validator of a field that may be one of these values, which say what the server does anyway."""
 
     def check(value: Any) -> Any:
@@ -36,34 +36,34 @@ class FieldsWithoutEffect(BaseModel):
     # Of one server: a slot, and the id that the header x-request-id has here.
     id_slot: int | None = None
     request_id: str | None = None
-    store: Annotated[Any, _only(False)] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    length_penalty: Annotated[Any, _only(1)] = None  # of a beam search
-    include_stop_str_in_output: Annotated[Any, _only(False)] = None
-    skip_special_tokens: Annotated[Any, _only(True)] = None
-    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
-    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
-    truncation_side: Annotated[Any, _only("left")] = None
+    store: Annotated[Any, only(False)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1)] = None  # of a beam search
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    truncation_side: Annotated[Any, only("left")] = None
     # Samplers of llama-server, switched off.
-    typical_p: Annotated[Any, _only(1)] = None
-    dynatemp_range: Annotated[Any, _only(0)] = None
-    xtc_probability: Annotated[Any, _only(0)] = None
-    dry_multiplier: Annotated[Any, _only(0)] = None
-    mirostat: Annotated[Any, _only(0)] = None
-    repeat_penalty: Annotated[Any, _only(1)] = None
+    typical_p: Annotated[Any, only(1)] = None
+    dynatemp_range: Annotated[Any, only(0)] = None
+    xtc_probability: Annotated[Any, only(0)] = None
+    dry_multiplier: Annotated[Any, only(0)] = None
+    mirostat: Annotated[Any, only(0)] = None
+    repeat_penalty: Annotated[Any, only(1)] = None
 
 
 class ChatFieldsWithoutEffect(FieldsWithoutEffect):
     """Fields of chats."""
 
     # The models do not reason before they answer.
-    reasoning_effort: Annotated[Any, _only("none", "minimal", "low", "medium", "high", "xhigh")] = None
+    reasoning_effort: Annotated[Any, only("none", "minimal", "low", "medium", "high", "xhigh")] = None
     include_reasoning: bool | None = None
     reasoning_format: str | None = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    verbosity: Annotated[Any, _only("medium")] = None
-    echo: Annotated[Any, _only(False)] = None
-    add_special_tokens: Annotated[Any, _only(False)] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    echo: Annotated[Any, only(False)] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
 
 
 # Fields that messages of a history have from other servers' answers. The family's templates write none of them.
@@ -182,4 +182,4 @@ BLOCK_FIELDS_WITHOUT_EFFECT = frozenset(BlockFieldsWithoutEffect.model_fields)
 class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
     """Fields of completions."""
 
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[Any, only("")] = None

@@ -88,7 +88,8 @@ class SequenceMaker:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._marks_calls_specially = {OPEN, CLOSE} <= special
         self._shown: dict[str, bool] = {}  # by the name of such objects
-        self.adapters = tuple(runtime.adapters)
+        self.config = runtime.config
+        self.adapters = tuple(runtime.adapters)  # that requests may name
         self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None

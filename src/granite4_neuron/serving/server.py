@@ -43,6 +43,7 @@ class Server(uvicorn.Server):
         max_body: limit of a request's body in bytes.
         allowed_origins: web pages that may use the server; "*" for all.
         has_page: whether there is a chat for people at /.
+        updates_adapters: whether clients may load and unload adapters.
         shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         on_start: called with the port once clients can connect.
     """
@@ -63,13 +64,15 @@ class Server(uvicorn.Server):
         on_start: Callable[[int], None],
         allowed_origins: Sequence[str] = (),
         has_page: bool = True,
+        updates_adapters: bool = False,
     ):
         preparation = Preparation(limits.num_sequences)
         metrics = Metrics(engine, cache, preparation, model)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
-        self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, has_page)
+        may = has_page, updates_adapters
+        self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, *may)
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False

@@ -24,6 +24,7 @@ class Service:
     max_body: limit of a request's body in bytes.
     allowed_origins: web pages that may use the server; "*" for all.
     has_page: whether there is a chat for people at /.
+    updates_adapters: whether clients may load and unload adapters.
     is_ending: whether new requests are refused.
     prompt_logprobs: those that requests in flight hold.
     markdown: parses answers for the page.
@@ -40,6 +41,7 @@ class Service:
     max_body: int
     allowed_origins: Sequence[str] = ()
     has_page: bool = True
+    updates_adapters: bool = False
     is_ending: bool = False
     prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
     markdown: MarkdownProcess = field(default_factory=MarkdownProcess)
