@@ -1,0 +1,136 @@
+"""Two servers behind nginx, with the configuration of docs/several-machines.md."""
+
+import re
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from granite4_neuron import load
+from test.support.serving import MODEL, serving
+
+PAGE = Path(__file__).parents[2] / "docs" / "several-machines.md"
+KEY = "a key"
+SYSTEM = "You are a helpful assistant who answers in few words. " * 4
+
+NGINX = """\
+daemon off;
+pid {folder}/pid;
+error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+{configuration}
+}}
+"""
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextmanager
+def proxy(folder, *servers):
+    """Run nginx before these servers; yield its address."""
+    nginx = shutil.which("nginx")
+    if nginx is None:
+        pytest.skip("nginx is not installed")
+    [configuration] = re.findall(r"^```nginx\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    port = free_port()
+    for number, server in enumerate(servers, start=1):
+        configuration = configuration.replace(f"10.0.0.{number}:8000", server.address.removeprefix("http://"))
+    configuration = configuration.replace("listen 8080", f"listen 127.0.0.1:{port}")
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, configuration=configuration))
+    process = subprocess.Popen([nginx, "-p", str(folder), "-c", str(folder / "nginx.conf")])
+    try:
+        until(lambda: process.poll() is not None or answers(port))
+        assert process.poll() is None
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(port):
+    with socket.socket() as found:
+        return found.connect_ex(("127.0.0.1", port)) == 0
+
+
+def until(condition):
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def talk(client, name, turns):
+    """Have a conversation of so many turns; return its answers."""
+    messages, said = [{"role": "system", "content": SYSTEM}], []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"{name} {turn}?"})
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=8,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Conversation-Id": name},
+        )
+        said.append(answer.choices[0].message.content)
+        messages.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+def test_a_conversation_stays_on_its_server(tmp_path):
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    options = dict(api_key=KEY, max_length=2048)
+    with serving(*load(), **options) as one, serving(*load(), **options) as two, proxy(tmp_path, one, two) as address:
+        one.service.hosts = two.service.hosts = None  # as `serve` has it with a key
+        before = {}
+
+        def prompts(server):  # looked up since the last call
+            found = server.cache.stats.queries - before.get(server, 0)
+            before[server] = server.cache.stats.queries
+            return found
+
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+            places, texts = {}, {}
+            for number in range(8):
+                name = f"conversation {number}"
+                texts[name] = talk(client, name, 3)
+                places[name] = (prompts(one), prompts(two))
+            assert set(places.values()) == {(3, 0), (0, 3)}
+            assert all(server.cache.stats.hit_tokens > 0 for server in (one, two))
+            # Both were asked for something, and a text is that of any server.
+            for server in (one, two):
+                with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY) as direct:
+                    assert talk(direct, "conversation 0", 3) == texts["conversation 0"]
+                prompts(server)
+            # One is told to end: its conversations go on at the other, and the others stay.
+            one.service.is_ending = True
+            for name in places:
+                assert talk(client, name, 1) == texts[name][:1]
+            assert prompts(one) == 0 and prompts(two) == 8
+            one.service.is_ending = False
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.stream(
+            "POST",
+            f"{address}/v1/completions",
+            json={"prompt": "x", "max_tokens": 1500, "stream": True, "ignore_eos": True},
+            headers=headers,
+            timeout=60,
+        ) as stream:
+            assert next(stream.iter_lines()).startswith("data: ")
+            assert one.engine.has_work or two.engine.has_work  # it comes as it is generated
