@@ -150,6 +150,11 @@ def test_prompts(texting, run, tmp_path):
 def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
     """Every line once, none lost: the bytes are those of a run that nobody ended."""
     requests = [request(number, *each) for number, each in enumerate(BODIES)]
+    sampled = dict(temperature=1.0, stream=False)  # without a seed
+    requests += [
+        request("sampled", "/v1/responses", dict(input="What?", max_output_tokens=30, **sampled)),
+        request("sampled too", "/v1/messages", dict(messages=SAID, max_tokens=30, **sampled)),
+    ]
     given = write_lines(tmp_path / "in.jsonl", [{"prompt": "Number"}, *requests])
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert run(given, whole) == 0
@@ -165,7 +170,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected
     capsys.readouterr()
-    assert run(given, whole) == 0 and "has all 12 results already" in capsys.readouterr().err
+    assert run(given, whole) == 0 and "has all 14 results already" in capsys.readouterr().err
     assert whole.read_bytes() == expected
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, Output
@@ -67,13 +68,13 @@ class LineJob(Job):
     def prepare(self, maker: SequenceMaker, texts: TokenTexts, model: str, seed: int) -> None:
         """Make the sequences; or make what is wrong with the line its result."""
         try:
-            api, content = self._form.request()
-            body = parse(api.body, content, maker.limits.num_tokens)
+            api, given = self._form.request()
+            if given.get("seed") in (None, -1):  # so that a text that is made again is the same
+                given = {**given, "seed": (seed + self._place) % _NUM_SEEDS}
+            body = parse(api.body, to_json(given), maker.limits.num_tokens)
             check_model(body.model, (model, *maker.adapters))
             if body.stream:
                 raise RequestError(400, "stream: a batch has no streams; leave it out.", "stream")
-            if body.seed is None:  # so that a text that is made again is the same
-                body = body.model_copy(update={"seed": (seed + self._place) % _NUM_SEEDS})
             prepared = api.requests(maker, body)
             PromptLogprobs().check(prepared.requests)
             requests = maker.constrained(prepared)

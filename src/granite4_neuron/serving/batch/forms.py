@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import to_json
-
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.apis import API, BY_PATH, CHAT, COMPLETIONS
 from granite4_neuron.serving.batch.lines import Line
@@ -41,7 +39,7 @@ class Form(ABC):
     name: Any
 
     @abstractmethod
-    def request(self) -> tuple[API, bytes]:
+    def request(self) -> tuple[API, Mapping[str, Any]]:
         """Return the kind of request and its body.
 
         Raises:
@@ -65,7 +63,7 @@ class OpenAIForm(Form):
         self._wrong = wrong
         self.name = value.get("custom_id")
 
-    def request(self) -> tuple[API, bytes]:
+    def request(self) -> tuple[API, Mapping[str, Any]]:
         if self._wrong is not None:
             raise self._wrong
         value = self._value
@@ -76,7 +74,7 @@ class OpenAIForm(Form):
             raise RequestError(400, "method: it must be POST.", "method")
         if value["url"] not in BY_PATH:
             raise RequestError(400, f"url: it must be one of {', '.join(BY_PATH)}.", "url")
-        return BY_PATH[value["url"]], to_json(value["body"])
+        return BY_PATH[value["url"]], value["body"]
 
     def success(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         return self._result(200, answer)
@@ -97,15 +95,15 @@ class PromptForm(Form):
         self._prompts = prompts
         self.name = value["prompt"]
 
-    def request(self) -> tuple[API, bytes]:
+    def request(self) -> tuple[API, Mapping[str, Any]]:
         if not isinstance(self.name, str):
             raise RequestError(400, "prompt: it must be a text.", "prompt")
         if not self._prompts.is_chat:
-            return COMPLETIONS, to_json({**self._prompts.options, "prompt": self.name})
+            return COMPLETIONS, {**self._prompts.options, "prompt": self.name}
         messages = [{"role": "user", "content": self.name}]
         if self._prompts.system is not None:
             messages.insert(0, {"role": "system", "content": self._prompts.system})
-        return CHAT, to_json({**self._prompts.options, "messages": messages})
+        return CHAT, {**self._prompts.options, "messages": messages}
 
     def success(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         [choice] = answer["choices"]
