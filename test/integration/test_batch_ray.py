@@ -9,7 +9,7 @@ import pytest
 
 from granite4_neuron import UserError
 from granite4_neuron.cli import main
-from granite4_neuron.serving.batch.cluster import cpus_of_a_worker
+from granite4_neuron.serving.batch.cluster import cpus_of_a_worker, reason_of
 
 NUM_LINES = 1500
 
@@ -39,6 +39,19 @@ def test_one_processor_is_left(nodes, workers, devices, expected):
         UserError, match=rf"the cluster has \d CPUs on 1 nodes; {workers} workers.* need {workers + 1} "
     ):
         cpus_of_a_worker(nodes, workers, devices)
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ("actor died\n  File x\ngranite4_neuron.errors.UserError: no.\n\nTo change retries, configure a: b", "no."),
+        ("ValueError: first\n\nThe above\n\nOSError: [Errno 5] x", "OSError: [Errno 5] x"),
+        ("the node is gone", "the node is gone"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_a_worker_said_is_found(said, expected):
+    assert reason_of(RuntimeError(said)) == expected
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ class Cluster:
                 for row in answered.iter_rows():
                     yield Result(**row)
             except ray.exceptions.RayError as error:
-                raise UserError(f"the cluster has failed: {_reason(error)}") from None
+                raise UserError(f"the cluster has failed: {reason_of(error)}") from None
 
 
 def cpus_of_a_worker(nodes: Sequence[Mapping[str, float]], num_workers: int, devices: Mapping[str, float]) -> int:
@@ -160,7 +160,8 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _reason(error: Exception) -> str:
-    """Return what a worker said. It is the last of Ray's many lines."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: ")
+def reason_of(error: Exception) -> str:
+    """Return what a worker said: the last of Ray's many lines that names an exception."""
+    lines = str(error).splitlines()
+    said = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)] or lines or [type(error).__name__]
+    return said[-1].removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: ")
