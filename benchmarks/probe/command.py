@@ -52,6 +52,7 @@ _OPERATORS = (
     ("mamba_prefill", "quadratic"),
     ("mamba_decode",),
     ("logits",),
+    ("drawn",),
 )
 
 STEPS = (

@@ -12,10 +12,14 @@ import torch
 
 from benchmarks.probe.device import compare, compiled, judge, milliseconds, to_device
 from benchmarks.probe.process import FACT, Finding, Place
+from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.ops import TORCH, apply_rotary, rotary_tables
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
-from granite4_neuron.ops.xla import XLA
+from granite4_neuron.ops.xla import XLA, topk
 from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_capacity
+from granite4_neuron.ops.xla.topk import UNDECIDED, likeliest
+from granite4_neuron.runtime.graphs import draw_inputs
+from granite4_neuron.runtime.interface import Row
 
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
@@ -191,3 +195,17 @@ def mamba_decode(place: Place) -> Iterator[Finding]:
 def logits(place: Place) -> Iterator[Finding]:
     arguments = _randn(4, _HIDDEN), _weight(_VOCAB, _HIDDEN), 3.0
     yield compare(place, "4 rows", XLA.logits, TORCH.logits, *arguments)
+
+
+def drawn(place: Place) -> Iterator[Finding]:
+    """Sampled tokens: those that the host draws, but for a few that are left to it."""
+    rows, params = 64, SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
+    logits, sampler = 3 * _randn(rows, _VOCAB), Sampler(params, 0)
+    draws = [Row(row + 1, 0, [0], draw=sampler.draw(row, _VOCAB)) for row in range(rows)]
+    arguments = to_device(place, (draw_inputs(draws, rows, _VOCAB), logits, likeliest(logits)))
+    with torch.no_grad():
+        found = compiled(place, topk.drawn)(*arguments).cpu()
+    expected = torch.tensor([sampler(row_logits, ()) for row_logits in logits])
+    is_left = found == UNDECIDED
+    yield judge(f"{rows} tokens", torch.where(is_left, expected, found), expected, 0)
+    yield Finding("left to the host", FACT, message=f"{int(is_left.sum())} of {rows}")
