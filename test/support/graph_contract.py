@@ -259,8 +259,10 @@ class DecodeContract:
         following = ours.decode(states[1], [Row(row.slot, row.start + 1, [CHOSEN]) for row in host])
         assert all(token >= 0 for token in following.tokens()[:2]) and following.logits([0, 1]).isfinite().all()
 
-    def test_drawn_tokens(self, backend):
-        """They are those that a host draws from the same logits; one that it has to draw is not run."""
+    def test_drawn_tokens(self, backend, monkeypatch):
+        """They are those that a host draws from the same logits; one that it has to draw is not run. Texts are those of
+        the host.
+        """
         ours = backend.make(engine_model(layer_types=FEW_LAYERS["layer_types"]), BUCKETS)
         state = ours.allocate(4, 60)
         backend.poison(state)
@@ -281,6 +283,15 @@ class DecodeContract:
                 expected = samplers[row.slot](row_logits, [0]) if row.draw else int(row_logits.argmax())
                 assert token == (UNDECIDED if row.slot == 2 else expected)
                 tokens[row.slot], lengths[row.slot] = expected, row.start + 1
+        requests = [Request([slot] * 5, 9 + slot, seed=slot, **each) for slot, each in options.items()]
+        texts = []
+        for _ in range(2):
+            engine = Engine(ours, 4, max_length=60)
+            ids = [engine.add(request) for request in requests]
+            outputs = run(engine)
+            texts.append([tokens_of(outputs[id]) for id in ids])
+            monkeypatch.setattr(Sampler, "is_drawn", False)
+        assert texts[0] == texts[1]
         before = ours.snapshot(state, 2, lengths[2]).tensors
         ours.decode(state, [Row(2, lengths[2], [CHOSEN])]).tokens()
         after = ours.snapshot(state, 2, lengths[2]).tensors
