@@ -99,8 +99,8 @@ class ResponsesFieldsWithoutEffect(FieldsWithoutEffect):
     """Fields of the Responses API."""
 
     store: bool | None = None  # nothing is stored, as the response says
-    background: Annotated[Any, _only(False)] = None
-    truncation: Annotated[Any, _only("disabled")] = None
+    background: Annotated[Any, only(False)] = None
+    truncation: Annotated[Any, only("disabled")] = None
     reasoning: dict[str, Any] | None = None
     max_tool_calls: int | None = None  # of built-in tools
     prompt_cache_options: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ class ResponsesFieldsWithoutEffect(FieldsWithoutEffect):
 class TextConfigFieldsWithoutEffect(BaseModel):
     """Fields of `text`."""
 
-    verbosity: Annotated[Any, _only("medium")] = None
+    verbosity: Annotated[Any, only("medium")] = None
 
 
 class ItemFieldsWithoutEffect(BaseModel):
@@ -126,8 +126,8 @@ class ItemFieldsWithoutEffect(BaseModel):
 class FunctionFieldsWithoutEffect(BaseModel):
     """Fields of functions."""
 
-    allowed_callers: Annotated[Any, _only(["direct"])] = None
-    defer_loading: Annotated[Any, _only(False)] = None
+    allowed_callers: Annotated[Any, only(["direct"])] = None
+    defer_loading: Annotated[Any, only(False)] = None
     output_schema: dict[str, Any] | None = None
 
 
@@ -141,7 +141,7 @@ class MessagesFieldsWithoutEffect(BaseModel):
     cache_control: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    speed: Annotated[Any, _only("standard")] = None
+    speed: Annotated[Any, only("standard")] = None
     thinking: dict[str, Any] | None = None  # the models do not reason
     user_profile_id: str | None = None
 
@@ -155,8 +155,8 @@ class OutputConfigFieldsWithoutEffect(BaseModel):
 class CustomToolFieldsWithoutEffect(ToolFieldsWithoutEffect):
     """Fields of tools."""
 
-    allowed_callers: Annotated[Any, _only(["direct"])] = None
-    defer_loading: Annotated[Any, _only(False)] = None
+    allowed_callers: Annotated[Any, only(["direct"])] = None
+    defer_loading: Annotated[Any, only(False)] = None
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
 
