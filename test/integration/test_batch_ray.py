@@ -11,7 +11,7 @@ from granite4_neuron import UserError
 from granite4_neuron.cli import main
 from granite4_neuron.serving.batch.cluster import cpus_of_a_worker, reason_of
 
-NUM_LINES = 1500
+NUM_LINES = 800
 
 
 @pytest.mark.parametrize(
