@@ -28,6 +28,7 @@ CHANCE = {
     "id",
     "call_id",
     "created",
+    "timings",
     "created_at",
     "completed_at",
     "cached_tokens",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from granite4_neuron.engine import Output, Request, TokenLogprob
+from granite4_neuron.serving.identity import is_fixed
 from granite4_neuron.serving.protocol import GenerationBody
 
 
@@ -69,10 +70,13 @@ class Additions:
 
     def timings(self, outputs: dict[int, Sequence[Output]]) -> dict[str, Any]:
         """Return llama-server's timings of sequences together, in milliseconds; those without tokens do not count.
+        An answer that is to be the same whenever it is made has none.
 
         Args:
             outputs: all so far, by sequence.
         """
+        if is_fixed():
+            return {}
         begun = {index: its for index, its in outputs.items() if index in self._times}
         times = [self._times[index] for index in begun]
         reports = [its[0].prompt for its in begun.values()]

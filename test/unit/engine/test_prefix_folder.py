@@ -56,11 +56,12 @@ def alone(runtime, prompt):
 
 
 def test_states_with_a_salt_are_neither_written_nor_looked_for(place, runtime, caplog):
+    tokens = TOKENS[:45]  # so few snapshots that all are written
     for salt, others in (("one", "one"), (None, "one")):
-        process(place, runtime, TOKENS, cache_salt=salt)
-        _, found, _ = process(place, runtime, TOKENS, cache_salt=others)
+        process(place, runtime, tokens, cache_salt=salt)
+        _, found, _ = process(place, runtime, tokens, cache_salt=others)
         assert found == 0
-    assert process(place, runtime, TOKENS)[1] == len(TOKENS) and not caplog.records
+    assert process(place, runtime, tokens)[1] == len(tokens) and not caplog.records
 
 
 def is_as_alone(runtime, prompt, texts, logits):
