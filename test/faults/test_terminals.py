@@ -136,7 +136,7 @@ def test_names(arguments, hostile_folder, at_terminal, tmp_path):
 @pytest.mark.skipif(build.load_kernels() is not None, reason="the fused kernels need a C++ compiler")
 def test_tuned_parameters(hostile_folder, at_terminal, monkeypatch, tmp_path):
     choices = [("chunk_size", {64: 1.0}, 64), ("heads_per_task", {4: 1.0}, 4), ("torch_chunk_size", {64: 1.0}, 64)]
-    monkeypatch.setattr("granite4_neuron.runtime.tuning.tune", lambda config, dtype: choices)
+    monkeypatch.setattr("granite4_neuron.runtime.tuning.tune", lambda config, dtype, progress: choices)
     shown = at_terminal("tune", "--model", hostile_folder, "--output", tmp_path / NAME)
     assert "wrote" in shown and not foreign_controls(shown)
 

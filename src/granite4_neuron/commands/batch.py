@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.options import (
     add_model,
     add_runtime,
@@ -49,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "is the result of its line and ends nothing else. The command may be ended at any moment; run again, it goes "
         "on behind the results that OUTPUT has.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     batch.add_argument(
         "input",

@@ -62,7 +62,7 @@ class TestAdditions:
         assert alone[1] == [7] * 12 and alone[0] != alone[2]
 
     @given(
-        tokens=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+        tokens=st.lists(st.integers(0, 4), min_size=3, max_size=8),
         bad=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), max_size=4),
         allowed=st.none() | st.sets(st.integers(0, 4), min_size=1),
     )
