@@ -12,6 +12,7 @@ import pytest
 from granite4_neuron.cli import main
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.ops.cpu import build
+from granite4_neuron.runtime.tuning import Choice
 from granite4_neuron.system import terminal
 from test.support.pseudo_terminal import COMMAND, PseudoTerminal, foreign_controls, set_size, visible
 
@@ -135,7 +136,8 @@ def test_names(arguments, hostile_folder, at_terminal, tmp_path):
 
 @pytest.mark.skipif(build.load_kernels() is not None, reason="the fused kernels need a C++ compiler")
 def test_tuned_parameters(hostile_folder, at_terminal, monkeypatch, tmp_path):
-    choices = [("chunk_size", {64: 1.0}, 64), ("heads_per_task", {4: 1.0}, 4), ("torch_chunk_size", {64: 1.0}, 64)]
+    values = {"chunk_size": 64, "heads_per_task": 4, "torch_chunk_size": 64}
+    choices = [Choice(name, {value: 1.0}, value) for name, value in values.items()]
     monkeypatch.setattr("granite4_neuron.runtime.tuning.tune", lambda config, dtype, progress: choices)
     shown = at_terminal("tune", "--model", hostile_folder, "--output", tmp_path / NAME)
     assert "wrote" in shown and not foreign_controls(shown)
