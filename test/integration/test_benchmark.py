@@ -151,7 +151,7 @@ class TestLlamaCpp:
     "arguments, expected",
     [
         (("--speculate", "ngram:3"), "of 4 tokens"),
-        (("--draft-model", bundled_checkpoint(), "--draft-tokens", "2"), "100%"),
+        pytest.param(("--draft-model", bundled_checkpoint(), "--draft-tokens", "2"), "100%", marks=pytest.mark.slow),
         (("--kept-prompt",), "from the file"),
     ],
     ids=["n-gram", "draft model", "kept prompt"],

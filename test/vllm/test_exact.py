@@ -57,7 +57,7 @@ A_PROCESSOR_EACH = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # the machine may have
 # pytest -m "not slow" leaves these, so that each part of this package is tested.
 FAST = {
     "alone", "prefix caching, n-gram, chunked prefill", "preempted, prefix caching, n-gram, chunked prefill",
-    "tensor parallel", "rope",
+    "tensor parallel",
 }  # fmt: skip
 # vLLM's attention needs heads of 32 or wider. An untied head keeps a random model from repeating its last token.
 WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)

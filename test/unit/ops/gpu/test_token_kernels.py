@@ -16,8 +16,8 @@ tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture
 # Triton's interpreter cuts digits off where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
-# Rows and columns of a program are powers of two, and these are not.
-SIZES = pytest.mark.parametrize("columns", [16, 80, 768, 5000])
+# Rows and columns of a program are powers of two, and most of these are not. The interpreter is slow.
+SIZES = pytest.mark.parametrize("columns", [16, 80, 768, 5000] if DEVICE == "cuda" else [80, 768])
 EPS = 1e-5
 
 
@@ -151,7 +151,6 @@ def test_mlp(columns, dtype, batch):
     ("experts", "top_k", "columns", "dtype"),
     [
         (6, 2, 16, torch.float32),
-        (6, 2, 16, torch.bfloat16),
         (6, 2, 5000, torch.bfloat16),
         (5, 5, 80, torch.float32),
         (72, 10, 80, torch.bfloat16),
