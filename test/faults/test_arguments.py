@@ -8,7 +8,7 @@ import transformers
 
 from granite4_neuron import UserError, generate, load, stream_generate
 from granite4_neuron.engine import Engine, Request
-from granite4_neuron.generation import chat_prompt
+from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 
 PROMPTS = {
     "None": None,
@@ -272,7 +272,7 @@ def test_a_file_of_weights(refuses, folder):
         (("plan", "--price", "1"), "--price belongs to --traffic or --rate"),
         (("plan", "--traffic", "x", "--latency"), "are two questions; ask one"),
         (
-            ("serve", "--cpu-kernels", "torch", "--allow-runtime-lora-updating"),
+            ("serve", "--model", str(bundled_checkpoint()), "--cpu-kernels", "torch", "--allow-runtime-lora-updating"),
             "fused kernels; leave out --allow-runtime",
         ),
         (("plan", "--plot", "x.png"), "--plot belongs to --latency, --traffic or --rate"),

@@ -20,21 +20,21 @@ ROOT = Path(__file__).parents[2]
 SAMPLING_OPTION = {
     "engine/sampling_params.py": (
         r"    min_p: float \| None = .*\n",
-        "    typical_p: float | None = _warper(\n"
+        "    typicality: float | None = _warper(\n"
         '        lambda value: is_number(value) and 0 < value < 1, "a number above 0 and below 1"\n'
         "    )\n",
     ),
     "engine/sampling.py": (
         r".*MinPLogitsWarper\(.*\n",
-        "    if params.typical_p is not None:\n"
+        "    if params.typicality is not None:\n"
         "        from transformers import TypicalLogitsWarper\n\n"
-        "        processors.append(TypicalLogitsWarper(params.typical_p))\n",
+        "        processors.append(TypicalLogitsWarper(params.typicality))\n",
     ),
     "commands/options.py": (
         r"    sampling = parser.add_argument_group\((?:\n|.)*?\n    \)\n",
-        '    sampling.add_argument("--typical-p", type=number_in(0, 1), help="choose tokens of typical surprise")\n',
+        '    sampling.add_argument("--typicality", type=number_in(0, 1), help="choose tokens of typical surprise")\n',
     ),
-    "serving/protocol.py": (r"    min_p: float \| None = None\n", "    typical_p: float | None = None\n"),
+    "serving/protocol.py": (r"    min_p: float \| None = None\n", "    typicality: float | None = None\n"),
 }
 CPU_OPTION = {
     "runtime/backends/cpu.py": (
@@ -69,9 +69,9 @@ def said_by(*arguments, typed=""):
     return said.getvalue()
 
 def body(value):
-    written = b'{"messages": [{"role": "user", "content": "a"}], "typical_p": %s}' % value
+    written = b'{"messages": [{"role": "user", "content": "a"}], "typicality": %s}' % value
     try:
-        return parse(ChatBody, written, 100).typical_p
+        return parse(ChatBody, written, 100).typicality
     except RequestError as error:
         return str(error)
 
@@ -79,11 +79,11 @@ hot = "generate", "--cpu-kernels", "torch", "--max-tokens", 8, "--temperature", 
 answers = {
     "help": said_by("generate", "--help"),
     "text": said_by(*hot),
-    "typical text": said_by(*hot, "--typical-p", 0.1),
-    "refused": said_by(*hot, "--typical-p", 1),
-    "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set typical_p 0.5\\n/set\\n"),
+    "typical text": said_by(*hot, "--typicality", 0.1),
+    "refused": said_by(*hot, "--typicality", 1),
+    "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set typicality 0.5\\n/set\\n"),
     "bodies": [body(b"0.25"), body(b"3")],
-    "is of checkpoints": "typical_p" in _GENERATION_FIELDS,
+    "is of checkpoints": "typicality" in _GENERATION_FIELDS,
     "spare cores": load(cpu_kernels="torch", spare_cores=2)[0].spare_cores,
     "another backend": said_by("generate", "--backend", "xla", "--spare-cores", 2, "The"),
 }
@@ -122,16 +122,16 @@ def answers(run):
 
 class TestSamplingOption:
     def test_of_the_command_line(self, answers):
-        assert "--typical-p" in answers["help"] and answers["typical text"] != answers["text"]
-        assert "typical_p is 1.0, and must be a number above 0 and below 1" in answers["refused"]
+        assert "--typicality" in answers["help"] and answers["typical text"] != answers["text"]
+        assert "typicality is 1.0, and must be a number above 0 and below 1" in answers["refused"]
 
     def test_of_a_chat(self, answers):
-        assert "typical_p is 0.5." in answers["chat"]
-        assert {"typical_p 0.5", "min_p -"} <= set(answers["chat"].splitlines())
+        assert "typicality is 0.5." in answers["chat"]
+        assert {"typicality 0.5", "min_p -"} <= set(answers["chat"].splitlines())
 
     def test_of_the_server(self, answers):
         value, refusal = answers["bodies"]
-        assert value == 0.25 and "typical_p is 3.0, and must be a number above 0 and below 1" in refusal
+        assert value == 0.25 and "typicality is 3.0, and must be a number above 0 and below 1" in refusal
 
     def test_of_checkpoints(self, answers):
         assert answers["is of checkpoints"]
