@@ -424,9 +424,11 @@ class TestATokenizerThatGivesUp:
         runtime, tokenizer = load(model)
         messages = [{"role": "user", "content": self.TEXT}]
         hidden = [{"role": "user", "content": self.TEXT + "<|bos|>"}]  # which is encoded in parts
-        for prompt in (self.TEXT, ["a", self.TEXT], messages, hidden):
+        for prompt in (self.TEXT, messages, hidden):
             with pytest.raises(UserError, match=self.SENTENCE):
                 generate(runtime, tokenizer, prompt, max_tokens=1)
+        other, failed = generate(runtime, tokenizer, ["a", self.TEXT], max_tokens=1)
+        assert other.error is None and self.SENTENCE in failed.error
         for ask in (chat, chat_prompt):
             with pytest.raises(UserError, match=self.SENTENCE):
                 ask(*((runtime, tokenizer, messages) if ask is chat else (tokenizer, self.TEXT)))
