@@ -43,7 +43,7 @@ def kernels(monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("sequences", [1, 5])
+@pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_logits(sequences, kernels):
     """Prompts, and then decode of all and of one of them; memory that was never written is NaN."""
     cpu, ours = LAYER.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))

@@ -26,7 +26,8 @@ pytestmark = [
     ],
 )
 def test_kernels(module, chosen):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parents[3] / module]
+    run_tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True)
+    command = [*run_tests, Path(__file__).parents[3] / module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
