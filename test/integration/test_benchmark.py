@@ -63,6 +63,7 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_quantized_weights_beside_busy_processes(tmp_path):
     options = ("--quantize", "int8", "--busy", "1", "--json", tmp_path / "numbers.json")
     done = run(*SMALL, "--prompt-length", "9", *options)
@@ -115,6 +116,7 @@ class TestLlamaCpp:
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
         return tmp_path
 
+    @pytest.mark.slow
     def test_in_turns(self, programs):
         numbers = programs / "numbers.json"
         options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")

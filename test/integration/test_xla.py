@@ -293,6 +293,6 @@ def test_the_alias_tables_of_compiled_graphs_are_the_stated_ones(tmp_path):
     assert wrong_aliases(tmp_path, "right") == set()
 
 
-@pytest.mark.parametrize("variant", ["one is dropped", "another order"])
+@pytest.mark.parametrize("variant", [pytest.param("one is dropped", marks=pytest.mark.slow), "another order"])
 def test_wrong_aliases_are_seen(variant, tmp_path):
     assert wrong_aliases(tmp_path, variant) == {"prefill"}

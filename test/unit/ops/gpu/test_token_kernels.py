@@ -21,7 +21,12 @@ SIZES = pytest.mark.parametrize("columns", [16, 80, 768, 5000] if DEVICE == "cud
 EPS = 1e-5
 
 
-@pytest.fixture(params=[(1, 2**24), (1, 1), (3, 1), (20, 1)], ids=["one", "one, two tiles", "three", "twenty"])
+BATCHES = {"one": (1, 2**24), "one, two tiles": (1, 1), "three": (3, 1), "twenty": (20, 1)}
+if DEVICE != "cuda":  # the interpreter is slow
+    del BATCHES["three"]
+
+
+@pytest.fixture(params=BATCHES.values(), ids=BATCHES)
 def batch(request, monkeypatch):
     """Sequences; of one, a program has two tiles of rows where a matrix is large."""
     batch, size = request.param
