@@ -89,6 +89,7 @@ def test_seeds(served):
     assert len({tuple(text) for text in (*alone, *together)}) > len(ALL)  # the others have no fixed text
 
 
+@pytest.mark.slow
 def test_without_a_compiler(folder, greedy, prompts, tmp_path):
     """Plain torch computes the same, and one line says so."""
     options = dict(enable_prefix_caching=True, speculative_config=NGRAM)
@@ -138,6 +139,7 @@ def register():
 """
 
 
+@pytest.mark.slow
 def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
     """vLLM's own mixer is right without speculation. With speculation it would be wrong, so no engine starts."""
     engines = {"plain": {}, "n-gram": dict(speculative_config=NGRAM)}

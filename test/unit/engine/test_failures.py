@@ -35,8 +35,6 @@ from test.support.engines import (
 )
 from test.support.stepping import random_tokens
 
-pytestmark = pytest.mark.versions
-
 NEW, LONG = 8, 30
 PROMPTS = [random_tokens(VOCAB, length, seed=length).tolist() for length in (5, 20, 33)]
 

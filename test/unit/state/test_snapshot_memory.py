@@ -15,8 +15,6 @@ from granite4_neuron.state.snapshot_memory import SnapshotMemory
 from test.support.engines import VOCAB, ChunkRuntime, cached_bytes, generate_one
 from test.support.stepping import random_tokens
 
-pytestmark = pytest.mark.versions
-
 LIKE = {"conv": torch.zeros(7, 3, dtype=torch.bfloat16), "ssm": torch.zeros(3, 2**18), "other": torch.zeros(2**18)}
 TOKENS = random_tokens(VOCAB, 150).tolist()
 OTHERS = random_tokens(VOCAB, 150, seed=1).tolist()
