@@ -55,7 +55,6 @@ class SimulatedRuntime:
     generation_config = GenerationConfig()
     adapters: Mapping[str, Adapter] = {}
     tokens_per_verification = 1
-    num_candidates = 0
     is_quantized = False
     fallbacks = ()
 
