@@ -24,8 +24,16 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar, write
 from granite4_neuron.commands.reuse import add_speculation, new_engine
-from granite4_neuron.commands.serve import check_extra, max_model_len, served_prefix_cache
+from granite4_neuron.commands.serve import (
+    MODEL_LEN,
+    PREFIX_CACHE,
+    check_extra,
+    max_model_len,
+    served_name,
+    served_prefix_cache,
+)
 from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.backends.torch_device import kind_of_device
 
 if TYPE_CHECKING:
     from granite4_neuron.serving.batch.batch import Batch, Result
@@ -83,9 +91,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--max-model-len",
         type=at_least(2),
         metavar="N",
-        help="most tokens of a text, prompt and new ones (default: 8192, or the model's longest if less)",
+        help=f"most tokens of a text, prompt and new ones (default: {MODEL_LEN}, or the model's longest if less)",
     )
-    limits.add_argument("--prefix-cache", metavar="SIZE", help="memory of the prefix cache, 0 for none (default: 1GiB)")
+    limits.add_argument(
+        "--prefix-cache", metavar="SIZE", help=f"memory of the prefix cache, 0 for none (default: {PREFIX_CACHE})"
+    )
     add_speculation(limits)
     machines = batch.add_argument_group("several machines")
     machines.add_argument(
@@ -157,9 +167,10 @@ def _on_cluster(options: argparse.Namespace, lines: Lines, start: int) -> Iterat
 
 def _devices(options: argparse.Namespace) -> dict[str, float]:
     """Return what a worker needs beside processors, by Ray's names."""
-    if options.backend == "nxdi" or options.device.startswith("neuron"):
+    kind = kind_of_device(options.device)
+    if options.backend == "nxdi" or kind == "neuron":
         return {"neuron_cores": options.tp_degree}
-    return {"GPU": options.tp_degree} if options.device.startswith("cuda") else {}
+    return {"GPU": options.tp_degree} if kind == "cuda" else {}
 
 
 def new_batch(options: argparse.Namespace) -> Batch:
@@ -170,9 +181,7 @@ def new_batch(options: argparse.Namespace) -> Batch:
     from granite4_neuron.serving.batch.forms import Prompts
 
     checkpoint, adapters = model_checkpoint(options), adapters_of(options)
-    model = options.served_model_name or Path(options.model or checkpoint.path).name
-    if model in adapters:
-        raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
+    model = served_name(options, checkpoint, adapters)
     runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
     max_length = max_model_len(options, runtime)
     if options.max_num_seqs is None:

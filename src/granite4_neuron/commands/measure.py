@@ -15,10 +15,8 @@ from granite4_neuron.commands.options import (
     model_checkpoint,
 )
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.errors import UserError
-
-_MAX_NUM_SEQS = 8
-_MODEL_LEN = 8192
+from granite4_neuron.commands.serve import MAX_NUM_SEQS, MODEL_LEN, max_model_len
+from granite4_neuron.runtime.backends.torch_device import kind_of_device
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -34,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     measure.add_argument(
         "--max-num-seqs",
         type=at_least(1),
-        default=_MAX_NUM_SEQS,
+        default=MAX_NUM_SEQS,
         metavar="N",
         help="the most texts at a time; plan goes on beyond it as the last two go on (default: %(default)s)",
     )
@@ -42,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--max-model-len",
         type=at_least(16),
         metavar="N",
-        help=f"the most tokens of a text (default: {_MODEL_LEN}, or the model's longest if less)",
+        help=f"the most tokens of a text (default: {MODEL_LEN}, or the model's longest if less)",
     )
     add_runtime(measure)
     measure.set_defaults(run=run)
@@ -57,9 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.simulation.measuring import measure
 
     require(runtime, "snapshot")
-    asked = options.max_model_len
-    if asked is not None and asked > runtime.max_length:
-        raise UserError(f"--max-model-len is {asked:,}; the model's longest text has {runtime.max_length:,} tokens.")
+    longest = max_model_len(options, runtime)
     with ProgressBar("step times", "measured") as progress:
         measured = measure(
             runtime,
@@ -68,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             backend=options.backend,
             machine=_machine(options.backend, options.device),
             most_rows=options.max_num_seqs,
-            longest=min(asked or _MODEL_LEN, runtime.max_length),
+            longest=longest,
             progress=progress,
         )
     measured.save(options.output)
@@ -82,6 +78,6 @@ def _machine(backend: str, device: str) -> str:
 
     from granite4_neuron.ops.launch_parameters import processor_name
 
-    if backend == "torch" and torch.device(device).type == "cuda":
+    if backend == "torch" and kind_of_device(device) == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name()

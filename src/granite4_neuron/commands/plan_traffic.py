@@ -12,6 +12,7 @@ from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_o
 from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.reuse import num_bytes
+from granite4_neuron.commands.serve import MAX_GAP, MAX_NUM_SEQS, MODEL_LEN, PREFIX_CACHE
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ DEFAULTS: dict[str, Any] = {
     "num_requests": 1000,
     "seed": 0,
     "replicas": [1, 2, 4, 8],
-    "max_num_seqs": 8,
-    "max_model_len": 8192,
-    "prefix_cache": "1GiB",
-    "max_gap": 100,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_model_len": MODEL_LEN,
+    "prefix_cache": PREFIX_CACHE,
+    "max_gap": MAX_GAP,
     "first_token": 2.0,
     "price": None,
 }

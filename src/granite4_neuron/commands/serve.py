@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import sys
+from collections.abc import Collection
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,13 +36,16 @@ from granite4_neuron.commands.reuse import (
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
+    from granite4_neuron.checkpoint.checkpoint import Checkpoint
     from granite4_neuron.engine import PrefixCache, PrefixFolder, SlotPrefixCache
     from granite4_neuron.runtime.interface import Runtime
 
 EXIT_FAILED = 1
-_MODEL_LEN = 8192
-_MAX_GAP = 100  # milliseconds
-_PREFIX_CACHE = "1GiB"
+# Defaults, of batch, measure and plan --traffic too.
+MAX_NUM_SEQS = 8
+MODEL_LEN = 8192
+MAX_GAP = 100  # milliseconds
+PREFIX_CACHE = "1GiB"
 _KEY_VARIABLE = "GRANITE4_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -82,13 +86,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "the list of processes, or none)",
     )
     serve.add_argument(
-        "--max-num-seqs", type=at_least(1), default=8, metavar="N", help="texts at a time (default: %(default)s)"
+        "--max-num-seqs",
+        type=at_least(1),
+        default=MAX_NUM_SEQS,
+        metavar="N",
+        help="texts at a time (default: %(default)s)",
     )
     serve.add_argument(
         "--max-model-len",
         type=at_least(2),
         metavar="N",
-        help=f"most tokens of a text, prompt and new ones (default: {_MODEL_LEN}, or the model's longest if less)",
+        help=f"most tokens of a text, prompt and new ones (default: {MODEL_LEN}, or the model's longest if less)",
     )
     model = serve.add_argument_group("model")
     model.add_argument(
@@ -116,7 +124,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     limits.add_argument(
         "--max-gap",
         type=number_in(0, includes_least=False),
-        default=_MAX_GAP,
+        default=MAX_GAP,
         metavar="MS",
         help="how many milliseconds a stream should wait for its next token at most while prompts of others are read: "
         "less makes streams smoother and first tokens later (default: %(default)s)",
@@ -148,7 +156,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     reuse.add_argument(
         "--prefix-cache",
         metavar="SIZE",
-        help=f"memory of the prefix cache, 0 for none; a draft model takes as much again (default: {_PREFIX_CACHE})",
+        help=f"memory of the prefix cache, 0 for none; a draft model takes as much again (default: {PREFIX_CACHE})",
     )
     add_prefix_folder(reuse)
     add_speculation(reuse)
@@ -176,9 +184,7 @@ def run(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         checkpoint = model_checkpoint(options)
-        model = options.served_model_name or Path(options.model or checkpoint.path).name
-        if model in adapters:
-            raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
+        model = served_name(options, checkpoint, adapters)
         runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
         may_adapt = isinstance(runtime, CPURuntime) and runtime.model.is_fused
         if options.allow_runtime_lora_updating and not may_adapt:
@@ -243,6 +249,18 @@ def _api_key(options: argparse.Namespace) -> str | None:
     return key
 
 
+def served_name(options: argparse.Namespace, checkpoint: Checkpoint, adapters: Collection[str]) -> str:
+    """Return the model's name in requests.
+
+    Raises:
+        UserError: an adapter has the same.
+    """
+    model = options.served_model_name or Path(options.model or checkpoint.path).name
+    if model in adapters:
+        raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
+    return model
+
+
 def max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:
     """Return the most tokens of a text.
 
@@ -252,7 +270,7 @@ def max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:
     asked, longest = options.max_model_len, runtime.max_length
     if asked is not None and asked > longest:
         raise UserError(f"--max-model-len is {asked:,}; the model's longest text has {longest:,} tokens.")
-    return min(asked or _MODEL_LEN, longest)
+    return min(asked or MODEL_LEN, longest)
 
 
 def served_prefix_cache(
@@ -265,7 +283,7 @@ def served_prefix_cache(
         UserError: the size is malformed, the runtime has no room for the size that was given, or there is a folder for
             a cache that is switched off.
     """
-    max_bytes = num_bytes(options.prefix_cache or _PREFIX_CACHE)
+    max_bytes = num_bytes(options.prefix_cache or PREFIX_CACHE)
     if not max_bytes:
         if folder is not None:
             raise UserError("--prefix-cache-dir needs a prefix cache in memory, and --prefix-cache is 0.")
