@@ -83,7 +83,7 @@ class PromptReport:
     """Facts about a prompt once all of it has been run.
 
     cached_tokens: how many of its tokens the prefix cache had.
-    started: when the sequence got a slot, in seconds, as `time.perf_counter` counts them.
+    started: when the sequence got a slot, in seconds of the engine's clock, which is `time.perf_counter` by default.
     logprobs: of all its tokens except the first, if the request asks for them.
     """
 

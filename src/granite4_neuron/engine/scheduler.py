@@ -12,7 +12,6 @@ there is time.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -81,6 +80,7 @@ class Scheduler:
         self._drafting = drafting
         self._prompts_first = prompts_first
         self._prompts_are_next = True
+        self._clock = clock
         self._pace = Pace(max_gap, clock)
         self._others_wait = False  # for their next token, while a step of prompts alone runs
 
@@ -96,7 +96,7 @@ class Scheduler:
                 slot = self._slots.take(sequence.limit, [each.slot for each in live.running.values()])
                 if slot is None:
                     return
-                sequence.slot, sequence.started = slot, time.perf_counter()
+                sequence.slot, sequence.started = slot, self._clock()
                 live.running[sequence.id] = sequence
                 live.waiting.popleft()
             if sequence.id not in live.running:

@@ -38,7 +38,7 @@ class RunningSequence:
     request: with the checkpoint's defaults.
     limit: the most tokens, prompt and new ones.
     adapter: that the request names, or none.
-    slot: 0 until it has one. started: when it got that, as `time.perf_counter` counts.
+    slot: 0 until it has one. started: when it got that, by the engine's clock.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
     cuts: lengths at which the prompt is cut and a prefix cache keeps a snapshot.
