@@ -1,12 +1,29 @@
 import pytest
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from granite4_neuron import load
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model
 from test.support.tool_template import TOOL_TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Return the bundled model in float32: (runtime, tokenizer)."""
+    return load(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    """Serve that model."""
+    from test.support.serving import serving  # needs what may not be installed
+
+    with serving(*tiny) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
-from granite4_neuron import generate, load
+from granite4_neuron import generate
 from granite4_neuron.engine import Engine
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import Sampler
@@ -44,11 +44,6 @@ class CountingEngine(Engine):
     def cancel(self, id):
         self.cancelled_at = self.steps
         return super().cancel(id)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return load(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ import logging
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
-from granite4_neuron import generate, load
+from granite4_neuron import generate
 from granite4_neuron.generation import chat_prompt
 from test.support.serving import MODEL, serving
 
@@ -35,11 +34,6 @@ COMMON = dict(
     min_tokens=0,
     stop_token_ids=[],
 )
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return load(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,10 @@ import threading
 import time
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from granite4_neuron import load
 from granite4_neuron.serving import connection
 from test.support.serving import serving
 
@@ -23,11 +21,6 @@ HEAD = (
 )
 # Its stream is some hundred kilobytes long.
 LONG = dict(prompt="An assignment statement", max_tokens=400, ignore_eos=True, stream=True, logprobs=20)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return load(dtype=torch.float32)
 
 
 @pytest.fixture

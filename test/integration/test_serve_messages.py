@@ -14,10 +14,11 @@ from pydantic_core import from_json
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.generation.tool_calls import OPEN
 from granite4_neuron.serving.messages import MessagesBody, PromptBody
 from granite4_neuron.serving.protocol import ChatBody
 from test.support.serving import serving
+from test.support.tool_template import spelled
 
 if importlib.util.find_spec("anthropic"):
     from anthropic.types import Message, MessageStreamEvent
@@ -99,10 +100,6 @@ def post(byte_server):
         return httpx.post(f"{byte_server.address}/v1/{path}", json=body, timeout=60)
 
     return send
-
-
-def spelled(name, arguments):
-    return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
 
 
 class TestTheRequestIsAChats:

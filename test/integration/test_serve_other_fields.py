@@ -12,24 +12,12 @@ import transformers
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from granite4_neuron import generate, load
+from granite4_neuron import generate
 from granite4_neuron.generation import bundled_checkpoint
-from test.support.serving import serving
 
 PROMPT = "An assignment statement"
 CHAT = {"messages": [{"role": "user", "content": "What is the assert statement?"}]}
 COMPLETION = {"prompt": PROMPT, "max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return load(dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def server(tiny):
-    with serving(*tiny) as server:
-        yield server
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -14,22 +13,10 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed; it knows
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
-from granite4_neuron import load
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody
 from test.support.serving import serving
 
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return load(dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def server(tiny):
-    with serving(*tiny) as server:
-        yield server
 
 
 @pytest.fixture

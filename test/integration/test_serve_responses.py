@@ -11,10 +11,11 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 responses = pytest.importorskip("openai.types.responses", reason="OpenAI's client is too old")
 
-from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.generation.tool_calls import OPEN
 from granite4_neuron.serving.protocol import ChatBody
 from granite4_neuron.serving.responses import ResponsesBody
 from test.support.serving import MODEL
+from test.support.tool_template import spelled
 
 QUESTION = "What is the weather in Rome?"
 CITY = {
@@ -95,10 +96,6 @@ def post(byte_server):
 def client(byte_server):
     with openai.OpenAI(base_url=f"{byte_server.address}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def spelled(name, arguments):
-    return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
 
 
 class TestTheRequestIsAChats:

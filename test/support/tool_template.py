@@ -1,4 +1,6 @@
-"""A chat template that shows tools, documents and calls as Granite 4's do, with the roles of the byte tokenizer."""
+"""A chat template that shows tools, documents and calls as Granite 4 does, for the byte tokenizer; and calls."""
+
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 
 TOOL_TEMPLATE = """\
 {%- set ns = namespace(system='') %}
@@ -33,3 +35,8 @@ TOOL_TEMPLATE = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""
+
+
+def spelled(name: str, arguments: str) -> str:
+    """Return a call with arguments in JSON, as models write it."""
+    return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
