@@ -49,6 +49,15 @@ def test_waiting_is_free(thread):
     assert thread.run(lambda: time.sleep(0.2) or 7, 0.01)[0] == 7
 
 
+@pytest.fixture
+def interrupts():
+    """Have SIGINT raise KeyboardInterrupt; a shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_after_an_interrupt_a_late_result_is_nobodys(thread, busy):
     def interrupted():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
