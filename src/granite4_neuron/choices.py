@@ -24,6 +24,7 @@ FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 
 # Advice where adapters do not run beside the weights.
 MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
+NO_ADAPTERS = f"adapters run on the backend cpu only, with its fused kernels and their chunked scan; {MERGE_INSTEAD}."
 
 # The largest difference of a float32 logit from transformers'.
 FLOAT32_TOLERANCE = 1e-4

@@ -273,7 +273,7 @@ def test_a_file_of_weights(refuses, folder):
         (("plan", "--traffic", "x", "--latency"), "are two questions; ask one"),
         (
             ("serve", "--model", str(bundled_checkpoint()), "--cpu-kernels", "torch", "--allow-runtime-lora-updating"),
-            "fused kernels; leave out --allow-runtime",
+            "adapters run on the backend cpu only, with its fused kernels",
         ),
         (("plan", "--plot", "x.png"), "--plot belongs to --latency, --traffic or --rate"),
         (("tune", "--output", "x", "--plot", "/no/such/folder/x.png"), "there is no such folder"),

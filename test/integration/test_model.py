@@ -371,6 +371,7 @@ class TestCpuMode:
             "verify": lambda: runtime.verify(None, [row]),
             "snapshot": lambda: runtime.snapshot(None, 1, 3),
             "decode": lambda: runtime.decode(None, [Row(1, 2, [3])]),
+            "adapters": lambda: runtime.unload_adapter("a"),
         }
         assert attempts.keys() == runtime.cannot.keys()
         for ability, attempt in attempts.items():

@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
     check_extra(options.command)
     max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
-    from granite4_neuron.runtime.cpu import CPURuntime
+    from granite4_neuron.runtime.interface import require
     from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.listener import raise_descriptor_limit
     from granite4_neuron.serving.sequences import Limits
@@ -186,11 +186,8 @@ def run(options: argparse.Namespace) -> int:
         checkpoint = model_checkpoint(options)
         model = served_name(options, checkpoint, adapters)
         runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
-        may_adapt = isinstance(runtime, CPURuntime) and runtime.model.is_fused
-        if options.allow_runtime_lora_updating and not may_adapt:
-            raise UserError(
-                "adapters run on the backend cpu with its fused kernels; leave out --allow-runtime-lora-updating."
-            )
+        if options.allow_runtime_lora_updating:
+            require(runtime, "adapters")
         kept = prefix_folder(options, runtime)
         if kept is not None:
             at_end.callback(kept.close)

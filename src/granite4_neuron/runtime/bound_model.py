@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from granite4_neuron.choices import NO_ADAPTERS
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
@@ -31,7 +32,10 @@ class BoundModel:
     kernels: facts, for `facts_digest`, that tell its way of computing from others beside the model and the versions.
     """
 
-    cannot: Mapping[Ability, str] = {"decode": "this backend brings the logits of all steps to the host."}
+    cannot: Mapping[Ability, str] = {
+        "decode": "this backend brings the logits of all steps to the host.",
+        "adapters": NO_ADAPTERS,
+    }
     own_slots = 0
     is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
@@ -99,6 +103,22 @@ class BoundModel:
             UserError: this runtime cannot.
         """
         raise UserError(self.cannot["decode"])
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Implement `Runtime.load_adapter`.
+
+        Raises:
+            UserError: this runtime cannot.
+        """
+        raise UserError(self.cannot["adapters"])
+
+    def unload_adapter(self, name: str) -> None:
+        """Implement `Runtime.unload_adapter`.
+
+        Raises:
+            UserError: this runtime cannot.
+        """
+        raise UserError(self.cannot["adapters"])
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
         """Implement `Runtime.prepare_snapshot`: memory is taken with the snapshot."""

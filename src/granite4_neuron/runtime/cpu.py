@@ -88,6 +88,8 @@ class CPURuntime(BoundModel):
         self.model = model.bind(operators, adapters=list(self.adapters.values()))
         self._snapshot_memory = SnapshotMemory()
         self.is_exact_at_any_cut = self.model.is_fused
+        if self.model.is_fused:
+            self.cannot = {ability: why for ability, why in self.cannot.items() if ability != "adapters"}
         # Adapters that are loaded later change no state that is kept in a file, and are not to be held by this.
         self.weights_digest = partial(digest_of_weights, self.model.without_forms(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
@@ -100,7 +102,7 @@ class CPURuntime(BoundModel):
         return self.model.is_fused
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter of this model, for sequences that begin from now on.
+        """Implement `Runtime.load_adapter`.
 
         Raises:
             UserError: the layers are not fused.
@@ -108,7 +110,7 @@ class CPURuntime(BoundModel):
         self._bind({**self.adapters, name: replace(adapter, number=next(self._numbers))})
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter that no sequence uses."""
+        """Implement `Runtime.unload_adapter`."""
         self._bind({each: adapter for each, adapter in self.adapters.items() if each != name})
 
     def _bind(self, adapters: Mapping[str, Adapter]) -> None:

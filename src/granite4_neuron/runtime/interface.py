@@ -21,7 +21,7 @@ from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
-Ability = Literal["all_logits", "verify", "copy", "snapshot", "decode"]
+Ability = Literal["all_logits", "verify", "copy", "snapshot", "decode", "adapters"]
 State = TypeVar("State", bound=HybridState | None)
 MOST_TOP_K, UNDECIDED = topk.MOST_TOP_K, topk.UNDECIDED  # see `Draw` and `Decoded`
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
@@ -115,7 +115,8 @@ class Runtime(Protocol[State]):
     @property
     def cannot(self) -> Mapping[Ability, str]:
         """A sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and `commit`),
-        "copy", "snapshot" (and `slot_layout`, `restore`), "decode". See `require`.
+        "copy", "snapshot" (and `slot_layout`, `restore`), "decode", "adapters" (`load_adapter` and `unload_adapter`).
+        See `require`.
         """
 
     @property
@@ -237,6 +238,12 @@ class Runtime(Protocol[State]):
         Raises:
             UserError: a snapshot is of another model or dtype, or longer than the state.
         """
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Add an adapter of this model, for sequences that begin from now on."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter that no sequence uses."""
 
 
 def require(runtime: Runtime, ability: Ability) -> None:

@@ -20,7 +20,7 @@ import torch.distributed
 from torch import nn
 from transformers import GenerationConfig
 
-from granite4_neuron.choices import KV_WRITES
+from granite4_neuron.choices import KV_WRITES, NO_ADAPTERS
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.modeling_granite_moe_hybrid import (
@@ -107,7 +107,7 @@ class TorchRuntime(GraphRuntime):
         UserError: there is no such device here, or no such choice.
     """
 
-    cannot: Mapping[Ability, str] = {}
+    cannot: Mapping[Ability, str] = {"adapters": NO_ADAPTERS}
 
     def __init__(
         self,

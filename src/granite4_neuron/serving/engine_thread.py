@@ -14,7 +14,6 @@ from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.engine.live_sequences import MOST_FAILED_STEPS
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.sandbox.budgeted_thread import with_stack
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
@@ -198,10 +197,9 @@ class EngineThread:
             command()
 
     def _load_adapter(self, name: str, adapter: Adapter, done: asyncio.Future[None]) -> None:
-        runtime, error = self._engine.runtime, None
-        assert isinstance(runtime, CPURuntime)  # of others no adapters are loaded
+        error = None
         try:
-            runtime.load_adapter(name, adapter)
+            self._engine.runtime.load_adapter(name, adapter)
         except (UserError, MemoryError) as failure:
             error = failure
         self._loop.call_soon_threadsafe(_settle, done, error)
@@ -210,9 +208,7 @@ class EngineThread:
         for name, done in list(self._unloading.items()):
             if any(generation.requests[index].adapter == name for generation, index in self._generations.values()):
                 continue
-            runtime = self._engine.runtime
-            assert isinstance(runtime, CPURuntime)
-            runtime.unload_adapter(name)
+            self._engine.runtime.unload_adapter(name)
             del self._unloading[name]
             self._loop.call_soon_threadsafe(_settle, done, None)
 

@@ -51,7 +51,7 @@ class SimulatedRuntime:
         tokens_per_step, rows_per_step, is_exact_at_any_cut, packs_rows, max_length, own_slots: as of `Runtime`.
     """
 
-    cannot: Mapping[Ability, str] = dict.fromkeys(("all_logits", "verify", "decode"), _WITHOUT_MODEL)
+    cannot: Mapping[Ability, str] = dict.fromkeys(("all_logits", "verify", "decode", "adapters"), _WITHOUT_MODEL)
     generation_config = GenerationConfig()
     adapters: Mapping[str, Adapter] = {}
     tokens_per_verification = 1
@@ -175,3 +175,19 @@ class SimulatedRuntime:
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Implement `Runtime.restore`, in its time."""
         self.clock += self.steps.restore(snapshots[-1].length)
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Implement `Runtime.load_adapter`.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(_WITHOUT_MODEL)
+
+    def unload_adapter(self, name: str) -> None:
+        """Implement `Runtime.unload_adapter`.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(_WITHOUT_MODEL)

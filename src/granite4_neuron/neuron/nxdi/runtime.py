@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron.choices import NO_ADAPTERS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
@@ -50,6 +51,7 @@ class NeuronRuntime:
             "snapshot": "NxD Inference keeps the state on the device: a sequence can be copied to another slot there, "
             "but not to the host.",
             "decode": "NxD Inference's graphs bring the logits of all steps to the host.",
+            "adapters": NO_ADAPTERS,
         }
         if not neuron_config.speculation_length:
             cannot["verify"] = "the model was compiled without graphs that verify; compile it with --verify."
@@ -178,6 +180,12 @@ class NeuronRuntime:
 
     def restore(self, state: None, snapshots: Sequence[Snapshot], slot: int) -> NoReturn:
         self._refuse("snapshot")
+
+    def load_adapter(self, name: str, adapter: Adapter) -> NoReturn:
+        self._refuse("adapters")
+
+    def unload_adapter(self, name: str) -> NoReturn:
+        self._refuse("adapters")
 
     def _refuse(self, ability: Ability) -> NoReturn:
         raise UserError(self.cannot[ability])
