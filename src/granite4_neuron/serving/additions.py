@@ -4,23 +4,12 @@ llama-server's timings.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from granite4_neuron.engine import Output, Request, TokenLogprob
-from granite4_neuron.serving.identity import is_fixed
 from granite4_neuron.serving.protocol import GenerationBody
-
-
-@dataclass
-class _Times:
-    """When a text got its slot, and when its first and its latest tokens came, in seconds."""
-
-    started: float
-    first: float
-    latest: float
+from granite4_neuron.serving.text_times import TextTimes
 
 
 class Additions:
@@ -30,22 +19,22 @@ class Additions:
         name: of a token, in log-probabilities.
         requests: the sequences.
         body: says what is wanted.
+        times: of the sequences that have begun; empty if nobody notes them.
     """
 
-    def __init__(self, name: Callable[[int], str], requests: Sequence[Request], body: GenerationBody):
+    def __init__(
+        self,
+        name: Callable[[int], str],
+        requests: Sequence[Request],
+        body: GenerationBody,
+        times: Mapping[int, TextTimes],
+    ):
         self._name = name
         self._requests = requests
         self._returns_tokens = body.return_token_ids
         self._returns_prompt_logprobs = body.prompt_logprobs is not None
         self._times_each_event = body.timings_per_token
-        self._times: dict[int, _Times] = {}
-
-    def note(self, index: int, outputs: Sequence[Output]) -> None:
-        """Note the time of new tokens of a sequence."""
-        now, prompt = time.perf_counter(), outputs[0].prompt
-        if prompt is not None:
-            self._times[index] = _Times(prompt.started, now, now)
-        self._times[index].latest = now
+        self._times = times
 
     def of_prompt(self, index: int, first: Output) -> dict[str, Any]:
         """Return what is wanted of a sequence's prompt, by its first output."""
@@ -68,21 +57,18 @@ class Additions:
         """
         return self.timings({index: outputs}) if is_last or self._times_each_event else {}
 
-    def timings(self, outputs: dict[int, Sequence[Output]]) -> dict[str, Any]:
-        """Return llama-server's timings of sequences together, in milliseconds; those without tokens do not count.
-        An answer that is to be the same whenever it is made has none.
+    def timings(self, outputs: Mapping[int, Sequence[Output]]) -> dict[str, Any]:
+        """Return llama-server's timings of sequences together, in milliseconds; nothing if nobody notes their times.
 
         Args:
             outputs: all so far, by sequence.
         """
-        if is_fixed():
+        if not self._times:
             return {}
-        begun = {index: its for index, its in outputs.items() if index in self._times}
-        times = [self._times[index] for index in begun]
-        reports = [its[0].prompt for its in begun.values()]
-        cached = sum(report.cached_tokens for report in reports if report is not None)
-        prompt = sum(len(self._requests[index].tokens) for index in begun) - cached
-        predicted = sum(map(len, begun.values()))
+        times = [self._times[index] for index in outputs]
+        cached = sum(each.cached_tokens for each in times)
+        prompt = sum(each.prompt_tokens for each in times) - cached
+        predicted = sum(map(len, outputs.values()))
         return {
             "timings": {
                 "cache_n": cached,

@@ -15,6 +15,7 @@ from granite4_neuron.serving.additions import Additions
 from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.identity import new_id, now
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
+from granite4_neuron.serving.text_times import TextTimes
 from granite4_neuron.serving.tool_answers import CallsOfAnswer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -67,6 +68,9 @@ class Event:
 class Answer(ABC):
     """The response to one request, whole or as a stream of events, from the outputs of its sequences.
 
+    Attributes:
+        times: of each sequence that has begun, if whoever runs them notes them here.
+
     Args:
         texts: the text of the model's tokens.
         model: the model's name.
@@ -79,6 +83,7 @@ class Answer(ABC):
         self._model = model
         self._requests = requests
         self.choices = choices
+        self.times: dict[int, TextTimes] = {}
         self._outputs: list[list[Output]] = [[] for _ in requests]
 
     def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
@@ -142,14 +147,8 @@ class Choices(Answer):
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: GenerationBody):
         super().__init__(texts, model, requests, body.n)
         self._options = body
-        self._additions = Additions(texts.text, requests, body)
+        self._additions = Additions(texts.text, requests, body, self.times)
         self._head = {"id": f"{self._id_prefix}-{new_id()}", "created": now(), "model": model}
-
-    def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
-        new = super().add(batch)
-        for index, outputs in new.items():
-            self._additions.note(index, outputs)
-        return new
 
     def whole(self) -> dict[str, Any]:
         choices = [{"index": index, **self._all(index, outputs)} for index, outputs in enumerate(self._outputs)]

@@ -238,7 +238,8 @@ class _Routes:
         """Return the whole response, or a stream that starts with the first token."""
         with ExitStack() as at_end:
             at_end.callback(self._service.prompt_logprobs.hold(requests))
-            generation = self._service.engine.submit(requests, answer.choices, http.scope[LOG].arrived)
+            arrived = http.scope[LOG].arrived
+            generation = self._service.engine.submit(requests, answer.choices, arrived, answer.times)
             at_end.callback(self._service.engine.end, generation)
             http.scope[LOG].generated = generation, answer
             if not body.stream:

@@ -31,9 +31,10 @@ class Generation:
     Args:
         requests: the sequences, `choices` for each prompt.
         arrived: when the request was there, in seconds.
+        times: for those of each sequence that has begun.
     """
 
-    def __init__(self, requests: Sequence[Request], choices: int, arrived: float):
+    def __init__(self, requests: Sequence[Request], choices: int, arrived: float, times: dict[int, TextTimes]):
         self.requests = requests
         self.choices = choices
         self.arrived = arrived
@@ -41,7 +42,7 @@ class Generation:
         self.unfinished = len(requests)
         self.ids: list[int] = []  # from `Engine.add`; only the engine's thread uses them
         self.first_time: float | None = None  # when the first token of any came
-        self.times: dict[int, TextTimes] = {}  # of each sequence that has begun
+        self.times = times
         self.batches: asyncio.Queue[Batch | Exception] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[Batch]:
@@ -142,14 +143,16 @@ class EngineThread:
         if sum(generation.unfinished for generation in self._live) + self._preparing + sequences > self._most:
             raise too_many_requests("the queue is full; try again later.")
 
-    def submit(self, requests: Sequence[Request], choices: int, arrived: float) -> Generation:
+    def submit(
+        self, requests: Sequence[Request], choices: int, arrived: float, times: dict[int, TextTimes]
+    ) -> Generation:
         """Queue the sequences of one request; see `Generation`.
 
         Raises:
             RequestError: as `check_room`.
         """
         self.check_room(len(requests))
-        generation = Generation(requests, choices, arrived)
+        generation = Generation(requests, choices, arrived, times)
         self._metrics.prepared(generation.started - arrived)
         self._live.add(generation)
         self._inbox.put(partial(self._add, generation))

@@ -20,12 +20,7 @@ def new_id() -> str:
 
 def now() -> int:
     """Return the time in seconds since 1970; within `fixed` 0."""
-    return 0 if is_fixed() else int(time.time())
-
-
-def is_fixed() -> bool:
-    """Return whether answers are to be the same whenever they are made; then they have no measured times."""
-    return _NUMBERS.get() is not None
+    return 0 if _NUMBERS.get() is not None else int(time.time())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The times of one text, for the metrics."""
+"""The times of one text, for the metrics and for answers that tell them."""
 
 from __future__ import annotations
 
