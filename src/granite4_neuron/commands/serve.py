@@ -1,4 +1,4 @@
-"""`granite4-neuron serve`: an OpenAI-compatible server over one engine."""
+"""`granite4-neuron serve`: a server with OpenAI's and Anthropic's APIs over one engine."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ def _origin(text: str) -> str:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser(
         "serve",
-        help="serve a model with OpenAI's API",
-        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM, SIGHUP or Ctrl-C. Then "
-        "the server finishes the requests that it has, for --shutdown-timeout at most, and refuses new ones.",
+        help="serve a model with OpenAI's and Anthropic's APIs",
+        description="Serve one model at http://HOST:PORT/v1, with OpenAI's chats, completions and responses and "
+        "Anthropic's messages, until SIGTERM, SIGHUP or Ctrl-C. Then the server finishes the requests that it has, for "
+        "--shutdown-timeout at most, and refuses new ones.",
         usage="%(prog)s [--model MODEL] [--host HOST] [--port N] [option ...]",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over one engine."""
+"""A server with OpenAI's and Anthropic's APIs over one engine."""
