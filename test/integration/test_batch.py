@@ -136,10 +136,12 @@ def test_prompts(texting, run, tmp_path):
     """Each has the seed of its place; other columns are kept."""
     rows = [{"prompt": "One", "number": 1}, {"prompt": "Another"}, {"prompt": ""}, {"prompt": 7}, {"prompt": "One"}]
     given = write_lines(tmp_path / "in.jsonl", rows)
+    given.write_bytes(given.read_bytes() + b'{"prompt": "", "x": [1e400, 1e40]}\n')
     assert run(given, tmp_path / "out.jsonl") == 0
-    results = results_of(tmp_path / "out.jsonl")
+    *results, strange = results_of(tmp_path / "out.jsonl")
+    assert strange["x"] == [None, 1e40]  # not Infinity, which is not JSON
     places = [line.place for line in JSONLines(given).read(0)]
-    for row, place, result in zip(rows, places, results, strict=True):
+    for row, place, result in zip(rows, places[:-1], results, strict=True):
         assert {**result, **row} == result
         if result["error"] is None:
             options = dict(max_tokens=4, ignore_eos=True, temperature=1.0, seed=5 + place)
@@ -232,6 +234,16 @@ def test_parquet(run, tmp_path):
     (tmp_path / "out.jsonl").write_bytes(whole[: len(whole) // 2])
     assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl") == 0
     assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_what_the_command_says(run, tmp_path, capsys, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Batch, "close", lambda batch: closed.append(batch))
+    given, empty = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), write_lines(tmp_path / "empty.jsonl", [])
+    assert run(given, tmp_path / "out.jsonl") == 0 and len(closed) == 1
+    assert "Lines: 1. Errors: 0. New tokens: 4, " in capsys.readouterr().out
+    assert run(empty, tmp_path / "none.jsonl") == 0 and not (tmp_path / "none.jsonl").exists()
+    assert "empty.jsonl is empty" in capsys.readouterr().err
 
 
 def test_only_one_process_writes_a_file(run, tmp_path, capsys):

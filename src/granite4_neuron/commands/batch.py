@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from granite4_neuron.serving.batch.results import Results
 
 _MAX_TOKENS = 256
+_SHORTEST = 1e-3  # seconds that a speed is computed from
 
 _EXAMPLES = """\
 examples:
@@ -130,10 +132,15 @@ def run(options: argparse.Namespace) -> int:
         if start < lines.size:
             if results.number:
                 print(f"{options.output} has {results.number:,} results; going on behind them.", file=sys.stderr)
-            found = _on_cluster(options, lines, start) if options.ray else _here(options, lines, start)
-            _write(found, results, lines, start)
-        else:
+            if options.ray:
+                _write(_on_cluster(options, lines, start), results, lines, start)
+            else:
+                with closing(new_batch(options)) as batch, closing(batch.results(lines.read(start))) as found:
+                    _write(found, results, lines, start)
+        elif results.number:
             print(f"{options.output} has all {results.number:,} results already.", file=sys.stderr)
+        else:
+            print(f"{options.input} is empty; there is nothing to do.", file=sys.stderr)
     return 0
 
 
@@ -152,10 +159,6 @@ def _start(lines: Lines, results: Results) -> int:
         f"the last result of {results.path} is not that of line {results.number:,} of {lines.path}; give the input "
         "that it belongs to, or another output."
     )
-
-
-def _here(options: argparse.Namespace, lines: Lines, start: int) -> Iterator[Result]:
-    yield from new_batch(options).results(lines.read(start))
 
 
 def _on_cluster(options: argparse.Namespace, lines: Lines, start: int) -> Iterator[Result]:
@@ -210,7 +213,7 @@ def _write(found: Iterator[Result], results: Results, lines: Lines, start: int) 
         for result in found:
             results.append(result.line)
             number, tokens, failed = number + 1, tokens + result.num_tokens, failed + result.has_failed
-            speed = tokens / max(time.monotonic() - started, 1e-3)
-            progress(result.place - start, lines.size - start, f"{number:,} lines, {speed:,.0f} tokens/s")
-    seconds = time.monotonic() - started
-    write(f"{number:,} lines, {failed:,} of them errors, {tokens:,} new tokens, {tokens / seconds:,.1f} tokens/s")
+            speed = tokens / max(time.monotonic() - started, _SHORTEST)
+            progress(result.place - start, lines.size - start, f"line {number:,}, {speed:,.0f} tokens/s")
+    seconds = max(time.monotonic() - started, _SHORTEST)
+    write(f"Lines: {number:,}. Errors: {failed:,}. New tokens: {tokens:,}, {tokens / seconds:,.1f} a second.")

@@ -30,22 +30,21 @@ class Line:
     content: bytes | Mapping[str, Any] | None
 
     def value(self) -> Mapping[str, Any]:
-        """Return it as an object.
+        """Return it as an object. What JSON cannot say becomes what it can: bytes base64, numbers that are not finite
+        null, and others text. JSON can say 1e400, which is not finite here.
 
         Raises:
             UserError: it is not an object in JSON.
         """
         if self.content is None:
             raise UserError(f"the line is longer than {MOST_BYTES:,} bytes.")
-        if not isinstance(self.content, bytes):  # of any types that Parquet has
-            return from_json(to_json(self.content, bytes_mode="base64", inf_nan_mode="null", fallback=str))
         try:
-            value = from_json(self.content, allow_inf_nan=False)
+            value = from_json(self.content, allow_inf_nan=False) if isinstance(self.content, bytes) else self.content
         except ValueError as error:
             raise UserError(f"the line is not JSON ({error}).") from None
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise UserError("the line is not an object in JSON.")
-        return value
+        return from_json(to_json(value, bytes_mode="base64", inf_nan_mode="null", fallback=str))
 
 
 class Lines(ABC):

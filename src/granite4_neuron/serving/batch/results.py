@@ -47,7 +47,7 @@ class Results:
         written = 0
         while written < len(line):
             written += os.write(self._file, line[written:])
-        self.number += line.count(b"\n")
+        self.number += 1
         if time.monotonic() - self._synced > _SECONDS:
             os.fsync(self._file)
             self._synced = time.monotonic()
