@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from granite4_neuron import load
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.serving.protocol import ChatBody
+from granite4_neuron.serving.tool_answers import CallsOfAnswer
 from test.support.serving import MODEL, serving
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
@@ -298,6 +299,24 @@ class TestCalls:
 def byte_token(character):
     """Return the byte tokenizer's token for a character in ASCII that is printed."""
     return 6 + ord(character) - 33
+
+
+def test_a_call_has_one_entry_in_an_event():
+    """However much of it one step gives: some clients read the first entry only."""
+    text = spelled("time", {"a": "b"}) + spelled("other", {})
+    for cut in (text.index("{"), text.index('{"a"') + 4, len(text) - 20):
+        answer = CallsOfAnswer()
+        calls = {}
+        for piece, is_last in ((text[:cut], False), (text[cut:], True)):
+            entries = answer.delta(piece, is_last).get("tool_calls", ())
+            assert len({entry["index"] for entry in entries}) == len(entries)
+            for entry in entries:
+                call = calls.setdefault(entry["index"], {"name": entry["function"].get("name"), "arguments": ""})
+                call["arguments"] += entry["function"]["arguments"]
+        assert list(calls.values()) == [
+            {"name": "time", "arguments": '{"a": "b"}'},
+            {"name": "other", "arguments": "{}"},
+        ]
 
 
 class TestScripted:

@@ -28,18 +28,20 @@ class CallsOfAnswer:
         return {"content": content or None, "tool_calls": described}
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Return what a piece of the answer adds."""
+        """Return what a piece of the answer adds: for each call one entry, as some clients read no further ones."""
         pieces = [*self._stream.add(text), *(self._stream.finish() if is_last else ())]
         content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        calls: list[dict[str, Any]] = []
+        calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
             if isinstance(piece, CallStart):
                 function = {"name": piece.name, "arguments": ""}
-                calls.append({"index": self.number, **_new_call(), "function": function})
+                calls[self.number] = {"index": self.number, **_new_call(), "function": function}
                 self.number += 1
             elif isinstance(piece, Arguments):
-                calls.append({"index": self.number - 1, "function": {"arguments": piece.text}})
-        return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+                index = self.number - 1
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        return ({"content": content} if content else {}) | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def _new_call() -> dict[str, Any]:
