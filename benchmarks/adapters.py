@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.model.adapters import Adapter, LowRank
@@ -33,7 +33,7 @@ from granite4_neuron.runtime.cpu import CPURuntime
 INVOCATION = 8  # tokens, such as those of a role
 
 
-def random_adapter(config: GraniteMoeHybridConfig, rank: int, seed: int) -> Adapter:
+def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
     """Return a plain LoRA adapter of all projections."""
     generator = torch.Generator().manual_seed(seed)
     additions = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.parameters import HEAD, Parameter, matmul_weights
 from granite4_neuron.ops import FORMATS, cpu
 from granite4_neuron.state.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
@@ -61,7 +61,7 @@ class Machine:
         return Rates(flops, self._matrix.nbytes / min(_seconds(way) for way in ways))
 
 
-def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
+def prefill_flops(config: ModelConfig, prompt_length: int) -> float:
     """Return the operations of products with weights for one prompt: all its tokens, the head for the last one only."""
     matrices = matmul_weights(config)
     head = matrices.pop(HEAD)
@@ -73,7 +73,7 @@ def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
 
 
 def decode_bytes(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     batch_size: int,
     context: int,

@@ -25,7 +25,7 @@ from granite4_neuron.checkpoint.gguf.names import gguf_names, to_gguf
 from granite4_neuron.checkpoint.gguf.tokenizer import WORDS
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig, config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 
@@ -44,7 +44,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     """
     import gguf
 
-    config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+    config = config_from_file(folder / "config.json")
     stored = StoredTensors(folder)
     stored.check(config)
     dtype = stored.dtype()
@@ -68,13 +68,13 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.close()
 
 
-def _architecture(config: GraniteMoeHybridConfig) -> str:
+def _architecture(config: ModelConfig) -> str:
     if MAMBA in config.layer_types:
         return HYBRID
     return EXPERTS if config.num_local_experts else DENSE
 
 
-def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_block_count(len(config.layer_types))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_vocab_size(config.vocab_size)
@@ -146,7 +146,7 @@ def _pre_tokenizer(steps: list[PreTokenizer]) -> dict[str, Any]:
     return json.loads((steps[0] if len(steps) == 1 else Steps(steps)).__getstate__())
 
 
-def _written(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _written(name: str, tensor: torch.Tensor, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the names and values in the GGUF file for a stored tensor."""
     if tensor.dim() == 1 or name.endswith(_FLOAT32):
         tensor = tensor.float()

@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks.errors import reports_errors
 from granite4_neuron import UserError
 from granite4_neuron.commands.options import check_folder_of, write_json
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.ops.expert_blocks import expert_blocks
 from granite4_neuron.ops.expert_slots import expert_slots
 from test.support.nki_cases import conv_inputs, mamba_decode_inputs, nbytes, scan_inputs
@@ -150,7 +150,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
         yield from experts(config, rank.intermediate_size)
 
 
-def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
+def experts(config: ModelConfig, width: int) -> Iterator[Row]:
     """Return the report's lines for the experts; `width` is that of an expert on one rank."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
     from granite4_neuron.ops.nki.experts_prefill import experts_prefill
@@ -186,7 +186,7 @@ def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int
     return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)
 
 
-def _choices(tokens: int, config: GraniteMoeHybridConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _choices(tokens: int, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and experts that random tokens choose."""
     logits = torch.rand(tokens, config.num_local_experts, generator=torch.Generator().manual_seed(0))
     return logits.topk(config.num_experts_per_tok)

@@ -36,7 +36,7 @@ from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.neuron.stand_ins import why_not_importable
@@ -165,7 +165,7 @@ def _print_row(kind: str, dtype: str, length: str, *cells: object) -> None:
     print(f"{kind:9} {dtype:8} {length:>9} ", *(f"{cell!s:>20}" for cell in cells), flush=True)
 
 
-def _part(config: GraniteMoeHybridConfig, divisor: int) -> GraniteMoeHybridConfig:
+def _part(config: ModelConfig, divisor: int) -> ModelConfig:
     """Return a config with a part of the heads, which are as wide as before."""
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "mamba_n_heads")
     if any(getattr(config, name) % divisor for name in sizes):

@@ -48,7 +48,7 @@ from benchmarks.one_text_openvino import OpenVinoGenAI
 from benchmarks.products import measure_products
 from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig, config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.model or bundled_checkpoint()
         if options.random_weights:
             folder = write_random(options.random_weights, Path(temporary) / "model")
-        config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+        config = config_from_file(folder / "config.json")
         write(f"{options.random_weights or options.model or 'the bundled model'}, {processor_name()}")
         write(f"{options.sequences} prompts of {options.prompt_length} tokens, {options.output_length} new ones each")
         prompts = _prompts(config.vocab_size, options)
@@ -178,7 +178,7 @@ def _prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:
     return [(one * 4)[: options.prompt_length] for one in once]
 
 
-def _products(config: GraniteMoeHybridConfig, dtype: str) -> Table:
+def _products(config: ModelConfig, dtype: str) -> Table:
     table = Table("product", "rows", "ours", "torch's", "ratio", title=f"products in {dtype}", title_justify="left")
     for product in measure_products(config, getattr(torch, dtype)):
         ours, theirs = (f"{1e6 * seconds:,.0f} us" for seconds in (product.ours, product.torchs))

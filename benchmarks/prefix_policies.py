@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.traces import Tokens, Turn, replay
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.engine import PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_tree import Entries, Node
@@ -38,7 +38,7 @@ class SizesOnly:
     dtype, state_dtype = torch.bfloat16, torch.float32
     fingerprint = Fingerprint.parse("")
 
-    def __init__(self, config: GraniteMoeHybridConfig):
+    def __init__(self, config: ModelConfig):
         self.config = config
         self.logits = torch.empty(config.vocab_size, device="meta")
         self._recurrent = _bytes(sequence_bytes(config, self.dtype.itemsize))
@@ -166,7 +166,7 @@ class Savings:
     saved_flops: float = 0.0
     num_bytes: int = 0
 
-    def add(self, config: GraniteMoeHybridConfig, prompt_tokens: int, found_tokens: int) -> None:
+    def add(self, config: ModelConfig, prompt_tokens: int, found_tokens: int) -> None:
         self.prompt_tokens += prompt_tokens
         self.found_tokens += found_tokens
         self.flops += prefill_flops(config, prompt_tokens)
@@ -181,7 +181,7 @@ class Savings:
         return self.saved_flops / self.flops
 
 
-def savings(turns: Sequence[Turn], policy: str, config: GraniteMoeHybridConfig, max_bytes: int | None) -> Savings:
+def savings(turns: Sequence[Turn], policy: str, config: ModelConfig, max_bytes: int | None) -> Savings:
     """Replay a trace with a policy. Answers are random, the same for each policy."""
     runtime = SizesOnly(config)
     cache, total = POLICIES[policy](runtime, max_bytes), Savings()
@@ -200,7 +200,7 @@ def savings(turns: Sequence[Turn], policy: str, config: GraniteMoeHybridConfig, 
 
 
 @functools.cache
-def prefill_flops(config: GraniteMoeHybridConfig, tokens: int) -> float:
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
     """Return the FLOPs of a prompt of that many tokens."""
     return minimum(config, 1, torch.bfloat16, 1, tokens, 0).flops if tokens else 0.0
 

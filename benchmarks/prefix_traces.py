@@ -31,7 +31,7 @@ from benchmarks.random_checkpoint import write_random
 from benchmarks.traces import TRACES, Sizes, Turn, trace
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, config_from_file
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _savings(
-    traces: dict[str, list[Turn]], sets: dict[str, int], config: GraniteMoeHybridConfig, options: argparse.Namespace
+    traces: dict[str, list[Turn]], sets: dict[str, int], config: ModelConfig, options: argparse.Namespace
 ) -> Table:
     table = Table("", "memory", *POLICIES, title="tokens found / FLOPs saved, %", title_justify="left")
     for name, turns in traces.items():
@@ -122,10 +122,10 @@ def _memory(working_set: int, percent: float) -> str:
     return f"{percent:g} %, {_limit(working_set, percent) / _MIB:,.0f} MiB"
 
 
-def _config(options: argparse.Namespace) -> GraniteMoeHybridConfig:
+def _config(options: argparse.Namespace) -> ModelConfig:
     if options.random_weights:
         return GraniteMoeHybridConfig.from_family(options.random_weights)
-    return GraniteMoeHybridConfig.from_file((options.model or bundled_checkpoint()) / "config.json")
+    return config_from_file((options.model or bundled_checkpoint()) / "config.json")
 
 
 def _parser() -> argparse.ArgumentParser:

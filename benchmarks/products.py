@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.ops import cpu
 
 _BYTES = 2**27  # of weights, more than caches hold
@@ -32,7 +32,7 @@ class Product:
 
 
 @torch.inference_mode()
-def measure_products(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Product]:
+def measure_products(config: ModelConfig, dtype: torch.dtype) -> Iterator[Product]:
     """Time the products of a Mamba layer and of the shared MLP, for one row, 8 and 512."""
     hidden, inner = config.hidden_size, config.shared_intermediate_size
     width = config.mamba_intermediate_size

@@ -21,7 +21,7 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.generation import bundled_checkpoint
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _part(config: GraniteMoeHybridConfig, layers: Sequence[str] | None, experts: int | None) -> GraniteMoeHybridConfig:
+def _part(config: ModelConfig, layers: Sequence[str] | None, experts: int | None) -> ModelConfig:
     """Return a config with other layers, or with fewer experts."""
     changes: dict[str, Any] = {}
     if layers is not None:
@@ -69,7 +69,7 @@ def write_random(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -
     return folder
 
 
-def _write(config: GraniteMoeHybridConfig, folder: Path, dtype: torch.dtype) -> None:
+def _write(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
     save_model(random_model(config, dtype=dtype), folder, files_from=bundled_checkpoint())
 
 

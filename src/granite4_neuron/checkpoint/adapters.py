@@ -14,7 +14,7 @@ import torch
 
 from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.checkpoint.stored_tensors import open_tensors
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
@@ -67,7 +67,7 @@ _WITHOUT_EFFECT = {
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def read_adapter(folder: str | Path, config: GraniteMoeHybridConfig) -> Adapter:
+def read_adapter(folder: str | Path, config: ModelConfig) -> Adapter:
     """Read an adapter of the model with this config.
 
     Args:
@@ -121,7 +121,7 @@ def _check_invocation(file: Path, tokens: Any, vocab_size: int) -> None:
         )
 
 
-def _additions(folder: Path, about: Mapping[str, Any], config: GraniteMoeHybridConfig) -> dict[str, LowRank]:
+def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> dict[str, LowRank]:
     """Read the tensors; return what is added to each weight, by the weight's name."""
     file = folder / WEIGHTS
     if not file.is_file():
@@ -162,7 +162,7 @@ def _is_projection(name: str) -> bool:
     return is_of_layer and name.endswith(("_proj.weight", "_linear.weight"))
 
 
-def _not_of_this_model(file: Path, name: str, config: GraniteMoeHybridConfig) -> str:
+def _not_of_this_model(file: Path, name: str, config: ModelConfig) -> str:
     match = _MATRIX.fullmatch(name)
     if match is None:
         return f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.quantization import StoredQuantization
 from granite4_neuron.errors import UserError
 
@@ -45,7 +45,7 @@ class Checkpoint(ABC):
 
     path: Path
     folder: Path | None
-    config: GraniteMoeHybridConfig
+    config: ModelConfig
     quantization: StoredQuantization | None
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig, config_from_dict
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
@@ -56,7 +56,7 @@ class FolderCheckpoint(Checkpoint):
         if not file.exists():
             raise UserError(f"{file} does not exist; a checkpoint folder holds a {CONFIG}.{what_else_is_in(folder)}")
         values = read_object(file)
-        self.config = GraniteMoeHybridConfig.from_dict(values, source=str(file))
+        self.config = config_from_dict(values, source=str(file))
         self.quantization = quantization_in(values)
 
     @cached_property
@@ -96,7 +96,7 @@ class FolderCheckpoint(Checkpoint):
         """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
         return None
 
-    def check_plain(self, config: GraniteMoeHybridConfig) -> None:
+    def check_plain(self, config: ModelConfig) -> None:
         """Check that the tensors are those of a model with this config, and not quantized, without reading them.
 
         Raises:

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from granite4_neuron.checkpoint.folder import CONFIG
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.terminal import bars_of_tqdm
 
@@ -33,7 +33,7 @@ def download(name: str, revision: str | None) -> Path:
     try:
         with bars_of_tqdm():
             # The config first: a model that this package does not run is not worth the download of its weights.
-            GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, revision=revision, local_files_only=local))
+            config_from_file(hf_hub_download(name, CONFIG, revision=revision, local_files_only=local))
             folder = snapshot_download(
                 name, revision=revision, local_files_only=local, allow_patterns=_FILES, ignore_patterns=["*/*"]
             )

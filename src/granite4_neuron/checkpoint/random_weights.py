@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
 # Larger parameters are drawn by pieces of this many values, on all cores.
@@ -15,7 +15,7 @@ _PIECE = 2**20
 
 
 def random_model(
-    config: GraniteMoeHybridConfig, seed: int = 0, dtype: torch.dtype = torch.float32, max_A: float = 16.0
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, max_A: float = 16.0
 ) -> GraniteMoeHybridForCausalLM:
     """Make a model in which every part matters to the output.
 
@@ -33,9 +33,7 @@ def random_model(
     return model.requires_grad_(False).eval()
 
 
-def _fill(
-    name: str, parameter: torch.Tensor, generator: torch.Generator, config: GraniteMoeHybridConfig, max_A: float
-) -> None:
+def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, config: ModelConfig, max_A: float) -> None:
     if name.endswith("dt_bias"):
         parameter.uniform_(-4.0, 1.0, generator=generator)
     elif name.endswith("A_log"):

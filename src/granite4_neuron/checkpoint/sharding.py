@@ -6,7 +6,7 @@ import torch
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.weight_plan import WeightPlan
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import parameter
@@ -14,7 +14,7 @@ from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.system import available_memory
 
 
-def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
+def rank_slice(name: str, tensor: torch.Tensor, config: ModelConfig, rank: int, degree: int) -> torch.Tensor:
     """Return the part of a stored tensor that belongs to one of `degree` ranks."""
     whole, part = (parameter(name, config, ranks) for ranks in (1, degree))
     axis = whole.split_axis
@@ -29,7 +29,7 @@ def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, 
     return torch.cat(pieces, dim=axis)
 
 
-def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
+def rank_slices(name: str, tensor: torch.Tensor, config: ModelConfig, degree: int) -> torch.Tensor:
     """Return every rank's slice, one after another, for a framework that gives each rank an equal run of a tensor.
 
     The result is longer than `tensor` if ranks share a part.

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, part_of
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
@@ -89,7 +89,7 @@ class StoredTensors:
             raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(STORED_DTYPES)}.")
         return STORED_DTYPES[self._dtypes[name]]
 
-    def check(self, config: GraniteMoeHybridConfig, layouts: Mapping[str, Layout] | None = None) -> None:
+    def check(self, config: ModelConfig, layouts: Mapping[str, Layout] | None = None) -> None:
         """Compare names and shapes with those of the whole model.
 
         layouts: of weights that are stored quantized; they have the names of the weights with these endings.

@@ -23,7 +23,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
-from granite4_neuron.config import MAMBA
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.config import GraniteMoeHybridConfig
+    from granite4_neuron.config import ModelConfig
     from granite4_neuron.evaluation.perplexity import Score, Window
     from granite4_neuron.runtime.interface import Runtime
 
@@ -153,7 +153,7 @@ def _options_of(options: argparse.Namespace, name: str | None) -> argparse.Names
     return argparse.Namespace(**{**vars(options), **choice})
 
 
-def _windows(options: argparse.Namespace, config: GraniteMoeHybridConfig, length: int) -> list[Window]:
+def _windows(options: argparse.Namespace, config: ModelConfig, length: int) -> list[Window]:
     from granite4_neuron.evaluation import perplexity
 
     longest = config.max_position_embeddings

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from granite4_neuron.config import GraniteMoeHybridConfig
+    from granite4_neuron.config import ModelConfig
     from granite4_neuron.neuron.analysis import graphs
 
 
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _reports(
-    options: argparse.Namespace, kernels: Mapping[str, str], config: GraniteMoeHybridConfig, dtype: torch.dtype
+    options: argparse.Namespace, kernels: Mapping[str, str], config: ModelConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
     from granite4_neuron.neuron.analysis import graphs
     from granite4_neuron.ops import default_experts_decode

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from granite4_neuron.commands.options import add_model, checkpoint_or_member, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -22,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
     checkpoint = checkpoint_or_member(name, options.revision)
+    config: ModelConfig
     if checkpoint is None:
         config, stored_in = GraniteMoeHybridConfig.from_family(name), []
         dtype = config.torch_dtype
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _info_rows(config: GraniteMoeHybridConfig, dtype: str, stored_in: Sequence[str]) -> list[tuple[str, str]]:
+def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> list[tuple[str, str]]:
     itemsize = DTYPE_BYTES[dtype]
     table = parameters(config).values()
     total = active = sum(one.numel for one in table)

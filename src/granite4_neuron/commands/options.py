@@ -17,7 +17,7 @@ from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, family_names
 from granite4_neuron.errors import UserError, printable
 from granite4_neuron.neuron_sdk import KERNELS
 from granite4_neuron.runtime.backends.common import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
@@ -275,7 +275,7 @@ def checkpoint_or_member(name: str, revision: str | None = None) -> Checkpoint |
     return None if is_member else open_checkpoint(name, revision)
 
 
-def config_and_dtype(name: str, revision: str | None = None) -> tuple[GraniteMoeHybridConfig, str]:
+def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfig, str]:
     """Return config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
     DTYPES.
     """

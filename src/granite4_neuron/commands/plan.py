@@ -20,14 +20,14 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
-from granite4_neuron.config import family_names
+from granite4_neuron.config import ModelConfig, family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import INSTANCES
 
 if TYPE_CHECKING:
-    from granite4_neuron.config import GraniteMoeHybridConfig
+    from granite4_neuron.config import ModelConfig
     from granite4_neuron.neuron.analysis import latency, plan
     from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
     from granite4_neuron.neuron.analysis.graph_memory import GraphMemory
@@ -363,7 +363,7 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     graphs = _graph_options(options)
     sizes = (options.instance, options.tp_degree, options.batch_size, context)
 
-    def plan_one(config: GraniteMoeHybridConfig, stored_dtype: str, draft: plan.Plan | None = None) -> plan.Plan:
+    def plan_one(config: ModelConfig, stored_dtype: str, draft: plan.Plan | None = None) -> plan.Plan:
         return plan.plan(config, dtype_of(options.dtype or stored_dtype), *sizes, graphs, draft=draft)
 
     model, *drafts = models

@@ -202,11 +202,11 @@ def _server(
 
 
 def _measured(file: Path) -> tuple[dict[str, Any], str]:
-    from granite4_neuron.config import GraniteMoeHybridConfig
+    from granite4_neuron.config import config_from_dict
     from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps
 
     measured = Measured.load(file)
-    config = GraniteMoeHybridConfig.from_dict(measured.config, source=str(file))
+    config = config_from_dict(measured.config, source=str(file))
     runtime = dict(
         config=config,
         steps=MeasuredSteps(measured),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.parallel import Parallel, RowParallelLinear
@@ -24,7 +24,7 @@ class Attention(Module):
     The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+    def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
         dimensions = config.rank_dimensions(parallel.degree)
         self.head_dim = config.head_dim

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.mamba2 import Mamba2
@@ -31,7 +31,7 @@ class DecoderLayer(Module):
 
     def __init__(
         self,
-        config: GraniteMoeHybridConfig,
+        config: ModelConfig,
         parallel: Parallel,
         mixer: Mamba2 | Attention,
         shared_mlp: SharedMLP,
@@ -113,7 +113,7 @@ class DecoderLayer(Module):
         )
 
 
-def decoder_layer(config: GraniteMoeHybridConfig, layer: int, parallel: Parallel) -> DecoderLayer:
+def decoder_layer(config: ModelConfig, layer: int, parallel: Parallel) -> DecoderLayer:
     """Make a layer of the model by its number."""
     is_mamba = config.layer_types[layer] == MAMBA
     mixer = Mamba2(config, parallel, layer) if is_mamba else Attention(config, parallel)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
@@ -29,7 +29,7 @@ def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
     return why_not_fusible(norm)
 
 
-def why_not_one_call(config: GraniteMoeHybridConfig, embedding: Weight, head: Weight) -> str | None:
+def why_not_one_call(config: ModelConfig, embedding: Weight, head: Weight) -> str | None:
     """Return why fused layers have no `decode` for a model, as a clause; None if they have."""
     if config.uses_rope:
         return "it makes no rotary positions"
@@ -52,7 +52,7 @@ class FusedLayers:
         self,
         operators: Operators,
         layers: Sequence[DecoderLayer],
-        config: GraniteMoeHybridConfig,
+        config: ModelConfig,
         adapters: Sequence[Adapter] = (),
     ):
         kernels = operators.fused_layers

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear, Projection
 from granite4_neuron.model.norm import RMSNormGated
@@ -26,7 +26,7 @@ class Mamba2(Module):
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel, layer: int = 0):
+    def __init__(self, config: ModelConfig, parallel: Parallel, layer: int = 0):
         super().__init__()
         self.rounding = Rounding(stream=layer)
         dimensions = config.rank_dimensions(parallel.degree)
@@ -142,7 +142,7 @@ class _NormedProjection(Projection):
     with the partial sums, in float32 like them, and the division comes afterwards.
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, in_features: int, parallel: Parallel):
+    def __init__(self, config: ModelConfig, in_features: int, parallel: Parallel):
         super().__init__(in_features, config.hidden_size, bias=config.mamba_proj_bias)
         self.parallel = parallel
         self.norm_is_split = parallel.degree > 1 and config.mamba_n_groups == 1

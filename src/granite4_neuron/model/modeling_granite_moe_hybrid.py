@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from granite4_neuron.choices import MERGE_INSTEAD
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
@@ -42,7 +42,7 @@ class GraniteMoeHybridForCausalLM(Module):
 
     fallbacks: tuple[str, ...] = ()
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel = Parallel()):  # noqa: B008
+    def __init__(self, config: ModelConfig, parallel: Parallel = Parallel()):  # noqa: B008
         super().__init__()
         self._decode_call: Callable[..., torch.Tensor] | None = None
         self.config = config
@@ -329,7 +329,7 @@ class _Decoder(Module):
     stack: how the layers are computed.
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+    def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size

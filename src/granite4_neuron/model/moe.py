@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.parallel import Parallel
@@ -17,7 +17,7 @@ from granite4_neuron.model.parallel import Parallel
 class SharedMLP(Module):
     """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+    def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
         width = config.rank_dimensions(parallel.degree).shared_intermediate_size
         self.parallel = parallel
@@ -33,7 +33,7 @@ class SharedMLP(Module):
 class SparseMoe(Module):
     """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+    def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
         experts, hidden = config.num_local_experts, config.hidden_size
         width = config.rank_dimensions(parallel.degree).intermediate_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.ops import rms_norm
 
@@ -22,7 +22,7 @@ class RMSNorm(Module):
         return self.operators.rms_norm(hidden_states, self.weight, self.eps)
 
 
-def norm_of(config: GraniteMoeHybridConfig) -> RMSNorm:
+def norm_of(config: ModelConfig) -> RMSNorm:
     """Make a norm of the residual stream: before each half of a layer, or before the head."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps)
 

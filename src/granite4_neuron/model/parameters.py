@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -59,7 +59,7 @@ class Parameter:
         return self.is_matrix and len(self.axes) == 3
 
 
-def parameters(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, Parameter]:
+def parameters(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
     """Return all parameters of a model, as one of `tp_degree` ranks has them; no head that is the embedding.
 
     Raises:
@@ -79,18 +79,18 @@ def parameters(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, 
     return found
 
 
-def parameter(name: str, config: GraniteMoeHybridConfig, tp_degree: int = 1) -> Parameter:
+def parameter(name: str, config: ModelConfig, tp_degree: int = 1) -> Parameter:
     """Return the parameter of this name, with or without the layer's part "model.layers.3."; else as `parameters`."""
     return _table(config, tp_degree)[_LAYER.sub("", name)]
 
 
-def matmul_weights(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, Parameter]:
+def matmul_weights(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
     """Return the matrices that multiply hidden states: not the embedding, and always the head."""
     table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     return {name: one for name, one in table.items() if one.is_matrix and name != EMBEDDING}
 
 
-def _table(config: GraniteMoeHybridConfig, tp_degree: int) -> dict[str, Parameter]:
+def _table(config: ModelConfig, tp_degree: int) -> dict[str, Parameter]:
     """Return the parameters of every kind of layer by their names within a layer, and those outside of layers."""
     rank, hidden = config.rank_dimensions(tp_degree), config.hidden_size
     inner, heads = rank.mamba_intermediate_size, rank.mamba_heads
@@ -129,7 +129,7 @@ def _table(config: GraniteMoeHybridConfig, tp_degree: int) -> dict[str, Paramete
     return table | {name: Parameter(axes) for name, axes in others.items()}
 
 
-def _biased_modules(config: GraniteMoeHybridConfig) -> list[str]:
+def _biased_modules(config: ModelConfig) -> list[str]:
     modules = []
     if config.mamba_conv_bias:
         modules.append("mamba.conv1d")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 # Kinds of graphs.
@@ -68,7 +68,7 @@ class GraphOptions:
         first = self._context_buckets(context)
         return sorted({*first, min(first[-1], CONTINUATION_TOKENS)} if first[-1] < context else first)
 
-    def cache_length(self, config: GraniteMoeHybridConfig, context: int) -> int:
+    def cache_length(self, config: ModelConfig, context: int) -> int:
         """Return the length of the cache for sequences of up to `context` tokens."""
         return context
 
@@ -81,7 +81,7 @@ class GraphOptions:
     def _context_buckets(self, seq_len: int) -> list[int]:
         return list(self.context_buckets or default_context_buckets(min(self.max_context_length, seq_len)))
 
-    def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
+    def graphs(self, config: ModelConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
         """Return the graphs for sequences of up to seq_len tokens. A draft model has them too, from its own config."""
         context = self._context_buckets(seq_len)
         token = list(self.token_buckets or default_token_buckets(seq_len))

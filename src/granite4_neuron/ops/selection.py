@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from granite4_neuron.choices import DECODE_KERNELS, EXPERTS_DECODE, NKI_PREFILL_SCANS, PREFILL_SCANS
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import check_choice
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.ops.expert_slots import num_slots
@@ -18,7 +18,7 @@ from granite4_neuron.ops.xla.moe import fused_experts, fused_experts_without_gat
 
 def select_operators(
     base: Operators,
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int = 1,
     prefill_scan: str = PREFILL_SCANS[0],
     decode_kernel: str = DECODE_KERNELS[0],
@@ -64,7 +64,7 @@ def default_experts_decode(kernels: str) -> str:
     return "kernel" if kernels == "nki" else "all"
 
 
-def _with_experts(base: Operators, config: GraniteMoeHybridConfig, tp_degree: int, form: str) -> Operators:
+def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: str) -> Operators:
     if not config.num_local_experts:
         return base
     if form == "gather":
@@ -89,7 +89,7 @@ def uses_nki(prefill_scan: str, decode_kernel: str) -> bool:
 
 
 def _with_mamba_kernels(
-    base: Operators, config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str, decode_kernel: str
+    base: Operators, config: ModelConfig, tp_degree: int, prefill_scan: str, decode_kernel: str
 ) -> Operators:
     operators = base
     if uses_nki(prefill_scan, decode_kernel):
@@ -110,7 +110,7 @@ def _with_mamba_kernels(
     return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))
 
 
-def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str) -> MambaKernels:
+def _nki_prefill(config: ModelConfig, tp_degree: int, prefill_scan: str) -> MambaKernels:
     # Not at the top: the package works without nki.
     from granite4_neuron.ops.nki.limits import check_convolution, check_scan
     from granite4_neuron.ops.nki.mamba import SCAN, SSD
@@ -122,7 +122,7 @@ def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: s
     return {"scan": SCAN, "ssd": SSD}[prefill_scan]
 
 
-def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_degree: int) -> Operators:
+def _with_nki_decode(operators: Operators, config: ModelConfig, tp_degree: int) -> Operators:
     # Not at the top: the package works without nki.
     from granite4_neuron.ops.nki.mamba import fused_mixer, round_in_hardware
 
@@ -138,7 +138,7 @@ def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_de
     return replace(operators, token_layer=None, fallbacks=(*operators.fallbacks, fallback))
 
 
-def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:
+def _scan_dimensions(config: ModelConfig, tp_degree: int) -> tuple[int, int, int, int]:
     """Return (num_heads, head_dim, n_groups, d_state) of a rank."""
     rank = config.rank_dimensions(tp_degree)
     return rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from granite4_neuron.choices import NO_ADAPTERS
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
@@ -45,7 +45,7 @@ class BoundModel:
     kernels: Sequence[object]
 
     @property
-    def config(self) -> GraniteMoeHybridConfig:
+    def config(self) -> ModelConfig:
         return self.model.config
 
     @property

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.ops.xla import topk
@@ -102,7 +102,7 @@ class Runtime(Protocol[State]):
     """
 
     @property
-    def config(self) -> GraniteMoeHybridConfig: ...
+    def config(self) -> ModelConfig: ...
 
     @property
     def generation_config(self) -> GenerationConfig:

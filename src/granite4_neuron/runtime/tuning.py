@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 def tune(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Choice]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_dict
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
@@ -84,7 +84,7 @@ class Measured:
             if not is_right(values.get(name)):
                 wrong = f"{name} is {reprlib.repr(values[name])}" if name in values else f"it has no {name}"
                 raise UserError(f"{file} is damaged or incomplete ({wrong}); measure the step times again.")
-        GraniteMoeHybridConfig.from_dict(values["config"], source=str(file))
+        config_from_dict(values["config"], source=str(file))
         return cls(**{name: values[name] for name in _CHECKS})
 
 

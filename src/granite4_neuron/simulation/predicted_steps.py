@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.neuron.analysis.latency import HBM_BYTES_PER_SECOND, latency, step_work
 from granite4_neuron.neuron.analysis.roofline import minimum_of_copy
 from granite4_neuron.runtime.graphs import bucket, pieces
@@ -30,7 +30,7 @@ class PredictedSteps:
 
     def __init__(
         self,
-        config: GraniteMoeHybridConfig,
+        config: ModelConfig,
         tp_degree: int,
         dtype: torch.dtype,
         *,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.runtime.interface import Ability, Decoded, Row, Verification
@@ -60,7 +60,7 @@ class SimulatedRuntime:
 
     def __init__(
         self,
-        config: GraniteMoeHybridConfig,
+        config: ModelConfig,
         steps: StepTimes,
         *,
         dtype: torch.dtype,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.state.sizes import mamba_state_shapes
 
 NULL_SLOT = 0
@@ -63,7 +63,7 @@ class HybridState:
     @classmethod
     def allocate(
         cls,
-        config: GraniteMoeHybridConfig,
+        config: ModelConfig,
         num_sequences: int,
         max_length: int,
         dtype: torch.dtype,

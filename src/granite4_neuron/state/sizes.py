@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 
 FLOAT32_BYTES = 4  # a number of an SSM state by default, whatever the model's dtype
 
 
 def mamba_state_shapes(
-    config: GraniteMoeHybridConfig, tp_degree: int = 1, kernel_layout: bool = False
+    config: ModelConfig, tp_degree: int = 1, kernel_layout: bool = False
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Return the shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
     dimensions = config.rank_dimensions(tp_degree)
@@ -17,9 +17,7 @@ def mamba_state_shapes(
     return conv_shape, (d_state, heads, head_dim) if kernel_layout else (heads, head_dim, d_state)
 
 
-def sequence_bytes(
-    config: GraniteMoeHybridConfig, itemsize: int, tp_degree: int = 1, state_itemsize: int = FLOAT32_BYTES
-) -> int:
+def sequence_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1, state_itemsize: int = FLOAT32_BYTES) -> int:
     """Return the bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers.
 
     Args:
@@ -33,7 +31,7 @@ def sequence_bytes(
     return config.layer_types.count(MAMBA) * per_layer
 
 
-def token_bytes(config: GraniteMoeHybridConfig, itemsize: int, tp_degree: int = 1) -> int:
+def token_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1) -> int:
     """Return the bytes of keys and values that each token of a sequence adds on a rank: all attention layers.
 
     Args:

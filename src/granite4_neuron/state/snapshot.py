@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.state.fingerprint import Fingerprint
@@ -60,7 +60,7 @@ class Model(Protocol):
     """The model that snapshots are compared with: a `Runtime` that makes them."""
 
     @property
-    def config(self) -> GraniteMoeHybridConfig: ...
+    def config(self) -> ModelConfig: ...
 
     @property
     def max_length(self) -> int: ...

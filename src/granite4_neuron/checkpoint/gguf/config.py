@@ -7,7 +7,7 @@ import reprlib
 from typing import Any
 
 from granite4_neuron.checkpoint.gguf.file import GGUFFile
-from granite4_neuron.config import MAMBA, MODEL_TYPE, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig, config_from_dict
 from granite4_neuron.config.aliases import ATTENTION
 from granite4_neuron.config.checks import LARGEST
 from granite4_neuron.errors import UserError
@@ -15,7 +15,7 @@ from granite4_neuron.errors import UserError
 HYBRID, DENSE, EXPERTS = ARCHITECTURES = ("granitehybrid", "granite", "granitemoe")
 
 
-def read_config(file: GGUFFile) -> GraniteMoeHybridConfig:
+def read_config(file: GGUFFile) -> ModelConfig:
     """Read the config. The vocabulary's size, biases and a tied head are those of the tensors.
 
     Raises:
@@ -65,7 +65,7 @@ def read_config(file: GGUFFile) -> GraniteMoeHybridConfig:
     }
     if uses_rope:
         _check_rope(about, hidden // heads)
-    return GraniteMoeHybridConfig.from_dict(values | _mamba(about, layer_types, hidden), str(file.path))
+    return config_from_dict(values | _mamba(about, layer_types, hidden), str(file.path))
 
 
 def stored_dtype(file: GGUFFile) -> str:

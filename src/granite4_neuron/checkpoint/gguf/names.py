@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -32,7 +32,7 @@ _FEED_FORWARDS = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-def gguf_names(name: str, config: GraniteMoeHybridConfig) -> tuple[str, ...]:
+def gguf_names(name: str, config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the tensors that together are the parameter of this published name."""
     match = _LAYER.fullmatch(name)
     prefix, part = (f"blk.{match[1]}.", match[2]) if match else ("", name)
@@ -45,7 +45,7 @@ def gguf_names(name: str, config: GraniteMoeHybridConfig) -> tuple[str, ...]:
     return (f"{prefix}{_NAMES[module]}{ending}",)
 
 
-def to_gguf(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) -> tuple[torch.Tensor, ...]:
+def to_gguf(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, ...]:
     """Return the tensors under the names of `gguf_names` that a parameter becomes."""
     if name.endswith("input_linear.weight"):  # gate, up
         return tensor.chunk(2, dim=-2)
@@ -62,9 +62,7 @@ def to_gguf(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) -> 
     return (tensor,)
 
 
-def from_gguf(
-    name: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], config: GraniteMoeHybridConfig
-) -> torch.Tensor:
+def from_gguf(name: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], config: ModelConfig) -> torch.Tensor:
     """Return the parameter that the tensors under the names of `gguf_names` are.
 
     Args:
@@ -80,7 +78,7 @@ def from_gguf(
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=-2)
 
 
-def _rotary_heads(name: str, config: GraniteMoeHybridConfig) -> int | None:
+def _rotary_heads(name: str, config: ModelConfig) -> int | None:
     """Return the number of heads of a projection whose rows the converter reorders, also in models without rotary
     positions: a row of the first half of each head is followed by the one of the second half that it rotates with.
     """

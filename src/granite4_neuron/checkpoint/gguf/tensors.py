@@ -9,7 +9,7 @@ import torch
 
 from granite4_neuron.checkpoint.gguf.file import GGUFFile
 from granite4_neuron.checkpoint.gguf.names import from_gguf, gguf_names, to_gguf
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 
@@ -29,7 +29,7 @@ class GGUFTensors:
             message lists them.
     """
 
-    def __init__(self, file: GGUFFile, config: GraniteMoeHybridConfig):
+    def __init__(self, file: GGUFFile, config: ModelConfig):
         self.path = file.path
         self._file, self._config = file, config
         self._shapes = {name: one.shape for name, one in parameters(self._config).items()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.neuron.compiled_graphs import (
     ATTENTION_LAYER,
     COMMIT,
@@ -42,14 +42,14 @@ class DeviceGraphOptions:
     def prompt_lengths(self, context: int) -> list[int]:
         return list(self.context_buckets)
 
-    def cache_length(self, config: GraniteMoeHybridConfig, context: int) -> int:
+    def cache_length(self, config: ModelConfig, context: int) -> int:
         return cache_length(context, config.max_position_embeddings)
 
     def fewest(self, context: int) -> tuple[DeviceGraphOptions, str]:
         longest = self.longest_prompt
         return replace(self, context_buckets=(longest,)), f"--prefill-buckets {longest}"
 
-    def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
+    def graphs(self, config: ModelConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
         """Return the graphs that `TorchRuntime.warm_up` makes."""
         lengths = cache_buckets(self.cache_length(config, seq_len))
         verified = buckets_up_to(self.verified_tokens, VERIFY_BUCKETS)

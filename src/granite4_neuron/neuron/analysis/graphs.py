@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from granite4_neuron.checkpoint.loading import set_parameter
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM, step_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.neuron.analysis import hlo_lint
@@ -54,7 +54,7 @@ class Graph:
 
     kind: str
     tokens: int
-    config: GraniteMoeHybridConfig
+    config: ModelConfig
     dtype: torch.dtype
     tp_degree: int
     num_sequences: int
@@ -149,7 +149,7 @@ def trace_xla(graph: Graph) -> Traced:
 
 
 def report(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     tp_degree: int,
     batch_size: int,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from granite4_neuron.choices import EXPERTS_DECODE
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
@@ -121,7 +121,7 @@ def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, items
 
 
 def step_work(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int,
     dtype: torch.dtype,
     batch_size: int,
@@ -168,9 +168,7 @@ def step_work(
     )
 
 
-def prompt_work(
-    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, prompt: int, buckets: Sequence[int]
-) -> Work:
+def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, prompt: int, buckets: Sequence[int]) -> Work:
     """Return the work of a prompt: of its pieces, as `pieces` cuts it for graphs of `buckets`, with their padding.
 
     Raises:
@@ -183,7 +181,7 @@ def prompt_work(
 
 
 def _more_for_experts(
-    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, tokens: int, form: str
+    config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int, form: str
 ) -> tuple[float, float]:
     """Return the FLOPs and bytes of a form of the experts beyond those of the minimum, which are the kernel's."""
     experts, chosen_by_token = config.num_local_experts, config.num_experts_per_tok
@@ -196,9 +194,7 @@ def _more_for_experts(
     return 0.0, weights * dtype.itemsize * (MOVES_OF_FETCHED * tokens * chosen_by_token - distinct)
 
 
-def commit_work(
-    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
-) -> Work:
+def commit_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int) -> Work:
     """Return the work of a verification's commit: only each Mamba layer's recurrence, launched as half a layer.
 
     Raises:
@@ -258,7 +254,7 @@ def tokens_per_verification(drafted: int, acceptance: float) -> float:
 
 
 def predictions(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int,
     dtype: torch.dtype,
     prompt: int,
@@ -308,7 +304,7 @@ def predictions(
     return lines
 
 
-def _decode_names(config: GraniteMoeHybridConfig) -> dict[str, str]:
+def _decode_names(config: ModelConfig) -> dict[str, str]:
     """Return the names of the steps of decode, by the form of their experts."""
     if not config.num_local_experts:
         return {"kernel": "token"}
@@ -317,7 +313,7 @@ def _decode_names(config: GraniteMoeHybridConfig) -> dict[str, str]:
 
 def with_counted_graphs(
     lines: Sequence[Prediction],
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int,
     dtype: torch.dtype,
     prompt: int,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
 # "the tiles stop fitting the 24 MB SBUF", of a physical core: the source of `published_latency.SPILLS`.
@@ -80,7 +80,7 @@ class LiveSet:
         )
 
 
-def live_set(config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, tokens: int) -> LiveSet:
+def live_set(config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int) -> LiveSet:
     """Estimate the live set of a prompt's graph on one rank.
 
     Raises:
@@ -107,7 +107,7 @@ def live_set_of(of_model: Sequence[Product], hidden_size: int, itemsize: int, to
     )
 
 
-def products(config: GraniteMoeHybridConfig, tp_degree: int) -> Iterator[Product]:
+def products(config: ModelConfig, tp_degree: int) -> Iterator[Product]:
     """Return the products of a model's layers with weights, without the router's."""
     rank, hidden, layers = config.rank_dimensions(tp_degree), config.hidden_size, len(config.layer_types)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
@@ -54,7 +54,7 @@ class Plan:
     are. draft: of a draft model that is loaded too; a step's temporaries are those of the larger model.
     """
 
-    config: GraniteMoeHybridConfig
+    config: ModelConfig
     dtype: torch.dtype
     tp_degree: int
     batch_size: int
@@ -209,7 +209,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def plan(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     instance: str,
     tp_degree: int,

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.model.parameters import HEAD, matmul_weights
 from granite4_neuron.state.sizes import mamba_state_shapes, sequence_bytes, token_bytes
 
@@ -32,7 +32,7 @@ class Minimum:
 
 
 def minimum(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int,
     dtype: torch.dtype,
     batch_size: int,
@@ -101,7 +101,7 @@ def minimum(
 
 
 def minimum_of_commit(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int,
     dtype: torch.dtype,
     batch_size: int,
@@ -127,7 +127,7 @@ def minimum_of_commit(
 
 
 def minimum_of_copy(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     tp_degree: int,
     dtype: torch.dtype,
     length: int,

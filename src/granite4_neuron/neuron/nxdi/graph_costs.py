@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from neuronx_distributed_inference.models.config import MoENeuronConfig
 
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.neuron.analysis.graphs import (
     EMBEDDING,
     EXPERTS,
@@ -38,7 +38,7 @@ _COMPONENTS = {
 
 
 def report(
-    config: GraniteMoeHybridConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     tp_degree: int,
     batch_size: int,
@@ -120,7 +120,7 @@ def report(
 
 
 def _application(
-    config: GraniteMoeHybridConfig, neuron_config: Mapping[str, object], kernels: Mapping[str, str]
+    config: ModelConfig, neuron_config: Mapping[str, object], kernels: Mapping[str, str]
 ) -> NeuronGraniteMoeHybridForCausalLM:
     """Make an application without a checkpoint: a graph has no weights."""
     return NeuronGraniteMoeHybridForCausalLM(

@@ -13,7 +13,7 @@ from neuronx_distributed.parallel_layers.mappings import reduce_from_tensor_mode
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import nn
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import parameter
 
@@ -29,7 +29,7 @@ class NeuronParallel(Parallel):
         return comm.all_reduce(xm.REDUCE_SUM, list(partials), groups=group)
 
 
-def split_over_ranks(module: nn.Module, name: str, config: GraniteMoeHybridConfig, degree: int) -> None:
+def split_over_ranks(module: nn.Module, name: str, config: ModelConfig, degree: int) -> None:
     """Tell NxD which parameters of a layer are one rank's parts.
 
     NxD shards a checkpoint by the attributes of the parameters, but looks at modules of its own classes only; so each

@@ -1,0 +1,144 @@
+"""The config of GraniteMoeHybridForCausalLM, IBM Granite 4.0, and of the dense GraniteForCausalLM.
+
+Field names are Hugging Face's. The spellings of transformers 4.57 and of 5.x are read; the published one is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from granite4_neuron.config.aliases import ATTENTION, MAMBA, one_spelling
+from granite4_neuron.config.checks import require, require_one_of, require_positive
+from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.config.model_config import LayerParts, ModelConfig, layers_to_read
+from granite4_neuron.errors import UserError
+
+_FAMILY = Path(__file__).parents[1] / "family"  # a config.json for each published checkpoint
+MODEL_TYPE = "granitemoehybrid"
+ARCHITECTURE = "GraniteMoeHybridForCausalLM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeHybridConfig(ModelConfig):
+    """The config of a Granite model, whose layers are a mixer and a feed-forward part each.
+
+    layer_types: "mamba" or "attention"; empty: all "mamba", Hugging Face's default.
+    position_embedding_type: "rope", or "nope" and None for no positions at all.
+    mamba_d_head: 0 stands for mamba_expand * hidden_size / mamba_n_heads.
+    mamba_chunk_size: carried along for other readers; results do not depend on it.
+    """
+
+    model_type: ClassVar[str] = MODEL_TYPE
+    architecture: ClassVar[str] = ARCHITECTURE
+
+    position_embedding_type: str | None = None
+    mamba_expand: int = 2
+    mamba_chunk_size: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (MAMBA,) * layers_to_read(self.num_hidden_layers))
+        if not self.mamba_d_head and self.mamba_n_heads > 0:
+            object.__setattr__(self, "mamba_d_head", self.mamba_intermediate_size // self.mamba_n_heads)
+        super().__post_init__()
+
+    def check_family(self) -> None:
+        """Implement `ModelConfig.check_family`."""
+        require_positive(self, "shared_intermediate_size")
+        require_one_of(self, "hidden_act", ("silu",))
+        require_one_of(self, "position_embedding_type", ("rope", "nope", None))
+        if ATTENTION in self.layer_types:
+            heads = self.num_attention_heads
+            require(
+                self.hidden_size % heads == 0,
+                f"hidden_size ({self.hidden_size}) is not divisible by num_attention_heads ({heads})",
+            )
+        if self.uses_rope and ATTENTION in self.layer_types:
+            require(self.head_dim % 2 == 0, f"the head width {self.head_dim} is odd, and rope needs an even one")
+            require(self.rope_theta > 0, f"rope_theta is {self.rope_theta}, and must be above 0")
+        if MAMBA in self.layer_types:
+            require(self.mamba_expand > 0, f"mamba_expand is {self.mamba_expand}, and must be at least 1")
+            require(
+                self.mamba_n_heads * self.mamba_d_head == self.mamba_intermediate_size,
+                f"mamba_n_heads * mamba_d_head ({self.mamba_n_heads} * {self.mamba_d_head}) must equal "
+                f"mamba_expand * hidden_size ({self.mamba_expand} * {self.hidden_size})",
+            )
+
+    @property
+    def mamba_intermediate_size(self) -> int:
+        """Width of the Mamba layers' x and z: d_inner of the Mamba-2 paper."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def uses_rope(self) -> bool:
+        return self.position_embedding_type == "rope"
+
+    def parts(self, layer_type: str) -> LayerParts:
+        """Implement `ModelConfig.parts`: a layer is named by its mixer."""
+        return LayerParts(layer_type, self.shared_intermediate_size, self.num_local_experts > 0)
+
+    @classmethod
+    def one_spelling(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Implement `ModelConfig.one_spelling`."""
+        if values.get("model_type") == DENSE_MODEL_TYPE:
+            values = as_hybrid(values)
+        elif values.get("model_type") != MODEL_TYPE:
+            raise UserError(
+                f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {MODEL_TYPE!r} (Granite 4) or "
+                f"{DENSE_MODEL_TYPE!r} (dense Granite models)."
+            )
+        return one_spelling(values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> GraniteMoeHybridConfig:
+        """Read a ``config.json``.
+
+        Raises:
+            UserError: see `from_dict`; also when the file is missing or is not JSON.
+        """
+        return cls.from_dict(read_object(Path(path)), source=str(path))
+
+    @staticmethod
+    def is_family_member(name: str) -> bool:
+        """Return whether `from_family` knows the name."""
+        return f"granite-4.0-{name.removeprefix('granite-4.0-')}" in family_names()
+
+    @classmethod
+    def from_family(cls, name: str) -> GraniteMoeHybridConfig:
+        """Return the published dimensions of a member of the Granite 4.0 family, such as ``granite-4.0-h-350m`` or
+        ``h-350m``.
+
+        Raises:
+            UserError: no such member; the message lists them.
+        """
+        file = _FAMILY / f"granite-4.0-{name.removeprefix('granite-4.0-')}.json"
+        if not cls.is_family_member(name):
+            raise UserError(f"there is no family member {name!r}; choose one of: {', '.join(family_names())}.")
+        return cls.from_dict(json.loads(file.read_text(encoding="utf-8")), source=file.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Implement `ModelConfig.to_dict`, for transformers 4.57 and 5.x."""
+        values = dataclasses.asdict(self)
+        lower, upper = values.pop("time_step_limit")
+        if (lower, upper) != (0.0, math.inf):
+            values["time_step_limit"] = [lower, upper]
+        if isinstance(self.eos_token_id, tuple):
+            values["eos_token_id"] = list(self.eos_token_id)
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            **values,
+            "layer_types": list(self.layer_types),
+        }
+
+
+def family_names() -> list[str]:
+    """Return the names that `GraniteMoeHybridConfig.from_family` knows."""
+    return sorted(file.name.removesuffix(".json") for file in _FAMILY.iterdir())

@@ -1,0 +1,262 @@
+"""What the rest of the package knows of a model: the config that all families share."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from granite4_neuron.config.aliases import ATTENTION, MAMBA
+from granite4_neuron.config.checks import LARGEST, check
+from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.config.quantization import quantization_in
+from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
+# The names of field types in a sentence.
+_TYPE_NAMES = {
+    "int": "a whole number",
+    "int | None": "a whole number",
+    "int | tuple[int, ...] | None": "a whole number or a list of them",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "str | None": "a text",
+}
+
+
+@dataclass(frozen=True)
+class RankDimensions:
+    """One rank's share of each layer's dimensions, of `tp_degree` ranks."""
+
+    mamba_heads: int
+    mamba_groups: int
+    mamba_intermediate_size: int
+    mamba_conv_dim: int
+    attention_heads: int
+    key_value_heads: int
+    shared_intermediate_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a layer is made of: a mixer, a feed-forward part behind it, or one of them.
+
+    mixer: MAMBA or ATTENTION; None for a layer without, which has no state.
+    mlp_width: of the MLP that all tokens go through; 0 for a layer without a feed-forward part.
+    has_experts: whether the feed-forward part has experts beside the MLP.
+    """
+
+    mixer: str | None
+    mlp_width: int
+    has_experts: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """Dimensions and constants of one checkpoint. Names are those of GraniteMoeHybridForCausalLM's config.json.
+
+    A family that has others lists them.
+
+    json_names: the names in config.json, by field, where they are not the field's.
+
+    Raises:
+        UserError: the values contradict each other or describe something that this package does not run.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    json_names: ClassVar[Mapping[str, str]] = {}
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # width of one expert; unused when num_local_experts is 0
+    shared_intermediate_size: int  # width of the MLP, where a layer has experts that of the one beside them
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_local_experts: int  # 0: a dense model, no layer has experts
+    num_experts_per_tok: int
+    embedding_multiplier: float
+    attention_multiplier: float  # the softmax scale itself
+    residual_multiplier: float
+    logits_scaling: float  # logits are divided by it
+    rms_norm_eps: float
+    max_position_embeddings: int
+    layer_types: tuple[str, ...] = ()
+    num_key_value_heads: int = 0  # 0: as many as num_attention_heads
+    hidden_act: str = "silu"  # of MLP and experts: "silu" with a gate, "relu2" (squared ReLU) without one
+    attention_bias: bool = False
+    rope_theta: float = 10000.0
+    mamba_n_heads: int = 0
+    mamba_d_head: int = 0
+    mamba_d_state: int = 0
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    tie_word_embeddings: bool = False
+    torch_dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        check(self, DTYPES)
+
+    @abstractmethod
+    def check_family(self) -> None:
+        """Check what is this family's own, of a config whose sizes are within limits.
+
+        Raises:
+            UserError: the values describe no model that can be built.
+        """
+
+    @abstractmethod
+    def parts(self, layer_type: str) -> LayerParts:
+        """Return what a layer of a type, one of `layer_types`, is made of."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of a ``config.json`` in the published spelling, which transformers reads."""
+
+    @classmethod
+    @abstractmethod
+    def one_spelling(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of a ``config.json`` with the names and values of this class's fields, and others.
+
+        Raises:
+            UserError: it describes something that this package does not run.
+        """
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def mamba_intermediate_size(self) -> int:
+        """Width of the Mamba layers' x and z: d_inner of the Mamba-2 paper."""
+        return self.mamba_n_heads * self.mamba_d_head
+
+    @property
+    def uses_rope(self) -> bool:
+        return False
+
+    @property
+    def has_gated_mlp(self) -> bool:
+        """Whether MLP and experts multiply a gate, silu(gate) * up, and so have two matrices to begin with."""
+        return self.hidden_act == "silu"
+
+    def layers_with(self, mixer: str) -> int:
+        """Return the number of layers with MAMBA or ATTENTION."""
+        return sum(self.parts(kind).mixer == mixer for kind in self.layer_types)
+
+    def rank_dimensions(self, tp_degree: int = 1) -> RankDimensions:
+        """Return the share of one rank. Key heads and groups are replicated where there are fewer of them than ranks.
+
+        Raises:
+            UserError: the model cannot be split into `tp_degree` equal parts; the message lists the degrees that can.
+        """
+        if not self._divides(tp_degree):
+            most = math.gcd(*self._split_sizes())
+            possible = [str(degree) for degree in range(1, most + 1) if self._divides(degree)]
+            raise UserError(f"tp_degree is {tp_degree}; this model can be split by {', '.join(possible)}.")
+        groups = max(1, self.mamba_n_groups // tp_degree)
+        width = self.mamba_intermediate_size // tp_degree
+        return RankDimensions(
+            mamba_heads=self.mamba_n_heads // tp_degree,
+            mamba_groups=groups,
+            mamba_intermediate_size=width,
+            mamba_conv_dim=width + 2 * groups * self.mamba_d_state,
+            attention_heads=self.num_attention_heads // tp_degree,
+            key_value_heads=max(1, self.num_key_value_heads // tp_degree),
+            shared_intermediate_size=self.shared_intermediate_size // tp_degree,
+            intermediate_size=self.intermediate_size // tp_degree,
+            vocab_size=self.vocab_size // tp_degree,
+        )
+
+    def _divides(self, tp_degree: int) -> bool:
+        if type(tp_degree) is not int or tp_degree < 1 or any(size % tp_degree for size in self._split_sizes()):
+            return False
+        key_heads = self.num_key_value_heads
+        return not self.layers_with(ATTENTION) or key_heads % tp_degree == 0 or tp_degree % key_heads == 0
+
+    def _split_sizes(self) -> list[int]:
+        """Return the dimensions of which every rank has an equal part."""
+        all_parts = [self.parts(kind) for kind in dict.fromkeys(self.layer_types)]
+        split = [self.vocab_size, *(one.mlp_width for one in all_parts if one.mlp_width)]
+        if any(one.has_experts for one in all_parts):
+            split.append(self.intermediate_size)
+        if self.layers_with(MAMBA):
+            split.append(self.mamba_n_heads)
+            if self.mamba_n_groups > 1:
+                split.append(self.mamba_n_groups)
+        if self.layers_with(ATTENTION):
+            split.append(self.num_attention_heads)
+        return split
+
+    @classmethod
+    def json_name(cls, field: str) -> str:
+        """Return the name of a field in config.json."""
+        return cls.json_names.get(field, field)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> Self:
+        """Build from the content of a ``config.json`` of this family; unknown keys are ignored.
+
+        Args:
+            values: the parsed JSON object, in the spelling of transformers 4.57 or 5.x.
+            source: what to call the file in an error.
+
+        Raises:
+            UserError: a field is missing, of the wrong type, or contradicts another, or it is of another family.
+        """
+        try:
+            return cls(**cls._fields_from_json(values))
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+
+    @classmethod
+    def _fields_from_json(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = cls.one_spelling(values)
+        quantization_in(values)
+        known = {field.name: field for field in fields(cls) if field.init}
+        read = {name: value for name, value in values.items() if name in known and value is not None}
+        missing = [name for name, field in known.items() if field.default is MISSING and name not in read]
+        if missing:
+            raise UserError(f"these fields are missing: {', '.join(map(cls.json_name, missing))}.")
+        return {name: _typed(cls.json_name(name), value, str(known[name].type)) for name, value in read.items()}
+
+
+def layers_to_read(num_hidden_layers: int) -> int:
+    """Return how many layer types stand for a number of layers, which `check` has not seen yet."""
+    return max(0, min(num_hidden_layers, LARGEST["num_hidden_layers"]))
+
+
+def _typed(name: str, value: Any, annotation: str) -> Any:
+    """Convert `value` to the type that `annotation` (the dataclass field's, a string) names."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation == "float" and is_number and -sys.float_info.max <= value <= sys.float_info.max:
+        return float(value)
+    if annotation.startswith("int") and is_number and (isinstance(value, int) or value.is_integer()):
+        return int(value)
+    if annotation.startswith("tuple") and isinstance(value, tuple):
+        return value
+    if annotation.startswith("int | tuple") and isinstance(value, tuple):
+        return tuple(_typed(name, item, "int") for item in value)
+    if annotation == "bool" and isinstance(value, bool):
+        return value
+    if annotation.startswith("str") and isinstance(value, str):
+        return value
+    raise UserError(f"{name} is {reprlib.repr(value)}, and must be {_TYPE_NAMES[annotation]}.")
