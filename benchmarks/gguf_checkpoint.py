@@ -45,7 +45,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     import gguf
 
     config = config_from_file(folder / "config.json")
-    stored = StoredTensors(folder)
+    stored = StoredTensors(folder, config)
     stored.check(config)
     dtype = stored.dtype()
     writer = gguf.GGUFWriter(file, _architecture(config))

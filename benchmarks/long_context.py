@@ -38,7 +38,7 @@ from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.neuron.stand_ins import why_not_importable
 from granite4_neuron.runtime.backends.cpu import STATE_DTYPES
 from granite4_neuron.runtime.backends.torch_device import DEVICES
@@ -173,7 +173,7 @@ def _part(config: ModelConfig, divisor: int) -> ModelConfig:
     return replace(config, vocab_size=_VOCABULARY, **{name: getattr(config, name) // divisor for name in sizes})
 
 
-def _runtime(options: argparse.Namespace, model: GraniteMoeHybridForCausalLM) -> Runtime:
+def _runtime(options: argparse.Namespace, model: HybridForCausalLM) -> Runtime:
     defaults = GenerationConfig()
     if options.backend == "nxdi":
         return _cpu_mode(model, options.buckets)
@@ -190,7 +190,7 @@ def _runtime(options: argparse.Namespace, model: GraniteMoeHybridForCausalLM) ->
     return XLARuntime(model, defaults, options.buckets)
 
 
-def _cpu_mode(model: GraniteMoeHybridForCausalLM, buckets: Sequence[int]) -> Runtime:
+def _cpu_mode(model: HybridForCausalLM, buckets: Sequence[int]) -> Runtime:
     """Return NxD Inference's runtime of a model in its CPU mode, a process group of one rank.
 
     Raises:

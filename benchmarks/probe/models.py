@@ -24,7 +24,7 @@ from granite4_neuron.commands.options import command_line
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.generation import bundled_checkpoint, generate, load
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.backends import torch_device
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
@@ -151,20 +151,20 @@ def _chosen(place: Place) -> dict[str, Any]:
     return defaults | dict(compiler=place.compiler) | place.options
 
 
-def layer_model(kind: str) -> GraniteMoeHybridForCausalLM:
+def layer_model(kind: str) -> HybridForCausalLM:
     name, layer_type = _LAYERS[kind]
     small = dict(vocab_size=2048, bos_token_id=1, eos_token_id=1, pad_token_id=0, intermediate_size=128)
     config = GraniteMoeHybridConfig.from_family(name)
     return random_model(replace(config, layer_types=(layer_type,), num_hidden_layers=1, **small))
 
 
-def _on_device(place: Place, model: GraniteMoeHybridForCausalLM, tokens: int, **mamba_kernels: str) -> TorchRuntime:
+def _on_device(place: Place, model: HybridForCausalLM, tokens: int, **mamba_kernels: str) -> TorchRuntime:
     options = {**place.options, **mamba_kernels}
     return TorchRuntime(model, GenerationConfig(), (tokens,), device=place.device, compiler=place.compiler, **options)
 
 
 def _runtimes(
-    place: Place, model: GraniteMoeHybridForCausalLM, tokens: int, **mamba_kernels: str
+    place: Place, model: HybridForCausalLM, tokens: int, **mamba_kernels: str
 ) -> tuple[CPURuntime, TorchRuntime]:
     return CPURuntime(model, GenerationConfig(), kernels="torch"), _on_device(place, model, tokens, **mamba_kernels)
 

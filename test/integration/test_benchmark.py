@@ -336,8 +336,8 @@ class TestStates:
 )
 def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     """Every weight is there once, under llama.cpp's name and with the values that llama.cpp computes with."""
-    stored = StoredTensors(case_folder)
     config = GraniteMoeHybridConfig.from_file(case_folder / "config.json")
+    stored = StoredTensors(case_folder, config)
     write_gguf(case_folder, tmp_path / "model.gguf")
     tensors = {
         tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.ops import TORCH, select_operators
 from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
-from test.support.checkpoints import CASES, Case, small_config
+from test.support.checkpoints import CASES, HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config, small_config
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
 # An older transformers computes these otherwise: it normalises over all groups at once, or lacks time_step_limit.
-NOT_IN_REFERENCE = set()
+NOT_IN_REFERENCE = set() if HAS_NEMOTRON else {case.name for case in NEMOTRON_CASES}
 if "group_size" not in inspect.signature(GraniteMoeHybridRMSNormGated).parameters:
     NOT_IN_REFERENCE.add("two_groups")
 if not hasattr(GraniteMoeHybridConfig(), "time_step_limit"):
@@ -157,9 +158,10 @@ def test_last_logits_are_those_of_the_last_real_token(case_model):
 
 
 @pytest.mark.versions
-def test_embeddings_of_padding_may_be_nan(kernels):
+@pytest.mark.parametrize("config", [small_config, nemotron_config], ids=["granite", "nemotron"])
+def test_embeddings_of_padding_may_be_nan(kernels, config):
     """NaN in padding does not reach a real token through any layer."""
-    model = random_model(small_config()).bind(kernels)
+    model = random_model(config()).bind(kernels)
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     lengths = torch.tensor([20, 7])
     padding = torch.arange(20) >= lengths[:, None]
@@ -190,10 +192,12 @@ def _error(logits, exact):
     return (logits.double() - exact.double()).abs()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name != "time_step_limit"], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in (*CASES, NEMOTRON_CASES[0]) if case.name != "time_step_limit"], ids=lambda case: case.name
+)
 def test_bfloat16_error_is_not_above_that_of_transformers(case, random_checkpoints, kernels):
     skip_if_not_in_reference(case.name)
-    folder = random_checkpoints(Case(f"{case.name}_bf16", case.changes, case.max_A), dtype=torch.bfloat16)
+    folder = random_checkpoints(replace(case, name=f"{case.name}_bf16"), dtype=torch.bfloat16)
     model = load_model(folder).bind(kernels)
     assert model.dtype == torch.bfloat16
     tokens = random_tokens(model.config.vocab_size, 4, 300)

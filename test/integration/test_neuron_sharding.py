@@ -9,7 +9,8 @@ import torch
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support import nxdi
@@ -42,7 +43,7 @@ def neuron_name(name: str) -> tuple[str, bool]:
     return name, False
 
 
-def compared(parallel_model: GraniteMoeHybridForCausalLM, theirs: dict[str, torch.Tensor]):
+def compared(parallel_model: HybridForCausalLM, theirs: dict[str, torch.Tensor]):
     """Yield (name, our parameter of a rank, NxD's) for all but the embedding, which NxD splits by columns."""
     for name, parameter in parallel_model.named_parameters():
         if name != "model.embed_tokens.weight":
@@ -81,7 +82,7 @@ def test_shapes_of_a_rank(name, degree, tmp_path):
         instance.load_module()
         module, _ = instance.get(0)
     with torch.device("meta"):
-        ours = GraniteMoeHybridForCausalLM(granite, parallel=Parallel(0, degree))
+        ours = model_of(granite, parallel=Parallel(0, degree))
         state = HybridState.allocate(granite, 2, nxdi.MAX_LENGTH, torch.bfloat16, "meta", degree)
 
     theirs = dict(module.named_parameters())
@@ -135,7 +136,7 @@ def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
         assert theirs["rank_util.rank"].item() == rank
 
 
-def _split_qkv(theirs: dict[str, torch.Tensor], ours: GraniteMoeHybridForCausalLM) -> None:
+def _split_qkv(theirs: dict[str, torch.Tensor], ours: HybridForCausalLM) -> None:
     for name in [name for name in theirs if ".Wqkv." in name]:
         layer, _, leaf = name.partition(".self_attn.qkv_proj.Wqkv.")
         start = 0

@@ -15,11 +15,11 @@ from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import FORMATS, cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from test.support.checkpoints import small_config
+from test.support.checkpoints import nemotron_config, small_config
 from test.support.engines import run, tokens_of
 from test.support.verification import poison
 
@@ -45,6 +45,7 @@ MODELS = {
     "h-350m": lambda: random_model(h_350m()),
     "experts": lambda: random_model(small_config(num_local_experts=16, num_experts_per_tok=4)),
     "odd sizes": lambda: random_model(small_config(**ODD)),
+    "nemotron": lambda: random_model(nemotron_config()),
 }
 NUMBERS = {
     "float32": (torch.float32, None),
@@ -55,7 +56,8 @@ NUMBERS = {
 }
 STATES = [torch.float16, torch.bfloat16]
 REAL = ("float32", "bfloat16", *QUANTIZATIONS)
-CASES = [(model, numbers) for model in MODELS for numbers in (REAL if model in ("bundled", "h-350m") else NUMBERS)]
+OF_MODELS = {"bundled": REAL, "h-350m": REAL, "nemotron": ("float32", "bfloat16", "int8")}
+CASES = [(model, numbers) for model in MODELS for numbers in OF_MODELS.get(model, NUMBERS)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
@@ -68,7 +70,7 @@ def runtime(request):
     return CPURuntime(weights, GenerationConfig(top_k=None))
 
 
-def quantize(model: GraniteMoeHybridForCausalLM, name: str) -> None:
+def quantize(model: HybridForCausalLM, name: str) -> None:
     for module in model.modules():
         if getattr(module, "may_be_quantized", False):
             module.set_compact_weight(FORMATS[name].quantize(module.weight))

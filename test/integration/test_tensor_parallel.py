@@ -25,7 +25,7 @@ from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import stream_generate
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.runtime.bound_model import digest_of_weights
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -479,8 +479,8 @@ def test_a_rank_holds_its_share(name, degree):
     """Parameters and state of a rank, for every family member at its real size, are counted without allocating them."""
     config = GraniteMoeHybridConfig.from_family(name)
     with torch.device("meta"):
-        whole = GraniteMoeHybridForCausalLM(config)
-        part = GraniteMoeHybridForCausalLM(config, parallel=Parallel(1, degree))
+        whole = model_of(config)
+        part = model_of(config, parallel=Parallel(1, degree))
         state = HybridState.allocate(config, 1, 64, torch.bfloat16, "meta", degree)
         whole_state = HybridState.allocate(config, 1, 64, torch.bfloat16, "meta")
 
@@ -495,6 +495,6 @@ def test_a_rank_holds_its_share(name, degree):
 def test_degrees_that_do_not_divide_are_refused():
     config = GraniteMoeHybridConfig.from_family("granite-4.0-h-350m")
     with pytest.raises(UserError, match=r"tp_degree is 5; this model can be split by 1, 2, 4\."):
-        GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, 5))
+        model_of(config, parallel=Parallel(0, 5))
     with pytest.raises(UserError, match="tp_degree is 0"):
         config.rank_dimensions(0)

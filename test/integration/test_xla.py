@@ -16,7 +16,7 @@ from granite4_neuron import load, stream_generate
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import cached_attention, xla
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -82,7 +82,7 @@ def test_a_rank_alone_gives_its_cpu_logits(degree):
     parts = []
     for runtime_class in (CPURuntime, XLARuntime):
         with torch.device("meta"):
-            rank = GraniteMoeHybridForCausalLM(config, parallel=Parallel(1, degree))
+            rank = model_of(config, parallel=Parallel(1, degree))
         for name, weight in model.named_parameters():
             set_parameter(rank, name, rank_slice(name, weight, config, 1, degree).clone())
         rank.tie_weights()

@@ -1,18 +1,20 @@
-"""Small random checkpoints that together cover the options of a GraniteMoeHybrid config."""
+"""Small random checkpoints that together cover the options of a config, of each family of models."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerFast
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, NemotronHConfig
 
 MIXED = ("mamba", "attention", "mamba", "mamba", "attention", "mamba")
 
@@ -47,6 +49,40 @@ def small_config(**changes) -> GraniteMoeHybridConfig:
     return GraniteMoeHybridConfig(**{**values, **changes})
 
 
+ONE_PART_LAYERS = ("mamba", "moe", "mamba", "attention", "mlp", "moe")
+
+
+def nemotron_config(**changes) -> NemotronHConfig:
+    """Return the config of a small Nemotron model whose layers are of all kinds, with `changes`."""
+    values = dict(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=48,
+        shared_intermediate_size=80,
+        mlp_intermediate_size=72,
+        num_hidden_layers=len(changes.get("layer_types", ONE_PART_LAYERS)),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        layer_types=ONE_PART_LAYERS,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_n_groups=4,
+        time_step_limit=(0.001, math.inf),
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return NemotronHConfig(**{**values, **changes})
+
+
 def large_config(**changes) -> GraniteMoeHybridConfig:
     """Return the config of a dense model of 180 MB in bfloat16, in tensors of a few MB each, with `changes`."""
     values = dict(hidden_size=512, mamba_d_head=128, shared_intermediate_size=2048, layer_types=("mamba",) * 20)
@@ -61,8 +97,16 @@ class Case:
     changes: dict = field(default_factory=dict)
     max_A: float = 16.0
 
-    def config(self) -> GraniteMoeHybridConfig:
+    def config(self) -> ModelConfig:
         return small_config(**self.changes)
+
+
+@dataclass(frozen=True)
+class NemotronCase(Case):
+    """A checkpoint of a Nemotron model."""
+
+    def config(self) -> ModelConfig:
+        return nemotron_config(**self.changes)
 
 
 DENSE = dict(num_local_experts=0, num_experts_per_tok=0)
@@ -82,6 +126,24 @@ CASES = (
     Case("time_step_limit", dict(time_step_limit=(0.01, 0.2))),
     Case("one_expert_per_token", dict(num_experts_per_tok=1, num_key_value_heads=1)),
     Case("two_wide_mamba_heads", dict(mamba_n_heads=2, mamba_d_head=64)),
+)
+
+# Installed with transformers 5; older releases do not have the class.
+HAS_NEMOTRON = hasattr(transformers, "NemotronHForCausalLM")
+NEMOTRON_CASES = (
+    NemotronCase("nemotron"),
+    NemotronCase(
+        "nemotron_dense",
+        dict(
+            layer_types=("mamba", "attention", "mlp"),
+            num_local_experts=0,
+            hidden_size=72,
+            mamba_n_groups=2,
+            mamba_proj_bias=True,
+            mamba_conv_bias=False,
+            time_step_limit=(0.03, math.inf),
+        ),
+    ),
 )
 
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.engine import Engine, PrefixCache
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import DENSE, small_config
@@ -18,7 +18,7 @@ CHUNK = 16
 VOCAB = 160
 
 
-def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> GraniteMoeHybridForCausalLM:
+def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> HybridForCausalLM:
     """Return a Mamba and an attention layer of the smallest sizes, whose greedy texts depend on all earlier tokens.
 
     With tied embeddings and little weight on the layers' outputs, they would repeat the last token for ever.

@@ -18,7 +18,7 @@ from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafters import NgramDrafter
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Row
@@ -59,12 +59,12 @@ class Backend:
     tolerance: of logits and states in float32, beside the CPU runtime's.
     """
 
-    make: Callable[[GraniteMoeHybridForCausalLM, Sequence[int]], GraphRuntime]
+    make: Callable[[HybridForCausalLM, Sequence[int]], GraphRuntime]
     compilations: Callable[[GraphRuntime], int]
     sync: Callable[[], None] = lambda: None
     tolerance: float = 1e-5
 
-    def runtimes(self, make_model: Callable[[], GraniteMoeHybridForCausalLM]) -> tuple[CPURuntime, GraphRuntime]:
+    def runtimes(self, make_model: Callable[[], HybridForCausalLM]) -> tuple[CPURuntime, GraphRuntime]:
         """Load the same model on the CPU runtime and on this one."""
         return CPURuntime(make_model(), GenerationConfig()), self.make(make_model(), BUCKETS)
 

@@ -16,7 +16,7 @@ import torch
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 
 # Mamba-2's initialisation: decay rates, and step sizes, whose logarithms are uniform.
 DECAY_RATES = 1.0, 16.0
@@ -44,7 +44,7 @@ class Expected:
     logits: torch.Tensor
 
 
-def one_layer(config: GraniteMoeHybridConfig, kind: str, longest: int, seed: int = 0) -> GraniteMoeHybridForCausalLM:
+def one_layer(config: GraniteMoeHybridConfig, kind: str, longest: int, seed: int = 0) -> HybridForCausalLM:
     """Return a model of one layer with a config's sizes, without experts, whose random weights are in bfloat16.
 
     Args:
@@ -97,7 +97,7 @@ def _draw_decays(mamba: torch.nn.Module, longest: int, generator: torch.Generato
 
 
 def expected(
-    model: GraniteMoeHybridForCausalLM, tokens: Sequence[int], lengths: Sequence[int], window: int, device: str = "cpu"
+    model: HybridForCausalLM, tokens: Sequence[int], lengths: Sequence[int], window: int, device: str = "cpu"
 ) -> Iterator[Expected]:
     """Yield what is right after each of some lengths, in float64, for the values that the model's weights have.
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GraniteMoeHybridForCausalLM as Reference
+from transformers import AutoModelForCausalLM as Reference
 
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 
 
 def poisoned_state(
-    model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int, has_null_slot: bool = True
+    model: HybridForCausalLM, num_sequences: int, max_length: int, has_null_slot: bool = True
 ) -> HybridState:
     """Return state full of NaN except for the null slot's zeros, so that a read before a write shows."""
     dtype = model.dtype
@@ -35,7 +35,7 @@ def poisoned_state(
 
 @torch.inference_mode()
 def run_cuts(
-    model: GraniteMoeHybridForCausalLM, tokens: torch.Tensor, cuts: Sequence[int], slots: Sequence[int] | None = None
+    model: HybridForCausalLM, tokens: torch.Tensor, cuts: Sequence[int], slots: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Return logits of tokens [batch, length], with the sequences cut into steps of the given sizes."""
     batch, length = tokens.shape

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from granite4_neuron.checkpoint.names import part_of
+from granite4_neuron.checkpoint.names import StoredNames
 from granite4_neuron.checkpoint.stored_tensors import open_tensors
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
@@ -128,11 +128,12 @@ def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> d
         other = " PEFT writes it with safe_serialization." if (folder / "adapter_model.bin").exists() else ""
         raise UserError(f"{file} does not exist; an adapter is a folder with {CONFIG} and {WEIGHTS}.{other}")
     shapes = {name: one.shape for name, one in parameters(config).items() if _is_projection(name)}
+    names = StoredNames(config)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     with open_tensors(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
             match = _MATRIX.fullmatch(name)
-            if match is None or part_of(f"{match[1]}.weight").name not in shapes:
+            if match is None or names.part_of(f"{match[1]}.weight").name not in shapes:
                 raise UserError(_not_of_this_model(file, name, config))
             pairs.setdefault(match[1], {})[match[2]] = _checked(file, name, tensors.get_tensor(name))
     if not pairs:
@@ -141,7 +142,7 @@ def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> d
     alphas = _by_pattern(folder / CONFIG, about, "alpha_pattern", "lora_alpha", list(pairs))
     additions: dict[str, LowRank] = {}
     for module, pair in sorted(pairs.items()):
-        part = part_of(f"{module}.weight")
+        part = names.part_of(f"{module}.weight")
         rows, columns = shapes[part.name]
         _check_shapes(file, module, pair, ranks[module], rows // part.of, columns)
         scale = alphas[module] / (math.sqrt(ranks[module]) if about["use_rslora"] else ranks[module])
@@ -166,7 +167,7 @@ def _not_of_this_model(file: Path, name: str, config: ModelConfig) -> str:
     match = _MATRIX.fullmatch(name)
     if match is None:
         return f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."
-    weight = part_of(f"{match[1]}.weight").name
+    weight = StoredNames(config).part_of(f"{match[1]}.weight").name
     if weight in parameters(config) or weight == HEAD:
         return f"{file} adapts {match[1]}, which is not supported; adapters may be of {_PROJECTIONS}."
     return f"{file} adapts {match[1]}, which this model does not have; the adapter is of another model."

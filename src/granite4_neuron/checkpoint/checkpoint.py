@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
     from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-    from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+    from granite4_neuron.model.causal_lm import HybridForCausalLM
     from granite4_neuron.ops import Format, QuantizedWeight
 
 
@@ -77,7 +77,7 @@ class Checkpoint(ABC):
         """Whether there is a tokenizer of any kind."""
 
     @abstractmethod
-    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
+    def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         """Return the weights that are read quantized, as they are stored, by name.
 
         Args:
@@ -90,7 +90,8 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Return a sentence on weights that are quantized here and not in memory; None if there are none.
+        """Return a sentence on weights that are quantized here and not in memory, and on those that the model does not
+        have; None if there are none.
 
         Args:
             quantized: as `quantized_weights` returns them.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+    from granite4_neuron.model.causal_lm import HybridForCausalLM
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -62,7 +62,7 @@ class FolderCheckpoint(Checkpoint):
     @cached_property
     def tensors(self) -> StoredTensors:
         """Implement `Checkpoint.tensors`."""
-        return StoredTensors(self.folder)
+        return StoredTensors(self.folder, self.config)
 
     @property
     def dtype(self) -> str:
@@ -79,7 +79,7 @@ class FolderCheckpoint(Checkpoint):
         """Implement `Checkpoint.has_tokenizer`."""
         return (self.folder / TOKENIZER).is_file()
 
-    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
+    def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         """Implement `Checkpoint.quantized_weights`."""
         # Not at the top: config, names and sizes need no torch.
         from granite4_neuron.checkpoint.quantized import quantized_weights
@@ -94,7 +94,10 @@ class FolderCheckpoint(Checkpoint):
 
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
         """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
-        return None
+        if not self.tensors.left_out:
+            return None
+        what = " and ".join(f"{number:,} tensors for {purpose}" for purpose, number in self.tensors.left_out.items())
+        return f"{what} are left out; this package does not use them."
 
     def check_plain(self, config: ModelConfig) -> None:
         """Check that the tensors are those of a model with this config, and not quantized, without reading them.

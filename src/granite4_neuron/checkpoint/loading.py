@@ -17,8 +17,9 @@ from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.linear import Matrix
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD
 from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
@@ -42,7 +43,7 @@ def load_model(
     keep_quantized: bool = False,
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[str], None] = lambda sentence: None,
-) -> GraniteMoeHybridForCausalLM:
+) -> HybridForCausalLM:
     """Read a checkpoint into a model, tensor by tensor: peak memory is the model and one tensor.
 
     With `quantize` the weights of all projections, experts and the head are quantized, see `ops.Format`. Routers,
@@ -64,10 +65,10 @@ def load_model(
         keep_quantized: keep weights of a GGUF file quantized if int4 or int8 represents them exactly, unless
             `quantize` or adapters are given.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
-        remark: called with a sentence on the weights of a GGUF file that are not kept as they are.
+        remark: called with a sentence on the weights that are not kept as they are, or left out.
 
     Raises:
-        UserError: the folder is not a complete Granite checkpoint, and the message lists what is wrong; there is not
+        UserError: the folder is not a complete checkpoint, and the message lists what is wrong; there is not
             enough memory for it; a number that must be finite is not, or would not be in `dtype`; a
             quantized weight contradicts its format; or a format without loss has not the numbers of `dtype`, or does
             not hold a weight.
@@ -78,7 +79,7 @@ def load_model(
     _check_quantization(checkpoint, quantize, parallel)
     _check_adapters(checkpoint, adapters)
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(checkpoint.config, parallel)
+        model = model_of(checkpoint.config, parallel)
     quantized = checkpoint.quantized_weights(model, keep=keep_quantized and not quantize and not adapters)
     dtype = _dtype(checkpoint, dtype, quantize)
     if (sentence := checkpoint.remark_on(quantized, dtype)) is not None:
@@ -93,7 +94,7 @@ def load_model(
         for name in plan.largest_first():
             weight = weights.read(name, plan.shapes[name])
             if must_be_finite:
-                held_in = dtype if name not in formats else torch.float32
+                held_in = plan.dtype_of(name) if name not in formats else torch.float32
                 _check_finite(f"{name} in {checkpoint.path}", weight, held_in)
             set_parameter(model, name, plan.place(name, weight, block))
             done += plan.num_bytes_of(name)

@@ -1,9 +1,18 @@
-"""Names of stored tensors: published ones, and other spellings of them."""
+"""Names of stored tensors: the model's own, which are Granite's published ones, and other spellings of them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
+from granite4_neuron.config import EXPERT_NUMBER, ModelConfig
+from granite4_neuron.model.parameters import parameters
+
+if TYPE_CHECKING:
+    import torch
+
+_QUANTIZED = re.compile(r"(.+\.weight)(_\w+)")  # a part of a quantized weight, such as "...weight_scale"
 # The tensors that a checkpoint may have instead of a published one. Several of them hold its rows together.
 OTHER_NAMES = {
     # GraniteForCausalLM.
@@ -17,11 +26,15 @@ OTHER_NAMES = {
 
 
 class Part(NamedTuple):
-    """A stored tensor's place in the published tensor `name`: its rows are part `number`, from 0, `of` so many."""
+    """A stored tensor's place in the model's tensor `name`: its rows are part `number`, from 0, `of` so many.
+
+    is_expert: whether it is the whole matrix of that expert instead.
+    """
 
     name: str
     number: int = 0
     of: int = 1
+    is_expert: bool = False
 
 
 def part_of(stored_name: str) -> Part:
@@ -32,3 +45,57 @@ def part_of(stored_name: str) -> Part:
             if found and (not ending or ending.startswith("_")):
                 return Part(f"{before}.{published}{ending}", number, len(others))
     return Part(stored_name)
+
+
+class StoredNames:
+    """The names of a model's tensors in checkpoints.
+
+    Args:
+        config: says which they are.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
+        self._parts: dict[str, Part] = {}
+        for name, one in parameters(config).items():
+            stored_name = config.stored_name(name)
+            if EXPERT_NUMBER in stored_name:
+                experts = one.shape[0]
+                places = (Part(name, number, experts, is_expert=True) for number in range(experts))
+                self._parts |= {stored_name.replace(EXPERT_NUMBER, str(part.number)): part for part in places}
+            elif stored_name != name:
+                self._parts[stored_name] = Part(name)
+
+    def part_of(self, stored_name: str) -> Part:
+        """Return the place of a stored tensor, also of a part of a quantized weight."""
+        if not self._parts:
+            return part_of(stored_name)
+        base, ending = _split(self._config.published_name(stored_name))
+        part = self._parts.get(base, Part(base))
+        return part._replace(name=f"{part.name}{ending}")
+
+    def purpose_of_left_out(self, stored_name: str) -> str | None:
+        """Return what a tensor is for that the model does not have; None for all others."""
+        left_out = self._config.left_out_tensors
+        return next((purpose for start, purpose in left_out.items() if stored_name.startswith(start)), None)
+
+    def published(self, name: str) -> str:
+        """Return the published name of a tensor of the model, or of a part of a quantized weight."""
+        base, ending = _split(name)
+        return f"{self._config.stored_name(base)}{ending}"
+
+    def stored(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the tensors that a tensor of the model, or a part of a quantized weight, becomes in a checkpoint."""
+        base, ending = _split(name)
+        stored_name = self._config.stored_name(base)
+        if EXPERT_NUMBER not in stored_name:
+            yield f"{stored_name}{ending}", tensor
+            return
+        for number, of_expert in enumerate(tensor):
+            yield f"{stored_name.replace(EXPERT_NUMBER, str(number))}{ending}", of_expert
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return a weight's name and the ending of a part of it."""
+    match = _QUANTIZED.fullmatch(name)
+    return (name, "") if match is None else (match[1], match[2])

@@ -15,8 +15,8 @@ from granite4_neuron.checkpoint.weight_plan import formats_for, model_format
 from granite4_neuron.choices import INT4_GROUP
 from granite4_neuron.config.quantization import COMPRESSED_TENSORS, StoredQuantization, WeightScheme
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.linear import Matrix
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, QuantizedWeight
 from granite4_neuron.ops.formats.int4 import FORMAT as INT4
 from granite4_neuron.ops.formats.int4 import ZERO
@@ -100,7 +100,7 @@ class CompressedFormat:
 
 
 def quantized_weights(
-    stored: StoredTensors, model: GraniteMoeHybridForCausalLM, quantization: StoredQuantization | None
+    stored: StoredTensors, model: HybridForCausalLM, quantization: StoredQuantization | None
 ) -> dict[str, StoredFormat]:
     """Find the weights that are stored quantized, by name. Their tensors tell which they are and in which format.
 
@@ -154,7 +154,7 @@ def _whole_groups(packed: torch.Tensor, columns: int) -> torch.Tensor:
     return functional.pad(values, (0, -columns % INT4_GROUP // 2), value=ZERO | ZERO << 4)
 
 
-def _matrix_shapes(model: GraniteMoeHybridForCausalLM) -> dict[str, torch.Size]:
+def _matrix_shapes(model: HybridForCausalLM) -> dict[str, torch.Size]:
     """Return shapes by the names of the weights; a head that is the embedding is included."""
     return {f"{name}.weight": one.weight.shape for name, one in model.named_modules() if isinstance(one, Matrix)}
 

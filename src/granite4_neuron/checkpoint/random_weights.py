@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.families import model_of
 
 # Larger parameters are drawn by pieces of this many values, on all cores.
 _PIECE = 2**20
@@ -16,15 +17,18 @@ _PIECE = 2**20
 
 def random_model(
     config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, max_A: float = 16.0
-) -> GraniteMoeHybridForCausalLM:
+) -> HybridForCausalLM:
     """Make a model in which every part matters to the output.
 
     Decay rates are uniform in (1, max_A) and dt_bias in (-4, 1), so that some heads forget at once and others hardly;
     norm weights lie around 1, biases and D are not zero, projections keep the scale of their input.
     """
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config)
+        model = model_of(config)
     model.to_empty(device="cpu").to(dtype)
+    for name in model.float32_weights():
+        weight = model.get_parameter(name)
+        weight.data = weight.data.float()
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -11,17 +11,18 @@ from safetensors.torch import save_file
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.names import StoredNames
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.checkpoint.stored_tensors import INDEX
 from granite4_neuron.checkpoint.weight_plan import model_format
 from granite4_neuron.config.quantization import quantization_config
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Format, QuantizedWeight, as_tensor
 
 
 def save_model(
-    model: GraniteMoeHybridForCausalLM,
+    model: HybridForCausalLM,
     folder: str | Path,
     files_from: str | Path | Checkpoint | None = None,
     max_shard_size: str = "5GB",
@@ -38,13 +39,15 @@ def save_model(
         UserError: the folder is in use, or writing failed (no space, no permission).
     """
     weights: dict[str, torch.Tensor] = {}
+    stored_names = StoredNames(model.config)
     formats: dict[str, Format] = {}
     for name, weight in model.named_weights():
         if isinstance(weight, QuantizedWeight):
             formats[name] = weight.format
-            weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
+            for ending, tensor in weight.tensors().items():
+                weights |= stored_names.stored(f"{name}{ending}", tensor)
         else:
-            weights[name] = as_tensor(weight, model.dtype)
+            weights |= stored_names.stored(name, as_tensor(weight, model.dtype))
     about = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
     if formats:
         about["quantization_config"] = quantization_config(model_format(formats).name)

@@ -7,7 +7,7 @@ import torch
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.weight_plan import WeightPlan
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops.operators import TORCH
@@ -47,7 +47,7 @@ def check_memory_of_ranks(checkpoint: Checkpoint, dtype: torch.dtype | None, deg
         UserError: it has not; or the config cannot be split so.
     """
     with torch.device("meta"):
-        part = GraniteMoeHybridForCausalLM(checkpoint.config, Parallel(0, degree))
+        part = model_of(checkpoint.config, Parallel(0, degree))
     num_bytes = degree * WeightPlan(part, dtype or getattr(torch, checkpoint.dtype), {}, TORCH).num_bytes
     what = f"the weights in {checkpoint.path} for {degree} ranks"
     available_memory.check_available(num_bytes, what, "bfloat16 takes half of float32", processes=degree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
-from granite4_neuron.checkpoint.names import Part, part_of
+from granite4_neuron.checkpoint.names import Part, StoredNames
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.config.json_files import read_object
@@ -47,15 +48,20 @@ class _Stored:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint folder, by published name. Those that are stored in parts are read as one.
+    """The tensors of a checkpoint folder, by the model's names. Those that are stored in parts are read as one.
+
+    left_out: the number of tensors that the model does not have, by what they are for.
 
     Raises:
         UserError: there are none, a file is damaged, a tensor is stored twice or without one of its parts, or the index
             says something else than the files.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, config: ModelConfig):
         self.folder = folder
+        self.left_out: Counter[str] = Counter()
+        self._names = StoredNames(config)
+        self._files: dict[str, Path] = {}  # of each tensor, by the name that it has there
         self._parts: dict[str, list[_Stored]] = {}
         index = None if (folder / WEIGHTS).is_file() else _read_index(folder)
         for file in [folder / WEIGHTS] if index is None else _shards(folder, index):
@@ -70,11 +76,14 @@ class StoredTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor. Files are opened anew each time, so that earlier reads are not kept mapped in memory."""
-        tensors = []
-        for one in self._parts[name]:
-            with open_tensors(one.file, framework="pt") as file:
-                tensors.append(file.get_tensor(one.name))
-        return tensors[0] if len(tensors) == 1 else _joined(name, tensors)
+        parts = self._parts[name]
+        tensors: dict[str, torch.Tensor] = {}
+        for path in dict.fromkeys(one.file for one in parts):
+            with open_tensors(path, framework="pt") as file:
+                tensors |= {one.name: file.get_tensor(one.name) for one in parts if one.file == path}
+        if parts[0].part.of == 1:
+            return tensors[parts[0].name]
+        return _joined(name, [tensors[one.name] for one in parts], parts[0].part.is_expert)
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
         """Return whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
@@ -105,10 +114,12 @@ class StoredTensors:
             dtypes |= {f"{name}{ending}": dtype for ending, (_, dtype) in layout.items()}
         may_be_there = {HEAD} if config.tie_word_embeddings and HEAD not in (layouts or {}) else set()
         strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if not _is_of(dtype, dtypes.get(name))]
-        missing = sorted(expected.keys() - self._shapes.keys())
-        surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
+        missing = sorted(map(self._names.published, expected.keys() - self._shapes.keys()))
+        surplus = sorted(
+            one.name for name in self._shapes.keys() - expected.keys() - may_be_there for one in self._parts[name]
+        )
         wrong = [
-            f"{name} is {list(self._shapes[name])} instead of {list(shape)}"
+            f"{self._names.published(name)} is {list(self._shapes[name])} instead of {list(shape)}"
             for name, shape in expected.items()
             if name in self._shapes and self._shapes[name] != shape
         ]
@@ -128,7 +139,11 @@ class StoredTensors:
     def _add(self, file: Path) -> None:
         with open_tensors(file, framework="np") as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
-                part = part_of(stored_name)
+                self._files[stored_name] = file.relative_to(self.folder)
+                if (purpose := self._names.purpose_of_left_out(stored_name)) is not None:
+                    self.left_out[purpose] += 1
+                    continue
+                part = self._names.part_of(stored_name)
                 parts = self._parts.setdefault(part.name, [])
                 twin = next((one for one in parts if one.part.number == part.number), None)
                 if twin is not None:
@@ -140,7 +155,7 @@ class StoredTensors:
                 parts.append(_Stored(stored_name, part, file, tuple(about.get_shape()), about.get_dtype()))
 
     def _check_parts(self, name: str, parts: Sequence[_Stored]) -> None:
-        there = ", ".join(one.name for one in parts)
+        there = _listed(one.name for one in parts)
         if any(one.part.of != len(parts) for one in parts):
             raise UserError(f"the weights in {self.folder} lack a part of {name}: they have only {there}.")
         if len({(one.shape, one.dtype) for one in parts}) > 1:
@@ -149,7 +164,7 @@ class StoredTensors:
             )
 
     def _compare(self, index: dict[str, str]) -> None:
-        stored = {one.name: one.file.relative_to(self.folder) for parts in self._parts.values() for one in parts}
+        stored = self._files
         wrong = [
             f"{name} is in {stored.get(name, 'no shard')}, and by the index in {index.get(name, 'none')}"
             for name in sorted(index.keys() | stored.keys())
@@ -170,17 +185,19 @@ def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:
     shape = parts[0].shape
     if name.endswith(_SHAPE):
         return shape
+    if parts[0].part.is_expert:
+        return (len(parts), *shape)
     return (*(len(parts) * rows for rows in shape[:1]), *shape[1:])
 
 
-def _joined(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _joined(name: str, tensors: list[torch.Tensor], are_experts: bool) -> torch.Tensor:
     """Join the parts of a tensor."""
     # Not at the top: names and shapes need no torch.
     import torch
 
     if name.endswith(_SHAPE) and all(torch.equal(tensor, tensors[0]) for tensor in tensors):
         return tensors[0] * torch.tensor([len(tensors), 1])
-    return torch.cat(tensors)
+    return torch.stack(tensors) if are_experts else torch.cat(tensors)
 
 
 def _read_index(folder: Path) -> dict[str, str]:

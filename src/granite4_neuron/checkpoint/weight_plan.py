@@ -9,8 +9,8 @@ import torch
 
 from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, HEAD
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.linear import Matrix
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight
 from granite4_neuron.ops.operators import Operators, Pack
 from granite4_neuron.system.large_memory import LargeMemory
@@ -18,7 +18,7 @@ from granite4_neuron.system.large_memory import LargeMemory
 _WIDE_ROW = torch.Size([1, 2**12])
 
 
-def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dict[str, Format]:
+def formats_for(model: HybridForCausalLM, quantize: str | None) -> dict[str, Format]:
     """Return the format of each weight that `checkpoint.loading.load_model` quantizes, by name.
 
     Args:
@@ -59,12 +59,13 @@ class WeightPlan:
 
     def __init__(
         self,
-        model: GraniteMoeHybridForCausalLM,
+        model: HybridForCausalLM,
         dtype: torch.dtype,
         formats: Mapping[str, Format],
         operators: Operators,
     ):
         self._dtype, self._formats, self._operators = dtype, formats, operators
+        self._float32 = model.float32_weights()
         is_tied = model.config.tie_word_embeddings and HEAD not in formats
         matrices = {f"{name}.weight" for name in model.matrices()}
         self._packed = matrices if is_tied else (matrices - {EMBEDDING}) | {HEAD}
@@ -95,14 +96,14 @@ class WeightPlan:
         if isinstance(weight, torch.Tensor):
             weight = self._converted(name, weight)
         if (pack := self._pack(name)) is not None:
-            return pack(weight, self._dtype, places[""])
+            return pack(weight, self.dtype_of(name), places[""])
         return places[""].copy_(weight) if isinstance(weight, torch.Tensor) else weight.moved_to(places)
 
     def _converted(self, name: str, weight: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """Return a tensor in the model's dtype, or quantized in its format."""
         format = self._formats.get(name)
         if format is None:
-            return weight.to(self._dtype)
+            return weight.to(self.dtype_of(name))
         quantized = self._operators.quantize(weight, format)
         if not format.holds(quantized):
             raise UserError(
@@ -111,6 +112,10 @@ class WeightPlan:
             )
         return quantized
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight that is not quantized."""
+        return torch.float32 if name in self._float32 else self._dtype
+
     def _pack(self, name: str) -> Pack | None:
         """Return what lays out a weight for products; None for one that stays as it is."""
         return self._operators.pack if name in self._packed else None
@@ -118,5 +123,5 @@ class WeightPlan:
     def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         shape, format = self.shapes[name], self._formats.get(name)
         if (pack := self._pack(name)) is not None:
-            return {"": (torch.Size([pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
-        return {"": (shape, self._dtype)} if format is None else format.layout(shape)
+            return {"": (torch.Size([pack.num_bytes(shape, self.dtype_of(name), format)]), torch.uint8)}
+        return {"": (shape, self.dtype_of(name))} if format is None else format.layout(shape)

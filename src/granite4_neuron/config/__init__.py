@@ -13,17 +13,20 @@ from granite4_neuron.config.aliases import ATTENTION, MAMBA
 from granite4_neuron.config.dense import DENSE_MODEL_TYPE
 from granite4_neuron.config.granite_moe_hybrid import ARCHITECTURE, MODEL_TYPE, GraniteMoeHybridConfig, family_names
 from granite4_neuron.config.json_files import read_object
-from granite4_neuron.config.model_config import LayerParts, ModelConfig, RankDimensions
+from granite4_neuron.config.model_config import EXPERT_NUMBER, LayerParts, ModelConfig, RankDimensions
+from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE, NemotronHConfig
 from granite4_neuron.errors import UserError
 
 __all__ = [
     "ARCHITECTURE",
     "ATTENTION",
+    "EXPERT_NUMBER",
     "MAMBA",
     "MODEL_TYPE",
     "GraniteMoeHybridConfig",
     "LayerParts",
     "ModelConfig",
+    "NemotronHConfig",
     "RankDimensions",
     "config_from_dict",
     "config_from_file",
@@ -34,6 +37,7 @@ __all__ = [
 _FAMILIES: dict[str, tuple[type[ModelConfig], str]] = {
     MODEL_TYPE: (GraniteMoeHybridConfig, "Granite 4"),
     DENSE_MODEL_TYPE: (GraniteMoeHybridConfig, "dense Granite models"),
+    NEMOTRON_MODEL_TYPE: (NemotronHConfig, "Nemotron 3"),
 }
 
 

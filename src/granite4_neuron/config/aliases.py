@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from granite4_neuron.errors import UserError
@@ -29,8 +30,8 @@ def one_spelling(values: dict[str, Any]) -> dict[str, Any]:
         values["mamba_d_head"] = None
     if isinstance(values.get("torch_dtype"), str):
         values["torch_dtype"] = values["torch_dtype"].removeprefix("torch.")
-    if values.get("layer_types") is not None:
-        values["layer_types"] = _layer_types(values["layer_types"])
+    if values.get("layer_types") is not None and not isinstance(values["layer_types"], tuple):
+        values["layer_types"] = layer_types_in(values["layer_types"], "layer_types")
     if values.get("time_step_limit") is not None:
         values["time_step_limit"] = _time_step_limit(values["time_step_limit"])
     if isinstance(values.get("eos_token_id"), list):
@@ -40,15 +41,23 @@ def one_spelling(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _layer_types(spelled: Any) -> tuple[str, ...]:
-    if not isinstance(spelled, list) or not all(isinstance(name, str) for name in spelled):
-        raise UserError(f"layer_types is {reprlib.repr(spelled)}, and must be a list with one name per layer.")
-    unknown = sorted({name for name in spelled if name not in _LAYER_TYPE_SPELLINGS})
+def layer_types_in(spelled: Any, name: str, more: Mapping[str, str] = {}) -> tuple[str, ...]:
+    """Read a list of layer types.
+
+    Args:
+        name: of the list in config.json.
+        more: spellings of types beside MAMBA and ATTENTION.
+
+    Raises:
+        UserError: it is no list of known types.
+    """
+    if not isinstance(spelled, list) or not all(isinstance(one, str) for one in spelled):
+        raise UserError(f"{name} is {reprlib.repr(spelled)}, and must be a list with one name per layer.")
+    known = {**_LAYER_TYPE_SPELLINGS, **more}
+    unknown = sorted({one for one in spelled if one not in known})
     if unknown:
-        raise UserError(
-            f"layer_types has unknown names ({', '.join(unknown)}); known are {', '.join(_LAYER_TYPE_SPELLINGS)}."
-        )
-    return tuple(_LAYER_TYPE_SPELLINGS[name] for name in spelled)
+        raise UserError(f"{name} has unknown names ({', '.join(unknown)}); known are {', '.join(known)}.")
+    return tuple(known[one] for one in spelled)
 
 
 def _time_step_limit(spelled: Any) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
+EXPERT_NUMBER = "{expert}"  # in a tensor's name, where each expert has a tensor of its own
 # The names of field types in a sentence.
 _TYPE_NAMES = {
     "int": "a whole number",
@@ -67,6 +68,7 @@ class ModelConfig(ABC):
     A family that has others lists them.
 
     json_names: the names in config.json, by field, where they are not the field's.
+    left_out_tensors: what tensors of a checkpoint are for that are not loaded, by the beginnings of their names.
 
     Raises:
         UserError: the values contradict each other or describe something that this package does not run.
@@ -75,6 +77,7 @@ class ModelConfig(ABC):
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     json_names: ClassVar[Mapping[str, str]] = {}
+    left_out_tensors: ClassVar[Mapping[str, str]] = {}
 
     vocab_size: int
     hidden_size: int
@@ -139,6 +142,14 @@ class ModelConfig(ABC):
             UserError: it describes something that this package does not run.
         """
 
+    def stored_name(self, name: str) -> str:
+        """Return the published name of a parameter of the model, which may have an EXPERT_NUMBER."""
+        return name
+
+    def published_name(self, stored_name: str) -> str:
+        """Return the published spelling of a stored tensor's name."""
+        return stored_name
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
@@ -157,6 +168,11 @@ class ModelConfig(ABC):
     def has_gated_mlp(self) -> bool:
         """Whether MLP and experts multiply a gate, silu(gate) * up, and so have two matrices to begin with."""
         return self.hidden_act == "silu"
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """Whether the router has a bias that takes part in the choice of experts only; see `ops.topk_sigmoid`."""
+        return False
 
     def layers_with(self, mixer: str) -> int:
         """Return the number of layers with MAMBA or ATTENTION."""

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.evaluation.accuracy import greedy, longest_of
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.ops import Operators
 from granite4_neuron.ops.operators import noting
 from granite4_neuron.runtime.interface import Row, Runtime
@@ -28,9 +29,9 @@ class BoundRuntime(Runtime[HybridState], Protocol):
     """A runtime with a model in this process: a `runtime.bound_model.BoundModel`."""
 
     @property
-    def model(self) -> GraniteMoeHybridForCausalLM: ...
+    def model(self) -> HybridForCausalLM: ...
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> BoundRuntime:
+    def with_model(self, model: HybridForCausalLM) -> BoundRuntime:
         """Return a runtime like this one of another bound model, on the same device."""
 
 
@@ -135,7 +136,7 @@ def _with_layers(runtime: BoundRuntime, layers: slice, operators: Operators) -> 
     layer_types = whole.config.layer_types[layers]
     config = replace(whole.config, layer_types=layer_types, num_hidden_layers=len(layer_types))
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config)
+        model = model_of(config)
     model.model.embed_tokens, model.model.norm = whole.model.embed_tokens, whole.model.norm
     model.model.layers, model.lm_head = whole.model.layers[layers], whole.lm_head
     bound = model.bind(operators)

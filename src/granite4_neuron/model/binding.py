@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -18,9 +18,12 @@ class Module(nn.Module):
     """A module that computes with `operators`.
 
     Its parameters and submodules may be replaced until it is bound, see `bind`; to do so afterwards is a TypeError.
+
+    keeps_float32: names of its own parameters that stay in float32, whatever the model's dtype.
     """
 
     operators: Operators = TORCH
+    keeps_float32: ClassVar[tuple[str, ...]] = ()
     _is_bound = False
 
     def __setattr__(self, name: str, value: Any) -> None:

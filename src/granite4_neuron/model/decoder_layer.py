@@ -6,35 +6,39 @@ from collections.abc import Iterator
 
 import torch
 
-from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.moe import SharedMLP, SparseMoe
-from granite4_neuron.model.norm import norm_of
+from granite4_neuron.model.norm import RMSNorm, norm_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights
-from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
+from granite4_neuron.state.hybrid_state import LayerState, MambaState
 
 
 class DecoderLayer(Module):
-    """Mamba or attention, then MLP and experts, each half behind a norm and added with the residual multiplier.
+    """Mamba or attention, then MLP and experts, each half behind a norm and added with the residual multiplier. A layer
+    may have one of the halves only.
 
     A subclass may replace `mix` and `feed_forward`, or the modules that they call; see `model.forms`.
 
-    mamba, self_attn: one of them, by `is_mamba`.
+    mamba, self_attn: one of them, by `is_mamba`; none where `has_mixer` is false.
+    shared_mlp, block_sparse_moe: where `has_feed_forward` is true; block_sparse_moe may be None.
     """
 
     mamba: Mamba2
     self_attn: Attention
+    shared_mlp: SharedMLP
+    block_sparse_moe: SparseMoe | None
 
     def __init__(
         self,
         config: ModelConfig,
         parallel: Parallel,
-        mixer: Mamba2 | Attention,
-        shared_mlp: SharedMLP,
+        mixer: Mamba2 | Attention | None,
+        shared_mlp: SharedMLP | None,
         experts: SparseMoe | None,
     ):
         super().__init__()
@@ -42,31 +46,49 @@ class DecoderLayer(Module):
         self.parallel = parallel
         self.input_layernorm = norm_of(config)
         self.is_mamba = isinstance(mixer, Mamba2)
+        self.has_mixer, self.has_feed_forward = mixer is not None, shared_mlp is not None
         if isinstance(mixer, Mamba2):
             self.mamba = mixer
-        else:
+        elif mixer is not None:
             self.self_attn = mixer
-        self.post_attention_layernorm = norm_of(config)
-        self.block_sparse_moe = experts
-        self.shared_mlp = shared_mlp
+        if mixer is not None and shared_mlp is not None:
+            self.post_attention_layernorm = norm_of(config)
+        if shared_mlp is not None:
+            self.block_sparse_moe = experts
+            self.shared_mlp = shared_mlp
+
+    @property
+    def kind(self) -> str:
+        """What the layer is called by its mixer, or by its feed-forward part if it has none."""
+        if self.has_mixer:
+            return "Mamba" if self.is_mamba else "attention"
+        return "MLP" if self.block_sparse_moe is None else "expert"
+
+    @property
+    def feed_forward_norm(self) -> RMSNorm:
+        """The norm before MLP and experts: a layer with one half has one norm."""
+        return self.post_attention_layernorm if self.has_mixer else self.input_layernorm
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         step: Step,
-        state: MambaState | KeyValueState,
+        state: LayerState,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the new hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
         residual_add = self.operators.residual_add
-        mixed, inputs = self.mix(self.input_layernorm(hidden_states), step, state, rotary)
-        hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
-        for output in self.feed_forward(self.post_attention_layernorm(hidden_states), step):
-            hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
+        inputs = None
+        if self.has_mixer:
+            mixed, inputs = self.mix(self.input_layernorm(hidden_states), step, state, rotary)
+            hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
+        if self.has_feed_forward:
+            for output in self.feed_forward(self.feed_forward_norm(hidden_states), step):
+                hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
         return hidden_states, inputs
 
     def mix(
-        self, x: torch.Tensor, step: Step, state: MambaState | KeyValueState, rotary: RotaryTables | None
+        self, x: torch.Tensor, step: Step, state: LayerState, rotary: RotaryTables | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the layer's `Mamba2` or `Attention` to [batch, tokens, hidden_size]."""
         if self.is_mamba:
@@ -99,7 +121,7 @@ class DecoderLayer(Module):
 
     def feed_forward_weights(self) -> FeedForwardWeights:
         """Return the weights of the second half."""
-        norm, mlp, experts = self.post_attention_layernorm, self.shared_mlp, self.block_sparse_moe
+        norm, mlp, experts = self.feed_forward_norm, self.shared_mlp, self.block_sparse_moe
         return FeedForwardWeights(
             norm=norm.weight,
             input=mlp.input_linear.weight,
@@ -110,12 +132,5 @@ class DecoderLayer(Module):
             top_k=0 if experts is None else experts.top_k,
             eps=norm.eps,
             residual_multiplier=self.residual_multiplier,
+            **({} if experts is None else experts.choice()),
         )
-
-
-def decoder_layer(config: ModelConfig, layer: int, parallel: Parallel) -> DecoderLayer:
-    """Make a layer of the model by its number."""
-    is_mamba = config.layer_types[layer] == MAMBA
-    mixer = Mamba2(config, parallel, layer) if is_mamba else Attention(config, parallel)
-    experts = SparseMoe(config, parallel) if config.num_local_experts else None
-    return DecoderLayer(config, parallel, mixer, SharedMLP(config, parallel), experts)

@@ -28,8 +28,7 @@ def forms_of(layers: Iterable[DecoderLayer]) -> tuple[list[DecoderLayer], list[s
     for layer in layers:
         reason = TokenLayer.why_not(layer) if layer.operators.token_layer is not None else None
         if reason is not None:
-            kind = "Mamba" if layer.is_mamba else "attention"
-            fallbacks[f"the token kernels of {kind} layers are not used: {reason}."] = None
+            fallbacks[f"the token kernels of {layer.kind} layers are not used: {reason}."] = None
         forms.append(_form_of(layer, uses_token_layer=layer.operators.token_layer is not None and reason is None))
     return forms, list(fallbacks)
 

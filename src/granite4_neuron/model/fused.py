@@ -17,7 +17,7 @@ from granite4_neuron.model.step import Step
 from granite4_neuron.ops import Operators, Weight
 from granite4_neuron.ops.cpu.layers import Decoder, HalfLayer
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
-from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState, NoState
 
 
 def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
@@ -61,16 +61,19 @@ class FusedLayers:
         self._decoder: Decoder = kernels.decoder()
         halves: list[dict[str, HalfLayer]] = []  # of each layer, by the modules that they compute
         for layer in layers:
-            feed_forward = kernels.feed_forward(layer.feed_forward_weights())
+            of_layer: dict[str, HalfLayer] = {}
             if layer.is_mamba:
                 weights = layer.mamba_weights()
                 inner = kernels.mamba_mixer(weights.mixer, operators.launch_parameters)
-                mixer = kernels.mamba_layer(weights, inner)
-                self._decoder.append_mamba(mixer=mixer, feed_forward=feed_forward)
-            else:
-                mixer = kernels.attention_layer(layer.attention_weights())
-                self._decoder.append_attention(mixer=mixer, feed_forward=feed_forward)
-            halves.append({"mamba": mixer, "self_attn": mixer, "shared_mlp": feed_forward})
+                of_layer["mamba"] = mamba = kernels.mamba_layer(weights, inner)
+                self._decoder.append_mamba(half=mamba)
+            elif layer.has_mixer:
+                of_layer["self_attn"] = attention = kernels.attention_layer(layer.attention_weights())
+                self._decoder.append_attention(half=attention)
+            if layer.has_feed_forward:
+                of_layer["shared_mlp"] = feed_forward = kernels.feed_forward(layer.feed_forward_weights())
+                self._decoder.append_feed_forward(half=feed_forward)
+            halves.append(of_layer)
         for adapter in adapters:
             for name, addition in adapter.additions.items():
                 _, _, layer_number, module, projection, _ = name.split(".")
@@ -125,4 +128,4 @@ class FusedLayers:
 
 
 def _pairs(state: HybridState) -> list[tuple[torch.Tensor, ...]]:
-    return [tuple(vars(layer).values()) for layer in state.layers]
+    return [tuple(vars(layer).values()) for layer in state.layers if not isinstance(layer, NoState)]

@@ -6,58 +6,78 @@ them to the other ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.ops import relu2
 
 
 class SharedMLP(Module):
-    """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
+    """output_linear(activate(input_linear(x))), see `ops.mlp`: with a gate, its rows come first in input_linear.
 
-    def __init__(self, config: ModelConfig, parallel: Parallel):
+    Args:
+        width: of the whole model's MLP.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: Parallel, width: int):
         super().__init__()
-        width = config.rank_dimensions(parallel.degree).shared_intermediate_size
+        self.width = width // parallel.degree
         self.parallel = parallel
-        self.input_linear = Linear(config.hidden_size, 2 * width, bias=False)
-        self.output_linear = Linear(width, config.hidden_size, bias=False)
+        rows = 2 * self.width if config.has_gated_mlp else self.width
+        self.input_linear = Linear(config.hidden_size, rows, bias=False)
+        self.output_linear = Linear(self.width, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.parallel.degree == 1:
             return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
-        return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states))).float()
+        return self.output_linear(self._activate(self.input_linear(hidden_states))).float()
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        return relu2(x) if x.shape[-1] == self.width else self.operators.silu_and_mul(x)
 
 
 class SparseMoe(Module):
-    """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
+    """A router, and experts whose widths are split over the ranks; see `choose` and `ops.fused_experts`."""
 
     def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
         experts, hidden = config.num_local_experts, config.hidden_size
         width = config.rank_dimensions(parallel.degree).intermediate_size
         self.top_k = config.num_experts_per_tok
-        self.router = _Router(hidden, experts)
-        self.input_linear = StackedWeights(experts, 2 * width, hidden)
+        self.router = Router(hidden, experts)
+        self.input_linear = StackedWeights(experts, 2 * width if config.has_gated_mlp else width, hidden)
         self.output_linear = StackedWeights(experts, hidden, width)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
-        router_logits = self.operators.router_logits(tokens, self.router.layer.weight)
-        chosen = self.operators.topk_softmax(router_logits, self.top_k)
         weights = self.input_linear.weight, self.output_linear.weight
-        output = self.operators.fused_experts(tokens, *weights, *chosen)
+        output = self.operators.fused_experts(tokens, *weights, *self.choose(tokens))
         return output.view(hidden_states.shape)
 
+    def choice(self) -> dict[str, Any]:
+        """Return the fields of `ops.layer_weights.FeedForwardWeights` on how `choose` does it, but `top_k`."""
+        return {}
 
-class _Router(Module):
+    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and numbers of the experts of [tokens, hidden_size], as `ops.topk_softmax`."""
+        router_logits = self.operators.router_logits(tokens, self.router.layer.weight)
+        return self.operators.topk_softmax(router_logits, self.top_k)
+
+
+class Router(Module):
+    """The router's weights under the checkpoint's name."""
+
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
-        self.layer = _RouterWeights(hidden_size, num_experts, bias=False)
+        self.layer = RouterWeights(hidden_size, num_experts, bias=False)
 
 
-class _RouterWeights(Linear):
+class RouterWeights(Linear):
     """Weights for `ops.router_logits`, never quantized: rounding must not change which experts a token gets."""
 
     may_be_quantized = False

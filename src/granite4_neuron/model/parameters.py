@@ -15,10 +15,11 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 _ROUTER = "block_sparse_moe.router.layer.weight"
+_CORRECTION_BIAS = "block_sparse_moe.router.e_score_correction_bias"
 
 Axes = tuple[int | tuple[int, ...], ...]
 
-_LAYER = re.compile(r"model\.layers\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,26 @@ def parameters(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
     Raises:
         UserError: tp_degree does not divide the model.
     """
-    table = _table(config, tp_degree)
-    found = {EMBEDDING: table[EMBEDDING]}
+    outside = _outside_of_layers(config, tp_degree)
+    of_kinds = {kind: _of_layer(config, kind, tp_degree) for kind in dict.fromkeys(config.layer_types)}
+    found = {EMBEDDING: outside[EMBEDDING]}
     for number, kind in enumerate(config.layer_types):
-        parts = {"input_layernorm", "post_attention_layernorm", "shared_mlp", "mamba" if kind == MAMBA else "self_attn"}
-        if config.num_local_experts:
-            parts.add("block_sparse_moe")
-        layer_table = {name: one for name, one in table.items() if name.partition(".")[0] in parts}
-        found |= {f"model.layers.{number}.{name}": one for name, one in layer_table.items()}
-    found[NORM] = table[NORM]
+        found |= {f"model.layers.{number}.{name}": one for name, one in of_kinds[kind].items()}
+    found[NORM] = outside[NORM]
     if not config.tie_word_embeddings:
-        found[HEAD] = table[HEAD]
+        found[HEAD] = outside[HEAD]
     return found
 
 
 def parameter(name: str, config: ModelConfig, tp_degree: int = 1) -> Parameter:
-    """Return the parameter of this name, with or without the layer's part "model.layers.3."; else as `parameters`."""
-    return _table(config, tp_degree)[_LAYER.sub("", name)]
+    """Return the parameter of this name; else as `parameters`. Without the layer's part "model.layers.3." it is that of
+    the first layer that has one.
+    """
+    match = _LAYER.match(name)
+    if match is not None:
+        return _of_layer(config, config.layer_types[int(match[1])], tp_degree)[name[match.end() :]]
+    tables = (_of_layer(config, kind, tp_degree) for kind in dict.fromkeys(config.layer_types))
+    return next(table[name] for table in (_outside_of_layers(config, tp_degree), *tables) if name in table)
 
 
 def matmul_weights(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
@@ -90,51 +94,73 @@ def matmul_weights(config: ModelConfig, tp_degree: int = 1) -> dict[str, Paramet
     return {name: one for name, one in table.items() if one.is_matrix and name != EMBEDDING}
 
 
-def _table(config: ModelConfig, tp_degree: int) -> dict[str, Parameter]:
-    """Return the parameters of every kind of layer by their names within a layer, and those outside of layers."""
+def _outside_of_layers(config: ModelConfig, tp_degree: int) -> dict[str, Parameter]:
+    vocabulary, hidden = config.rank_dimensions(tp_degree).vocab_size, config.hidden_size
+    return {
+        EMBEDDING: Parameter(((vocabulary,), hidden), is_matrix=True),
+        NORM: Parameter((hidden,)),
+        HEAD: Parameter(((vocabulary,), hidden), is_matrix=True, may_be_quantized=True),
+    }
+
+
+def _of_layer(config: ModelConfig, kind: str, tp_degree: int) -> dict[str, Parameter]:
+    """Return the parameters of a layer of a kind by their names within the layer."""
+    parts, hidden = config.parts(kind), config.hidden_size
+    matrices: dict[str, Axes] = {}
+    others: dict[str, Axes] = {"input_layernorm.weight": (hidden,)}
+    biased: list[str] = []
+    if parts.mixer == MAMBA:
+        _add_mamba(config, tp_degree, matrices, others, biased)
+    elif parts.mixer is not None:
+        _add_attention(config, tp_degree, matrices, biased)
+    if parts.mixer is not None and parts.mlp_width:
+        others["post_attention_layernorm.weight"] = (hidden,)
+    gates = 2 if config.has_gated_mlp else 1
+    if parts.has_experts:
+        experts, width = config.num_local_experts, config.rank_dimensions(tp_degree).intermediate_size
+        matrices[_ROUTER] = (experts, hidden)
+        matrices["block_sparse_moe.input_linear.weight"] = (experts, (width,) * gates, hidden)  # gate, up
+        matrices["block_sparse_moe.output_linear.weight"] = (experts, hidden, (width,))
+        if config.has_correction_bias:
+            others[_CORRECTION_BIAS] = (experts,)
+    if parts.mlp_width:
+        width = parts.mlp_width // tp_degree
+        matrices["shared_mlp.input_linear.weight"] = ((width,) * gates, hidden)  # gate, up
+        matrices["shared_mlp.output_linear.weight"] = (hidden, (width,))
+    for module in biased:
+        others[f"{module}.bias"] = (matrices | others)[f"{module}.weight"][:1]
+    table = {name: Parameter(axes, True, name != _ROUTER) for name, axes in matrices.items()}
+    return table | {name: Parameter(axes) for name, axes in others.items()}
+
+
+def _add_mamba(
+    config: ModelConfig, tp_degree: int, matrices: dict[str, Axes], others: dict[str, Axes], biased: list[str]
+) -> None:
     rank, hidden = config.rank_dimensions(tp_degree), config.hidden_size
     inner, heads = rank.mamba_intermediate_size, rank.mamba_heads
     states = rank.mamba_groups * config.mamba_d_state
     convolved = (inner, states, states)  # x, B, C
-    query, key = rank.attention_heads * config.head_dim, rank.key_value_heads * config.head_dim
-    experts, width, shared = config.num_local_experts, rank.intermediate_size, rank.shared_intermediate_size
-    matrices: dict[str, Axes] = {
-        EMBEDDING: ((rank.vocab_size,), hidden),
-        HEAD: ((rank.vocab_size,), hidden),
-        "mamba.in_proj.weight": ((inner, *convolved, heads), hidden),  # z, x, B, C, dt
-        "mamba.out_proj.weight": (hidden, (inner,)),
-        "self_attn.q_proj.weight": ((query,), hidden),
-        "self_attn.k_proj.weight": ((key,), hidden),
-        "self_attn.v_proj.weight": ((key,), hidden),
-        "self_attn.o_proj.weight": (hidden, (query,)),
-        "shared_mlp.input_linear.weight": ((shared, shared), hidden),  # gate, up
-        "shared_mlp.output_linear.weight": (hidden, (shared,)),
-        _ROUTER: (experts, hidden),
-        "block_sparse_moe.input_linear.weight": (experts, (width, width), hidden),  # gate, up
-        "block_sparse_moe.output_linear.weight": (experts, hidden, (width,)),
-    }
-    others: dict[str, Axes] = {
-        NORM: (hidden,),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+    matrices["mamba.in_proj.weight"] = ((inner, *convolved, heads), hidden)  # z, x, B, C, dt
+    matrices["mamba.out_proj.weight"] = (hidden, (inner,))
+    others |= {
         "mamba.conv1d.weight": (convolved, 1, config.mamba_d_conv),
         "mamba.dt_bias": ((heads,),),
         "mamba.A_log": ((heads,),),
         "mamba.D": ((heads,),),
         "mamba.norm.weight": ((inner,),),
     }
-    for module in _biased_modules(config):
-        others[f"{module}.bias"] = (matrices | others)[f"{module}.weight"][:1]
-    table = {name: Parameter(axes, True, name not in (EMBEDDING, _ROUTER)) for name, axes in matrices.items()}
-    return table | {name: Parameter(axes) for name, axes in others.items()}
-
-
-def _biased_modules(config: ModelConfig) -> list[str]:
-    modules = []
     if config.mamba_conv_bias:
-        modules.append("mamba.conv1d")
+        biased.append("mamba.conv1d")
     if config.mamba_proj_bias:
-        modules += ["mamba.in_proj", "mamba.out_proj"]
+        biased += ["mamba.in_proj", "mamba.out_proj"]
+
+
+def _add_attention(config: ModelConfig, tp_degree: int, matrices: dict[str, Axes], biased: list[str]) -> None:
+    rank, hidden = config.rank_dimensions(tp_degree), config.hidden_size
+    query, key = rank.attention_heads * config.head_dim, rank.key_value_heads * config.head_dim
+    matrices["self_attn.q_proj.weight"] = ((query,), hidden)
+    matrices["self_attn.k_proj.weight"] = ((key,), hidden)
+    matrices["self_attn.v_proj.weight"] = ((key,), hidden)
+    matrices["self_attn.o_proj.weight"] = (hidden, (query,))
     if config.attention_bias:
-        modules += [f"self_attn.{name}_proj" for name in "qkvo"]
-    return modules
+        biased += [f"self_attn.{name}_proj" for name in "qkvo"]

@@ -10,7 +10,7 @@ from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.step import Step
-from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
+from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
 
 
 class TokenLayer(DecoderLayer):
@@ -38,14 +38,17 @@ class TokenLayer(DecoderLayer):
         self,
         hidden_states: torch.Tensor,
         step: Step,
-        state: MambaState | KeyValueState,
+        state: LayerState,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute `DecoderLayer.forward`; of decode there are no inputs of `advance`."""
         if step.verifies or not step.is_decode or len(hidden_states) > self._kernels.MOST_SEQUENCES:
             return super().forward(hidden_states, step, state, rotary)
         x = hidden_states[:, 0]
-        x = self._mamba(x, step, state) if isinstance(state, MambaState) else self._attention(x, step, state, rotary)
+        if isinstance(state, MambaState):
+            x = self._mamba(x, step, state)
+        elif isinstance(state, KeyValueState):
+            x = self._attention(x, step, state, rotary)
         return self._feed_forward(x, step.lengths).view(hidden_states.shape), None
 
     def _mamba(self, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:

@@ -14,7 +14,16 @@ from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
 from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants
-from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
+from granite4_neuron.ops.moe import (
+    activate,
+    fused_experts,
+    mlp,
+    relu2,
+    router_logits,
+    silu_and_mul,
+    topk_sigmoid,
+    topk_softmax,
+)
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.quantization import embedding, linear
@@ -37,6 +46,7 @@ __all__ = [
     "QuantizedWeight",
     "Rounding",
     "Weight",
+    "activate",
     "apply_rotary",
     "as_tensor",
     "cached_attention",
@@ -49,6 +59,7 @@ __all__ = [
     "logits",
     "mamba_chunk_scan_combined",
     "mlp",
+    "relu2",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",
@@ -58,6 +69,7 @@ __all__ = [
     "selective_state_step",
     "silu_and_mul",
     "stochastic_round",
+    "topk_sigmoid",
     "topk_softmax",
     "write_cache",
 ]

@@ -69,6 +69,8 @@ class FeedForwardWeights(NamedTuple):
     input, output: of the MLP.
     router, expert_input, expert_output: None without experts.
     top_k: experts per token.
+    correction_bias: of `ops.topk_sigmoid`, as the fields after it, in float32; the router is in float32 then. None for
+        `ops.topk_softmax`.
     """
 
     norm: torch.Tensor
@@ -80,3 +82,8 @@ class FeedForwardWeights(NamedTuple):
     top_k: int
     eps: float
     residual_multiplier: float
+    correction_bias: torch.Tensor | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    scaling_factor: float = 1.0

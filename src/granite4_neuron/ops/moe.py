@@ -1,6 +1,12 @@
-"""Mixture of experts: each token through the few experts that its router chose."""
+"""Feed-forward layers, and mixture of experts: each token through the few experts that its router chose.
+
+An MLP, or an expert, is silu(gate) * up between two matrices where the first has the rows of both, gate first. Where it
+has as many rows as the second has columns there is no gate, and it is a squared ReLU: `activate`.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.nn import functional as F
@@ -10,6 +16,7 @@ from granite4_neuron.ops.weight import Weight, as_tensor
 
 # torch 2.9 has the CPU implementation under its private name only.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+_SMALLEST_SUM = 1e-20  # keeps the weights finite where all scores are 0
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -20,9 +27,24 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x[..., :width]) * x[..., width:]
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """Compute max(x, 0)^2."""
+    return F.relu(x).square()
+
+
+def activate(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Compute `silu_and_mul` of [..., 2 * width], and `relu2` of [..., width]: [..., width]."""
+    return relu2(x) if x.shape[-1] == width else silu_and_mul(x)
+
+
 def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
-    """Compute output_weight (silu(gate) * up), (gate, up) = input_weight x; x [..., hidden_size] to the same shape."""
-    return linear(silu_and_mul(linear(x, input_weight)), output_weight)
+    """Compute output_weight activate(input_weight x); x [..., hidden_size] to the same shape.
+
+    Args:
+        input_weight: [2 * width, hidden_size], or [width, hidden_size] without a gate.
+        output_weight: [hidden_size, width].
+    """
+    return linear(activate(linear(x, input_weight), output_weight.shape[-1]), output_weight)
 
 
 def router_logits(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -52,6 +74,46 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
     return top_logits.softmax(-1), topk_ids
 
 
+def topk_sigmoid(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts by sigmoid(logit) + bias, and weigh them by the sigmoid alone.
+
+    Experts are in `n_group` equal groups one after another. A token chooses among those of `topk_group` groups, whose
+    two best experts have the largest sums.
+
+    Args:
+        router_logits: [tokens, num_experts].
+        correction_bias: [num_experts].
+        top_k: experts per token.
+        norm_topk_prob: whether a token's weights are divided by their sum.
+        scaling_factor: multiplies the weights.
+
+    Returns:
+        (topk_weights in float32, topk_ids in int64), each [tokens, top_k].
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; transformers' NemotronHTopkRouter.
+    """
+    scores = router_logits.float().sigmoid()
+    choice = scores + correction_bias.float()
+    if n_group > 1:
+        groups = choice.unflatten(-1, (n_group, -1))
+        best_groups = groups.topk(2, dim=-1)[0].sum(-1).topk(topk_group, dim=-1)[1]
+        is_open = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best_groups, True)
+        choice = groups.masked_fill(~is_open[..., None], -math.inf).flatten(-2)
+    topk_ids = choice.topk(top_k, dim=-1)[1]
+    topk_weights = scores.gather(-1, topk_ids)
+    if norm_topk_prob:
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+    return topk_weights * scaling_factor, topk_ids
+
+
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: Weight,
@@ -59,14 +121,15 @@ def fused_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum over each token's experts of weight * w2[e] (silu(gate) * up), with (gate, up) = w1[e] x.
+    """Sum over each token's experts of weight * w2[e] activate(w1[e] x).
 
     Arguments have the names and the order of those of vLLM's function of the same name. For a CPU: in a compiled graph
     the router's choice may decide no shape, see `ops.xla`.
 
     Args:
         hidden_states: [tokens, hidden_size].
-        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows first.
+        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows first; or [num_experts, intermediate_size,
+            hidden_size] without a gate.
         w2: [num_experts, hidden_size, intermediate_size].
         topk_weights, topk_ids: [tokens, top_k], see `topk_softmax`.
 
@@ -116,7 +179,7 @@ def experts_by_group(
     group_ends = (flat_ids[:, None] == experts).sum(0).cumsum(0).to(torch.int32)
 
     x = hidden_states[order // top_k]
-    activated = silu_and_mul(_grouped_mm(x, w1.transpose(1, 2), offs=group_ends))
+    activated = activate(_grouped_mm(x, w1.transpose(1, 2), offs=group_ends), w2.shape[-1])
     y = _grouped_mm(activated, w2.transpose(1, 2), offs=group_ends)
 
     weighted = torch.empty(y.shape, dtype=torch.float32, device=y.device)

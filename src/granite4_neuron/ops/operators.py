@@ -13,7 +13,7 @@ from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.mamba_kernels import CHUNKED, QUADRATIC, SINGLE_TOKEN, MambaKernels
-from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
+from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_sigmoid, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.quantization import embedding, linear
 from granite4_neuron.ops.stochastic_rounding import stochastic_round
@@ -67,6 +67,7 @@ class Operators:
     mlp: Operator = mlp
     router_logits: Operator = router_logits
     topk_softmax: Callable[..., tuple[torch.Tensor, torch.Tensor]] = topk_softmax
+    topk_sigmoid: Callable[..., tuple[torch.Tensor, torch.Tensor]] = topk_sigmoid
     fused_experts: Operator = fused_experts
     input_first_experts: bool = False
     write_cache: Callable[..., None] = write_cache

@@ -14,7 +14,7 @@ from granite4_neuron.choices import NO_ADAPTERS
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops.cpu.build import library_key
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
@@ -39,7 +39,7 @@ class BoundModel:
     own_slots = 0
     is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
-    model: GraniteMoeHybridForCausalLM
+    model: HybridForCausalLM
     state_dtype: torch.dtype
     weights_digest: Callable[[], str]
     kernels: Sequence[object]
@@ -86,7 +86,7 @@ class BoundModel:
         facts = self.kernels, self.model.kernel_layout, state_dtype, library_key(), _version()
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+    def with_model(self, model: HybridForCausalLM) -> Self:
         """Return a runtime like this one of another bound model, on the same device."""
         other = copy.copy(self)
         other.__dict__.pop("fingerprint", None)
@@ -147,7 +147,7 @@ def _version() -> str | None:
         return None
 
 
-def digest_of_weights(model: GraniteMoeHybridForCausalLM, adapters: Mapping[str, Adapter] = {}) -> str:
+def digest_of_weights(model: HybridForCausalLM, adapters: Mapping[str, Adapter] = {}) -> str:
     """Return `weights_digest` of a model, or of a rank's part of it, and of adapters; the config is part of it."""
     invocations = [adapter.invocation for adapter in adapters.values()]
     weights = [*model.named_weights(), *adapter_weights(adapters)]

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
@@ -59,7 +59,7 @@ class CPURuntime(BoundModel):
 
     def __init__(
         self,
-        model: GraniteMoeHybridForCausalLM,
+        model: HybridForCausalLM,
         generation_config: GenerationConfig,
         *,
         kernels: str = "fused",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
 from granite4_neuron.ops.xla.topk import NOISE
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
@@ -96,7 +96,7 @@ class GraphRuntime(BoundModel, ABC):
 
     def __init__(
         self,
-        model: GraniteMoeHybridForCausalLM,
+        model: HybridForCausalLM,
         operators: Operators,
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int],

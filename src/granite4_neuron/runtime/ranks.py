@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.runtime.neuron_cores import check_cores, take_core, visible_cores
 from granite4_neuron.runtime.rank_calls import NUMBERED, Refusal, decode, encode, result_or_refusal
@@ -114,7 +114,7 @@ class ShardSpec(Meeting):
     dtype: torch.dtype | None
     options: Mapping[str, Any]
 
-    def load(self, rank: int, **listeners: Any) -> GraniteMoeHybridForCausalLM:
+    def load(self, rank: int, **listeners: Any) -> HybridForCausalLM:
         group = torch.distributed.group.WORLD
         assert group is not None  # `join` has made it
         parallel = Parallel(rank, self.degree, group.group_name)

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.interface import Decoded, Row, Verification, accepted_rows, check_verification
 from granite4_neuron.runtime.rank_calls import NUMBERED, Call, OfRank, Refusal, decode, encode, result_or_refusal
 from granite4_neuron.runtime.ranks import RankProcesses, ShardSpec, check_devices, listen
@@ -89,7 +89,7 @@ class SplitRuntime(TorchRuntime):
         # The states and verifications that somebody holds, by the numbers by which other ranks know theirs.
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> NoReturn:
+    def with_model(self, model: HybridForCausalLM) -> NoReturn:
         """Refuse: other ranks have no part of another model."""
         raise UserError("a model that is split over processes cannot be replaced by a part of it.")
 

@@ -22,12 +22,12 @@ from transformers import GenerationConfig
 
 from granite4_neuron.choices import KV_WRITES, NO_ADAPTERS
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.modeling_granite_moe_hybrid import (
-    GraniteMoeHybridForCausalLM,
+from granite4_neuron.model.causal_lm import (
+    HybridForCausalLM,
     OneByOne,
     through_layers,
 )
+from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
@@ -111,7 +111,7 @@ class TorchRuntime(GraphRuntime):
 
     def __init__(
         self,
-        model: GraniteMoeHybridForCausalLM,
+        model: HybridForCausalLM,
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int] | None = None,
         *,
@@ -171,7 +171,7 @@ class TorchRuntime(GraphRuntime):
                 self._run_advance(state, kept_inputs, inputs)
         self._is_warm = True
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+    def with_model(self, model: HybridForCausalLM) -> Self:
         """Implement `BoundModel.with_model`; the new runtime has compiled no graphs."""
         other = super().with_model(model)
         other._graphs, other._memories, other._is_warm = {}, [], False
@@ -486,7 +486,7 @@ def state_tensors(state: HybridState, slot: int | None = None) -> list[torch.Ten
 
 def run_step(
     call: Call,
-    model: GraniteMoeHybridForCausalLM,
+    model: HybridForCausalLM,
     key: GraphKey,
     inputs: Tensors,
     tensors: Tensors,
@@ -505,7 +505,7 @@ def run_step(
 
 def run_layers(
     call: Call,
-    model: GraniteMoeHybridForCausalLM,
+    model: HybridForCausalLM,
     key: GraphKey,
     inputs: Tensors,
     tensors: Tensors,
@@ -568,7 +568,7 @@ def run_group(
 
 def run_advance(
     call: Call,
-    model: GraniteMoeHybridForCausalLM,
+    model: HybridForCausalLM,
     key: GraphKey,
     inputs: Tensors,
     tensors: Tensors,
@@ -601,14 +601,14 @@ def _groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _layers(model: GraniteMoeHybridForCausalLM) -> Sequence[DecoderLayer]:
+def _layers(model: HybridForCausalLM) -> Sequence[DecoderLayer]:
     stack = model.model.stack
     assert isinstance(stack, OneByOne)  # only the operators of a CPU compute all layers in one call
     return stack.layers
 
 
 def embed(
-    model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: torch.Tensor, chosen: torch.Tensor | None = None
+    model: HybridForCausalLM, key: GraphKey, inputs: torch.Tensor, chosen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return what enters the first layer; positions, lengths and slots; and rotary tables, if the model has them.
 
@@ -668,16 +668,14 @@ def advance_layer(
     return where[1] + 0  # a graph for Neuron has to have an output
 
 
-def head(
-    model: GraniteMoeHybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor
-) -> torch.Tensor:
+def head(model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
     """Return the logits."""
     hidden_states = model.model.norm(hidden_states)
     return model.head(hidden_states if key.all_logits else _step(key, *where).last_tokens(hidden_states))
 
 
 def choosing_head(
-    model: GraniteMoeHybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *tensors: torch.Tensor
+    model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits and the likeliest tokens, which it writes to the chosen ones where a row has a token.
 

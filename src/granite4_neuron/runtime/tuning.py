@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, file_name, write_launch_parameters
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -78,7 +78,7 @@ def tune(
         yield Choice(name, seconds, default if seconds[default] <= (1 + MARGIN) * seconds[fastest] else fastest)
 
 
-def _step_times(model: GraniteMoeHybridForCausalLM, name: str, value: int) -> list[float]:
+def _step_times(model: HybridForCausalLM, name: str, value: int) -> list[float]:
     """Return the seconds of each of a few steps with this value of a parameter."""
     kernels, _, num_rows, tokens = _STEPS[name]
     config = model.config

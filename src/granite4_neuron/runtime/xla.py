@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.xla import XLA
@@ -42,7 +42,7 @@ class XLARuntime(GraphRuntime):
 
     def __init__(
         self,
-        model: GraniteMoeHybridForCausalLM,
+        model: HybridForCausalLM,
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int] | None = None,
         *,

@@ -46,16 +46,24 @@ class KeyValueState:
     value: torch.Tensor
 
 
+@dataclass
+class NoState:
+    """State of a layer with neither, an MLP or experts alone: no tensors."""
+
+
+LayerState = MambaState | KeyValueState | NoState
+
+
 @dataclass(eq=False)
 class HybridState:
-    """One `MambaState` or `KeyValueState` per layer. A step updates the tensors in place.
+    """One `LayerState` per layer. A step updates the tensors in place.
 
     A slot needs no clearing between two sequences: a step whose first position is 0 starts from zeros.
 
     has_null_slot: whether the Mamba layers' states have one; the caches always do.
     """
 
-    layers: list[MambaState | KeyValueState]
+    layers: list[LayerState]
     num_sequences: int
     max_length: int
     has_null_slot: bool
@@ -82,9 +90,12 @@ class HybridState:
         Keys and values are not cleared: attention reads none that was not written. On a CPU a slot takes memory of the
         operating system only as it is written, which makes the null slot free.
         """
-        layers: list[MambaState | KeyValueState] = []
+        layers: list[LayerState] = []
         for layer_type in config.layer_types:
-            if layer_type == MAMBA:
+            mixer = config.parts(layer_type).mixer
+            if mixer is None:
+                layers.append(NoState())
+            elif mixer == MAMBA:
                 entries = num_sequences + has_null_slot
                 conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree, kernel_layout)
                 layers.append(
@@ -151,7 +162,7 @@ class HybridState:
                 else:
                     tensor.index_copy_(0, entry, tensors[name][None])
 
-    def _first_slot(self, layer: MambaState | KeyValueState) -> int:
+    def _first_slot(self, layer: LayerState) -> int:
         """Return the slot that is entry 0 of a layer's tensors."""
         return NULL_SLOT if self.has_null_slot or isinstance(layer, KeyValueState) else NULL_SLOT + 1
 
@@ -187,11 +198,11 @@ def _write(to: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return to
 
 
-def _layer_tensors(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
+def _layer_tensors(layer: LayerState, start: int, length: int) -> dict[str, torch.Tensor]:
     """Return a layer's tensors by field; of keys and values, the part of positions start to length - 1.
 
     The whole of a tensor is the tensor itself and no view: torch_xla donates what is written as a whole.
     """
-    if isinstance(layer, MambaState) or (start, length) == (0, layer.key.shape[2]):
+    if not isinstance(layer, KeyValueState) or (start, length) == (0, layer.key.shape[2]):
         return vars(layer)
     return {field: tensor[:, :, start:length] for field, tensor in vars(layer).items()}

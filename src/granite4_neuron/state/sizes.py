@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 
 FLOAT32_BYTES = 4  # a number of an SSM state by default, whatever the model's dtype
 
@@ -24,11 +24,11 @@ def sequence_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1, state
         itemsize: bytes of a number in the model's dtype.
         state_itemsize: of one in an SSM state's.
     """
-    if MAMBA not in config.layer_types:
+    if not config.layers_with(MAMBA):
         return 0
     (conv_dim, window), (heads, head_dim, d_state) = mamba_state_shapes(config, tp_degree)
     per_layer = conv_dim * window * itemsize + heads * head_dim * d_state * state_itemsize
-    return config.layer_types.count(MAMBA) * per_layer
+    return config.layers_with(MAMBA) * per_layer
 
 
 def token_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1) -> int:
@@ -37,6 +37,5 @@ def token_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1) -> int:
     Args:
         itemsize: bytes of a number in the model's dtype.
     """
-    attention_layers = len(config.layer_types) - config.layer_types.count(MAMBA)
     kv_heads = config.rank_dimensions(tp_degree).key_value_heads
-    return attention_layers * 2 * kv_heads * config.head_dim * itemsize
+    return config.layers_with(ATTENTION) * 2 * kv_heads * config.head_dim * itemsize

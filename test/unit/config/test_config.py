@@ -7,7 +7,7 @@ from transformers import GraniteMoeHybridConfig as ReferenceConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import CASES, small_config
 
@@ -45,7 +45,7 @@ def test_family_sizes(name):
     parameters, per_sequence, per_token = FAMILY[name]
     config = GraniteMoeHybridConfig.from_family(name)
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config)
+        model = model_of(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert token_bytes(config, torch.bfloat16.itemsize) == per_token
     assert sequence_bytes(config, torch.bfloat16.itemsize) == per_sequence

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.fused import FusedLayers
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import TORCH, cpu, select_operators
 from granite4_neuron.ops.operators import Operators
@@ -210,7 +210,7 @@ class TestFallbacks:
     @needs_compiler
     def test_a_part_of_a_model(self):
         config = small_config()
-        part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2)).bind(cpu.operators())
+        part = model_of(config, Parallel(0, 2)).bind(cpu.operators())
         assert not part.is_fused
         (fallback,) = part.fallbacks
         assert fallback.startswith("the fused decoder layers are not used: ") and "a part of 2" in fallback

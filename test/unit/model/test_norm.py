@@ -27,7 +27,7 @@ class MeanNorm(Module):
 
 @pytest.fixture
 def model(monkeypatch):
-    for module in ("decoder_layer", "modeling_granite_moe_hybrid"):
+    for module in ("decoder_layer", "causal_lm"):
         monkeypatch.setattr(f"granite4_neuron.model.{module}.norm_of", MeanNorm)
     return random_model(small_config())
 

@@ -12,7 +12,8 @@ from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice, rank_slices
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import TORCH
@@ -93,7 +94,7 @@ def places(name: str, config: GraniteMoeHybridConfig, rank: int, degree: int) ->
     return next((split for part, split in splits.items() if f".{part}" in f".{name}"), None)
 
 
-def slices(model: GraniteMoeHybridForCausalLM, rank: int, degree: int) -> dict[str, torch.Tensor]:
+def slices(model: HybridForCausalLM, rank: int, degree: int) -> dict[str, torch.Tensor]:
     return {name: rank_slice(name, weight, model.config, rank, degree) for name, weight in model.named_parameters()}
 
 
@@ -102,7 +103,7 @@ def test_a_rank_has_what_its_heads_need(changes, degree):
     config = small_config(**LAYERS, **changes)
     model = random_model(config)
     with torch.device("meta"):
-        part = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, degree))
+        part = model_of(config, parallel=Parallel(0, degree))
     shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
     rank_parameters = [slices(model, rank, degree) for rank in range(degree)]
     for rank, found in enumerate(rank_parameters):
@@ -169,7 +170,7 @@ def test_ranks_together_are_the_model(changes, degree):
         try:
             with torch.device("meta"):
                 # The group is there to be asked for; data is sent through `tensors`.
-                part = GraniteMoeHybridForCausalLM(model.config, Together(rank, degree, "threads", tensors, barrier))
+                part = model_of(model.config, Together(rank, degree, "threads", tensors, barrier))
             for name, weight in slices(model, rank, degree).items():
                 set_parameter(part, name, weight)
             part.tie_weights()
@@ -244,7 +245,7 @@ def test_what_every_rank_has_an_equal_part_of(changes):
 def test_a_ranks_first_row_goes_where_its_weights_go():
     """A graph on a device takes no tensor of the CPU; and a model that is made without memory has its own value."""
     with torch.device("meta"):
-        part = GraniteMoeHybridForCausalLM(small_config(), Parallel(1, 2))
+        part = model_of(small_config(), Parallel(1, 2))
     first_row = part.model.embed_tokens.first_row
     assert first_row.tolist() == [80] and first_row.dtype == torch.int32
     bound = part.bind(TORCH, torch.device("meta"))

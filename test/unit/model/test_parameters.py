@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.linear import Matrix
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, matmul_weights, parameters
-from test.support.checkpoints import CASES, small_config
+from test.support.checkpoints import CASES, NEMOTRON_CASES, small_config
 
 pytestmark = pytest.mark.versions
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.versions
 def module_parameters(config, degree):
     """Return each parameter's shape, whether it is a matrix, and whether it may be quantized."""
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, Parallel(0, degree))
+        model = model_of(config, Parallel(0, degree))
     found = {}
     for name, tensor in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -26,7 +26,7 @@ def module_parameters(config, degree):
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
 def test_the_table_is_what_the_modules_have(case, degree):
     """The table gives the modules' names and a rank's shapes."""
     table = parameters(case.config(), degree)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.token_layer import TokenLayer
 from granite4_neuron.ops.gpu import GPU
@@ -93,5 +93,5 @@ def test_layers_without_token_kernels_have_a_reason(case):
 
 
 def test_a_part_of_a_model_has_a_reason():
-    part = GraniteMoeHybridForCausalLM(CASES[0].config(), Parallel(0, 2)).bind(GPU)
+    part = model_of(CASES[0].config(), Parallel(0, 2)).bind(GPU)
     assert {"a part of 2" in sentence for sentence in part.fallbacks} == {True}

@@ -11,7 +11,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.state.hybrid_state import MambaState
-from test.support.checkpoints import DENSE, small_config
+from test.support.checkpoints import DENSE, nemotron_config, small_config
 from test.support.verification import LONGEST, Round, poison, streams, verified_error
 
 pytestmark = pytest.mark.versions
@@ -23,11 +23,15 @@ MODELS = {
     "two groups, window of 2": dict(**DENSE, layer_types=("mamba", "mamba"), mamba_n_groups=2, mamba_d_conv=2),
     "attention only": dict(**DENSE, layer_types=("attention", "attention")),
 }
+CONFIGS = {
+    **{name: small_config(**changes) for name, changes in MODELS.items()},
+    "nemotron": nemotron_config(layer_types=("mamba", "moe", "attention", "mlp", "mamba")),
+}
 
 
-@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS.keys())
 def model(request):
-    return random_model(small_config(**request.param))
+    return random_model(request.param)
 
 
 @pytest.fixture(scope="module", params=["torch", "fused"])

@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.step import NullSlotStep
 from granite4_neuron.ops import mamba_kernels
 from granite4_neuron.runtime import cpu
@@ -209,7 +209,7 @@ def written_elsewhere_than_read(stand, patch):
 
 def window_of_all_tokens(stand, patch):
     """Keep the SSM state of the accepted tokens and the window of all tokens."""
-    original = GraniteMoeHybridForCausalLM.advance
+    original = HybridForCausalLM.advance
 
     def advance(self, kept_inputs, positions, lengths, slots, state):
         original(self, kept_inputs, positions, torch.full_like(lengths, positions.shape[1]), slots, state)
@@ -225,7 +225,7 @@ def window_of_all_tokens(stand, patch):
         advance.before = copies(state)
         original(self, state, *arguments)
 
-    patch.setattr(GraniteMoeHybridForCausalLM, "advance", advance)
+    patch.setattr(HybridForCausalLM, "advance", advance)
     patch.setattr(CPURuntime, "commit", commit)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
-    from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+    from granite4_neuron.model.causal_lm import HybridForCausalLM
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -58,7 +58,7 @@ class GGUFCheckpoint(Checkpoint):
 
         return has_tokenizer(self._file)
 
-    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
+    def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         """Implement `Checkpoint.quantized_weights`."""
         from granite4_neuron.checkpoint.gguf.kept import kept_weights
 

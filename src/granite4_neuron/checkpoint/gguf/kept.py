@@ -9,7 +9,7 @@ import torch
 
 from granite4_neuron.checkpoint.gguf.tensors import FLOAT_TYPES, GGUFTensors
 from granite4_neuron.checkpoint.weight_plan import formats_for
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Format, QuantizedWeight
 from granite4_neuron.ops.formats.int4 import FORMAT as INT4
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
@@ -60,7 +60,7 @@ def _are_one_per_row(scales: torch.Tensor) -> bool:
 _BLOCKS = {"Q4_0": Blocks(INT4, 18, _are_bfloat16), "Q8_0": Blocks(INT8, 34, _are_one_per_row)}
 
 
-def kept_weights(stored: GGUFTensors, model: GraniteMoeHybridForCausalLM) -> dict[str, Blocks]:
+def kept_weights(stored: GGUFTensors, model: HybridForCausalLM) -> dict[str, Blocks]:
     """Find the weights that int4 or int8 represents exactly, by name.
 
     Args:

@@ -15,7 +15,8 @@ import torch
 
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM, step_of
+from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
+from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.neuron.analysis import hlo_lint
 from granite4_neuron.neuron.analysis.hlo_cost import (
@@ -32,7 +33,7 @@ from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_o
 from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import TOKENS, unpacked
-from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
+from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, LayerState, MambaState, input_output_aliases
 
 # The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
@@ -66,10 +67,10 @@ class Graph:
         """One sequence in prefill, and all of them in the other kinds."""
         return 1 if self.kind == PREFILL else self.num_sequences
 
-    def meta_model(self, rank: int = 0, group: str | None = None) -> GraniteMoeHybridForCausalLM:
+    def meta_model(self, rank: int = 0, group: str | None = None) -> HybridForCausalLM:
         """Return a rank's model, without memory. `group`: see `Parallel`; no process group needs to have this name."""
         with torch.device("meta"):
-            return GraniteMoeHybridForCausalLM(self.config, Parallel(rank, self.tp_degree, group)).to("meta")
+            return model_of(self.config, Parallel(rank, self.tp_degree, group)).to("meta")
 
     def meta_state(self) -> HybridState:
         """Return the rank's state, without memory."""
@@ -367,7 +368,7 @@ class _Tracing:
         sizes = self.model.config.rank_dimensions(self.model.parallel.degree)
         return self.placeholder((self.rows, self.tokens, sizes.mamba_conv_dim + sizes.mamba_heads), self.dtype)
 
-    def _is_written(self, layer: MambaState | KeyValueState) -> bool:
+    def _is_written(self, layer: LayerState) -> bool:
         if self.kind == COMMIT:
             return isinstance(layer, MambaState)
         return self.kind != VERIFY or isinstance(layer, KeyValueState)

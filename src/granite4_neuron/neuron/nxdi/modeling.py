@@ -52,7 +52,7 @@ from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
 from granite4_neuron.neuron.nxdi.parallel import NeuronParallel, split_over_ranks
 from granite4_neuron.neuron.nxdi.state import HybridCacheManager, NeuronStep, int32_arange
-from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
+from granite4_neuron.state.hybrid_state import LayerState
 
 
 class NeuronGraniteMoeHybridModel(NeuronBaseModel):
@@ -182,7 +182,7 @@ class NeuronDecoderLayer(DecoderLayer):
         parallel, is_mamba = NeuronParallel(degree=degree), layer_type == MAMBA
         mamba = mixer_class(config.operators)
         mixer = mamba(granite, parallel).to(dtype) if is_mamba else NeuronAttention(config)
-        mlp = NeuronSharedMLP(granite, parallel).to(dtype)
+        mlp = NeuronSharedMLP(granite, parallel, granite.shared_intermediate_size).to(dtype)
         experts = NeuronExperts(config) if granite.num_local_experts else None
         super().__init__(granite, parallel, mixer, mlp, experts)  # type: ignore[arg-type]  # see `feed_forward`
         self.input_layernorm.to(dtype)
@@ -218,7 +218,7 @@ class NeuronDecoderLayer(DecoderLayer):
         self,
         x: torch.Tensor,
         step: Step,
-        state: MambaState | KeyValueState | _AttentionCall,
+        state: LayerState | _AttentionCall,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call NxD Inference's attention as it calls it; a Mamba layer is ours."""

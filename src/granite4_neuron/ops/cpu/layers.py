@@ -134,13 +134,16 @@ class FeedForward(HalfLayer, Protocol):
 
 
 class Decoder(Protocol):
-    """All decoder layers. Rows are as for `MambaMixer.step`; tensors in `states` are advanced in place."""
+    """All decoder layers, by halves. Rows are as for `MambaMixer.step`; tensors in `states` are advanced in place."""
 
-    def append_mamba(self, mixer: MambaLayer, feed_forward: FeedForward) -> None:
-        """Add a layer with Mamba-2."""
+    def append_mamba(self, half: MambaLayer) -> None:
+        """Add a half with Mamba-2."""
 
-    def append_attention(self, mixer: AttentionLayer, feed_forward: FeedForward) -> None:
-        """Add a layer with attention."""
+    def append_attention(self, half: AttentionLayer) -> None:
+        """Add a half with attention."""
+
+    def append_feed_forward(self, half: FeedForward) -> None:
+        """Add a half with MLP and experts."""
 
     def step(
         self,
@@ -162,7 +165,8 @@ class Decoder(Protocol):
         Mamba layer's mixer.
 
         Args:
-            states: of each layer the two tensors of `MambaState` or `KeyValueState`.
+            states: of each half with Mamba-2 or attention, in order, the two tensors of `MambaState` or
+                `KeyValueState`.
             slots: [rows], int64, of the caches.
             adapters: [rows], int64, the number of each row's adapter, 0 for none; None for a step without.
             cos, sin: [1, tokens, head_dim / 2], float32, or None.

@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import NoneType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -387,5 +387,5 @@ def _feed_forward(layer: DecoderLayer, config: GraniteMoeHybridConfig, packed: d
     return cpu.layers.feed_forward(weights)
 
 
-def _residual(norm: RMSNorm, config: GraniteMoeHybridConfig) -> dict[str, float]:
+def _residual(norm: RMSNorm, config: GraniteMoeHybridConfig) -> dict[str, Any]:
     return {"eps": norm.variance_epsilon, "residual_multiplier": config.residual_multiplier}

@@ -14,7 +14,7 @@ from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.families import model_of
 from granite4_neuron.neuron.analysis import plan
 from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES
@@ -42,7 +42,7 @@ def planned(name, **changes):
 def test_bytes_are_those_of_the_tensors(name):
     config, result = GraniteMoeHybridConfig.from_family(name), planned(name, batch_size=3, context=1000)
     with torch.device("meta"):
-        whole = GraniteMoeHybridForCausalLM(config)
+        whole = model_of(config)
         state = HybridState.allocate(config, 2, 1000, torch.bfloat16, "meta", tp_degree=4)  # and the null slot
     weights = [rank_slice(name, weight, config, 0, 4) for name, weight in whole.named_parameters()]
     if config.tie_word_embeddings:

@@ -7,7 +7,7 @@ import torch
 
 from granite4_neuron import ops
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model.modeling_granite_moe_hybrid import step_of
+from granite4_neuron.model.causal_lm import step_of
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.layer_weights import FeedForwardWeights, MixerWeights
 from granite4_neuron.state.hybrid_state import HybridState

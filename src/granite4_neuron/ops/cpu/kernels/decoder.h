@@ -1,7 +1,7 @@
 // All decoder layers as one call, and a step of one token of each sequence as one: the time that Python takes between
 // short kernels is saved.
 //
-// The definition is in Python: `OneByOne` of modeling_granite_moe_hybrid, and its `forward`.
+// The definition is in Python: `OneByOne` of model.causal_lm, and its `forward`.
 #pragma once
 
 #include <variant>
@@ -12,7 +12,7 @@
 
 namespace granite4_neuron {
 
-// Each layer's conv_state and ssm_state, or its caches of keys and values.
+// The conv_state and ssm_state of each mixer, or its caches of keys and values.
 using LayerStates = std::vector<std::tuple<at::Tensor, at::Tensor>>;
 
 // Embedding, final norm and head. The embedding is the head's matrix where it has none of its own.
@@ -53,12 +53,16 @@ struct EmbeddingAndHead {
 // `Decoder` of ops/cpu/layers.py.
 class Decoder : public torch::CustomClassHolder {
  public:
-  void append_mamba(const c10::intrusive_ptr<MambaLayer>& mixer, const c10::intrusive_ptr<FeedForward>& feed_forward) {
-    layers_.push_back({mixer, feed_forward});
+  void append_mamba(const c10::intrusive_ptr<MambaLayer>& half) {
+    halves_.push_back(half);
+    mixers_++;
   }
-  void append_attention(
-      const c10::intrusive_ptr<AttentionLayer>& mixer, const c10::intrusive_ptr<FeedForward>& feed_forward) {
-    layers_.push_back({mixer, feed_forward});
+  void append_attention(const c10::intrusive_ptr<AttentionLayer>& half) {
+    halves_.push_back(half);
+    mixers_++;
+  }
+  void append_feed_forward(const c10::intrusive_ptr<FeedForward>& half) {
+    halves_.push_back(half);
   }
 
   void set_embedding_and_head(const EmbeddingAndHead& given) {
@@ -80,18 +84,19 @@ class Decoder : public torch::CustomClassHolder {
     AdapterRows adapted = adapter_rows(adapters, rows.tokens, hidden_states.size(0));
     std::vector<at::Tensor> kept;
     CacheRows cache_rows{rows.tokens, slots, rows.starts};
-    for (size_t i = 0; i < layers_.size(); i++) {
-      const auto& [first, second] = states[i];
-      const auto& [mixer, feed_forward] = layers_[i];
-      if (const auto* mamba = std::get_if<Mamba>(&mixer)) {
-        auto [sum, inputs] = (*mamba)->step(hidden_states, {first, second}, rows, adapted);
+    size_t mixer = 0;
+    for (const auto& half : halves_) {
+      if (const auto* mamba = std::get_if<Mamba>(&half)) {
+        const auto& [conv_state, ssm_state] = states[mixer++];
+        auto [sum, inputs] = (*mamba)->step(hidden_states, {conv_state, ssm_state}, rows, adapted);
         hidden_states = sum;
         if (keep_inputs) kept.push_back(inputs);
+      } else if (const auto* attention = std::get_if<Attention>(&half)) {
+        const auto& [key, value] = states[mixer++];
+        hidden_states = (*attention)->step(hidden_states, {key, value}, cache_rows, rotary, adapted);
       } else {
-        const auto& attention = std::get<Attention>(mixer);
-        hidden_states = attention->step(hidden_states, {first, second}, cache_rows, rotary, adapted);
+        hidden_states = std::get<c10::intrusive_ptr<FeedForward>>(half)->step(hidden_states, adapted);
       }
-      hidden_states = feed_forward->step(hidden_states, adapted);
     }
     kept.insert(kept.begin(), hidden_states);
     return kept;
@@ -116,22 +121,20 @@ class Decoder : public torch::CustomClassHolder {
   // Advance the Mamba layers' states by inputs that a step kept.
   void advance(const at::TensorList& kept_inputs, const LayerStates& states, const SlotRows& rows) const {
     check_states(states);
-    size_t next = 0;
-    for (size_t i = 0; i < layers_.size(); i++) {
-      const auto* mamba = std::get_if<Mamba>(&layers_[i].mixer);
+    size_t mixer = 0, next = 0;
+    for (const auto& half : halves_) {
+      if (std::holds_alternative<Attention>(half)) mixer++;
+      const auto* mamba = std::get_if<Mamba>(&half);
       if (mamba == nullptr) continue;
       TORCH_CHECK(next < kept_inputs.size(), "there are inputs of ", kept_inputs.size(), " Mamba layers only");
-      mamba_mixer(*(*mamba)->mixer, kept_inputs[next++], {std::get<0>(states[i]), std::get<1>(states[i])}, rows);
+      const auto& [conv_state, ssm_state] = states[mixer++];
+      mamba_mixer(*(*mamba)->mixer, kept_inputs[next++], {conv_state, ssm_state}, rows);
     }
   }
 
  private:
   using Mamba = c10::intrusive_ptr<MambaLayer>;
   using Attention = c10::intrusive_ptr<AttentionLayer>;
-  struct Layer {
-    std::variant<Mamba, Attention> mixer;
-    c10::intrusive_ptr<FeedForward> feed_forward;
-  };
 
   static at::Tensor numbers(const std::vector<int64_t>& values) {
     at::Tensor tensor = empty({static_cast<int64_t>(values.size())}, at::TensorOptions(at::kLong));
@@ -139,10 +142,11 @@ class Decoder : public torch::CustomClassHolder {
     return tensor;
   }
   void check_states(const LayerStates& states) const {
-    TORCH_CHECK(states.size() == layers_.size(), "there are states of ", states.size(), " layers of ", layers_.size());
+    TORCH_CHECK(states.size() == mixers_, "there are states of ", states.size(), " mixers of ", mixers_);
   }
 
-  std::vector<Layer> layers_;
+  std::vector<std::variant<Mamba, Attention, c10::intrusive_ptr<FeedForward>>> halves_;  // of layers, in order
+  size_t mixers_ = 0;
   std::optional<EmbeddingAndHead> embedding_and_head_;
 };
 

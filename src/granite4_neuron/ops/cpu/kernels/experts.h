@@ -9,8 +9,21 @@ namespace granite4_neuron {
 // counts more.
 std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k);
 
-// As ops.fused_experts. hidden_states: [tokens, hidden]; w1: [experts, 2 * width, hidden];
-// w2: [experts, hidden, width]; topk_weights, topk_ids: [tokens, top_k].
+// The router's choice by `topk_sigmoid`.
+struct SigmoidChoice {
+  at::Tensor correction_bias;  // [num_experts], float32
+  int64_t n_group, topk_group;
+  bool norm_topk_prob;
+  double scaling_factor;
+};
+
+// As ops.topk_sigmoid. router_logits: [tokens, num_experts], float32, contiguous. Of equal sums the first one's counts
+// more.
+std::pair<at::Tensor, at::Tensor> topk_sigmoid(
+    const at::Tensor& router_logits, int64_t top_k, const SigmoidChoice& choice);
+
+// As ops.fused_experts. hidden_states: [tokens, hidden]; w1: [experts, 2 * width, hidden], or
+// without a gate [experts, width, hidden]; w2: [experts, hidden, width]; topk_weights, topk_ids: [tokens, top_k].
 at::Tensor fused_experts(
     const at::Tensor& hidden_states, const Weight& w1, const Weight& w2, const at::Tensor& topk_weights,
     const at::Tensor& topk_ids);

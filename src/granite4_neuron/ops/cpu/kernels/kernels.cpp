@@ -141,18 +141,23 @@ inline void register_layers(torch::Library& library) {
       .def(
           init([](const Tensor& norm, const Tensor& input, const Tensor& output, const MaybeTensor& router,
                   const MaybeTensor& expert_input, const MaybeTensor& expert_output, int64_t top_k, double eps,
-                  double residual_multiplier) {
+                  double residual_multiplier, const MaybeTensor& correction_bias, int64_t n_group, int64_t topk_group,
+                  bool norm_topk_prob, double scaling_factor) {
             std::optional<Experts> experts;
             if (router.has_value()) {
               TORCH_CHECK(expert_input.has_value() && expert_output.has_value(), "there is a router without experts");
-              experts = Experts{Matrix(*router), Matrix(*expert_input), Matrix(*expert_output), top_k};
+              experts = Experts{Matrix(*router), Matrix(*expert_input), Matrix(*expert_output), top_k, std::nullopt};
+              if (correction_bias.has_value())
+                experts->sigmoid =
+                    SigmoidChoice{*correction_bias, n_group, topk_group, norm_topk_prob, scaling_factor};
             }
             return c10::make_intrusive<FeedForward>(
                 Residual(norm, eps, residual_multiplier), Linear(input), Linear(output), experts);
           }),
           "",
           {arg("norm"), arg("input"), arg("output"), arg("router"), arg("expert_input"), arg("expert_output"),
-           arg("top_k"), arg("eps"), arg("residual_multiplier")})
+           arg("top_k"), arg("eps"), arg("residual_multiplier"), arg("correction_bias"), arg("n_group"),
+           arg("topk_group"), arg("norm_topk_prob"), arg("scaling_factor")})
       .def(
           "step",
           [](const intrusive_ptr<FeedForward>& self, const Tensor& hidden_states) {
@@ -162,8 +167,9 @@ inline void register_layers(torch::Library& library) {
 
   library.class_<Decoder>("Decoder")
       .def(init<>())
-      .def("append_mamba", &Decoder::append_mamba, "", {arg("mixer"), arg("feed_forward")})
-      .def("append_attention", &Decoder::append_attention, "", {arg("mixer"), arg("feed_forward")})
+      .def("append_mamba", &Decoder::append_mamba, "", {arg("half")})
+      .def("append_attention", &Decoder::append_attention, "", {arg("half")})
+      .def("append_feed_forward", &Decoder::append_feed_forward, "", {arg("half")})
       .def(
           "step",
           [](const intrusive_ptr<Decoder>& self, const Tensor& hidden_states, LayerStates states,

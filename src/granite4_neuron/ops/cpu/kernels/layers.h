@@ -1,7 +1,7 @@
 // The halves of decoder layers, each made once of its weights and settings.
 //
 // The definitions are in Python: model.mamba2.Mamba2 and model.attention.Attention, each behind a norm, and
-// the second half of DecoderLayer in modeling_granite_moe_hybrid. ops/cpu/layers.py is the Python side.
+// the second half of model.decoder_layer.DecoderLayer. ops/cpu/layers.py is the Python side.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -210,12 +210,26 @@ struct AttentionLayer : torch::CustomClassHolder {
 
 // As ops.mlp.
 inline at::Tensor mlp(const at::Tensor& x, const Weight& input, const Weight& output) {
-  return linear(silu_and_mul(linear(x, input, std::nullopt)), output, std::nullopt);
+  return linear(activate(linear(x, input, std::nullopt), output.columns), output, std::nullopt);
 }
 
+// The rows that the first matrix of an MLP or an expert has, whose second one has `width` columns: with a gate twice as
+// many, where it does not have exactly these.
+inline int64_t rows_before(const Matrix& input, int64_t width) {
+  return input.weight.rows == width ? width : 2 * width;
+}
+
+// The router is for vectors in float32 where it chooses by `topk_sigmoid`.
 struct Experts {
   Matrix router, input, output;
   int64_t top_k;
+  std::optional<SigmoidChoice> sigmoid;
+
+  // x: [tokens, hidden_size].
+  std::pair<at::Tensor, at::Tensor> choose(const at::Tensor& x) const {
+    if (!sigmoid.has_value()) return topk_softmax(logits(x, router.weight, 1.0), top_k);
+    return topk_sigmoid(logits(x.to(at::kFloat), router.weight, 1.0), top_k, *sigmoid);
+  }
 };
 
 // hidden_states + multiplier * mlp(x) + multiplier * experts(x), where x = rms_norm(hidden_states).
@@ -229,12 +243,13 @@ struct FeedForward : torch::CustomClassHolder {
       : residual(residual), input(input), output(output), experts(experts) {
     int64_t hidden = residual.hidden_size();
     int64_t mlp_width = output.matrix.weight.columns;
-    check_projection(input.matrix, "input", residual.norm, 2 * mlp_width, hidden);
+    check_projection(input.matrix, "input", residual.norm, rows_before(input.matrix, mlp_width), hidden);
     check_projection(output.matrix, "output", residual.norm, hidden, mlp_width);
     if (!experts.has_value()) return;
     int64_t width = experts->output.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
-    check_projection(experts->router, "router", residual.norm, count, hidden);
-    check_projection(experts->input, "expert_input", residual.norm, 2 * width, hidden);
+    const at::Tensor& routed = experts->sigmoid.has_value() ? experts->sigmoid->correction_bias : residual.norm;
+    check_projection(experts->router, "router", routed, count, hidden);
+    check_projection(experts->input, "expert_input", residual.norm, rows_before(experts->input, width), hidden);
     check_projection(experts->output, "expert_output", residual.norm, hidden, width);
     for (const Matrix* matrix : {&experts->input, &experts->output})
       TORCH_CHECK(
@@ -250,10 +265,11 @@ struct FeedForward : torch::CustomClassHolder {
   // hidden_states: [..., hidden_size], float32.
   at::Tensor step(const at::Tensor& hidden_states, const AdapterRows& adapters = {}) const {
     at::Tensor x = residual.normalised(hidden_states);
-    at::Tensor sum = residual.add(hidden_states, output(silu_and_mul(input(x, adapters)), adapters));
+    at::Tensor activated = activate(input(x, adapters), output.matrix.weight.columns);
+    at::Tensor sum = residual.add(hidden_states, output(activated, adapters));
     if (!experts.has_value()) return sum;
     at::Tensor tokens = x.view({-1, x.size(-1)});
-    auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router.weight, 1.0), experts->top_k);
+    auto [topk_weights, topk_ids] = experts->choose(tokens);
     at::Tensor expert_sum =
         fused_experts(tokens, experts->input.weight, experts->output.weight, topk_weights, topk_ids);
     return residual.add(sum, expert_sum.view(hidden_states.sizes()));

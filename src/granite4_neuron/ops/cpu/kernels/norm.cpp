@@ -110,6 +110,21 @@ at::Tensor silu_and_mul(const at::Tensor& x) {
   return y;
 }
 
+at::Tensor relu2(const at::Tensor& x) {
+  PartOfStep part(Part::norms);
+  int64_t width = check_width(x, "x"), rows = x.numel() / width;
+  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
+  at::Tensor y = empty(x.sizes(), x.options());
+  GRANITE4_DISPATCH(x.scalar_type(), "relu2", [&] {
+    const auto* from = x.const_data_ptr<scalar_t>();
+    auto* to = y.mutable_data_ptr<scalar_t>();
+    parallel_tasks(rows, std::max<int64_t>(1, MIN_VALUES_PER_TASK / width), [&](int64_t begin, int64_t end) {
+      relu2(from + begin * width, to + begin * width, (end - begin) * width);
+    });
+  });
+  return y;
+}
+
 at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha) {
   PartOfStep part(Part::norms);
   int64_t width = check_width(x, "x"), rows = x.numel() / width;

@@ -25,6 +25,23 @@ inline void silu_and_mul(const X* gate, const X* up, T* to, int64_t count) {
   for (; i < count; i++) to[i] = static_cast<T>(silu(static_cast<float>(gate[i])) * static_cast<float>(up[i]));
 }
 
+// As ops.relu2. x: [..., width], contiguous.
+at::Tensor relu2(const at::Tensor& x);
+
+// The same of `count` channels.
+template <typename X, typename T>
+inline void relu2(const X* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    float value = std::max(static_cast<float>(from[i]), 0.0f);
+    to[i] = static_cast<T>(value * value);
+  }
+}
+
+// As ops.activate: `relu2` of [..., width], and `silu_and_mul` of [..., 2 * width].
+inline at::Tensor activate(const at::Tensor& x, int64_t width) {
+  return x.size(-1) == width ? relu2(x) : silu_and_mul(x);
+}
+
 // As ops.residual_add. x: float32; y: any dtype; both contiguous and of one shape.
 at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha);
 

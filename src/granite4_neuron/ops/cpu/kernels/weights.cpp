@@ -139,6 +139,16 @@ at::Tensor logits(const at::Tensor& any_x, const Weight& weight, double scaling)
   return y;
 }
 
+// Put the numbers of the `count` largest values first, of those numbers that there are in `order`.
+inline void largest_first(const float* values, int64_t count, std::vector<int64_t>& order) {
+  // NaN sorts as the largest, as torch has it; otherwise the order would not be one.
+  auto before = [&](int64_t a, int64_t b) {
+    if (std::isnan(values[a]) || std::isnan(values[b])) return std::isnan(values[a]) && !std::isnan(values[b]);
+    return values[a] > values[b] || (values[a] == values[b] && a < b);
+  };
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), before);
+}
+
 std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k) {
   check_dense(router_logits, "router_logits", {-1, -1}, at::kFloat);
   TORCH_CHECK(
@@ -150,16 +160,59 @@ std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, 
   for (int64_t token = 0; token < tokens; token++) {
     const float* scores = router_logits.const_data_ptr<float>() + token * experts;
     std::iota(order.begin(), order.end(), 0);
-    // NaN sorts as the largest, as torch has it; otherwise the order would not be one.
-    auto before = [&](int64_t a, int64_t b) {
-      if (std::isnan(scores[a]) || std::isnan(scores[b])) return std::isnan(scores[a]) && !std::isnan(scores[b]);
-      return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
-    };
-    std::partial_sort(order.begin(), order.begin() + top_k, order.end(), before);
+    largest_first(scores, top_k, order);
     float* weight = weights.mutable_data_ptr<float>() + token * top_k;
     float total = 0.0f;
     for (int64_t k = 0; k < top_k; k++) total += weight[k] = std::exp(scores[order[k]] - scores[order[0]]);
     for (int64_t k = 0; k < top_k; k++) weight[k] /= total;
+    std::copy(order.begin(), order.begin() + top_k, ids.mutable_data_ptr<int64_t>() + token * top_k);
+  }
+  return {weights, ids};
+}
+
+std::pair<at::Tensor, at::Tensor> topk_sigmoid(
+    const at::Tensor& router_logits, int64_t top_k, const SigmoidChoice& choice) {
+  check_dense(router_logits, "router_logits", {-1, -1}, at::kFloat);
+  int64_t tokens = router_logits.size(0), experts = router_logits.size(1), groups = choice.n_group;
+  check_dense(choice.correction_bias, "correction_bias", {experts}, at::kFloat);
+  TORCH_CHECK(
+      0 < groups && experts % groups == 0 && (groups == 1 || experts / groups > 1) && 0 < choice.topk_group &&
+          choice.topk_group <= groups,
+      "there are ", choice.topk_group, " of ", groups, " groups of ", experts, " experts");
+  int64_t size = experts / groups;
+  TORCH_CHECK(0 < top_k && top_k <= choice.topk_group * size, "top_k is ", top_k, " of ", experts, " experts");
+  at::Tensor weights = empty({tokens, top_k}, router_logits.options());
+  at::Tensor ids = empty({tokens, top_k}, router_logits.options().dtype(at::kLong));
+  const float* bias = choice.correction_bias.const_data_ptr<float>();
+  std::vector<float> scores(experts), sums(experts), of_groups(groups);
+  std::vector<int64_t> order, pair(size), best_groups(groups);
+  for (int64_t token = 0; token < tokens; token++) {
+    const float* logits = router_logits.const_data_ptr<float>() + token * experts;
+    for (int64_t i = 0; i < experts; i++) {
+      scores[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+      sums[i] = scores[i] + bias[i];
+    }
+    std::iota(best_groups.begin(), best_groups.end(), 0);
+    if (groups > 1) {
+      for (int64_t group = 0; group < groups; group++) {
+        const float* own = sums.data() + group * size;
+        std::iota(pair.begin(), pair.end(), 0);
+        largest_first(own, 2, pair);
+        of_groups[group] = own[pair[0]] + own[pair[1]];
+      }
+      largest_first(of_groups.data(), choice.topk_group, best_groups);
+    }
+    order.clear();
+    for (int64_t i = 0; i < choice.topk_group; i++)
+      for (int64_t expert = 0; expert < size; expert++) order.push_back(best_groups[i] * size + expert);
+    largest_first(sums.data(), top_k, order);
+    float* weight = weights.mutable_data_ptr<float>() + token * top_k;
+    float total = 0.0f;
+    for (int64_t k = 0; k < top_k; k++) total += weight[k] = scores[order[k]];
+    for (int64_t k = 0; k < top_k; k++) {
+      if (choice.norm_topk_prob) weight[k] /= total + 1e-20f;
+      weight[k] *= static_cast<float>(choice.scaling_factor);
+    }
     std::copy(order.begin(), order.begin() + top_k, ids.mutable_data_ptr<int64_t>() + token * top_k);
   }
   return {weights, ids};
@@ -186,8 +239,8 @@ at::Tensor fused_experts(
   PartOfStep part(Part::experts);
   check_product(hidden_states, w1);
   TORCH_CHECK(
-      w2.dtype == w1.dtype && w2.format == w1.format && w2.experts == w1.experts && w1.rows == 2 * w2.columns &&
-          w2.rows == w1.columns,
+      w2.dtype == w1.dtype && w2.format == w1.format && w2.experts == w1.experts &&
+          (w1.rows == 2 * w2.columns || w1.rows == w2.columns) && w2.rows == w1.columns,
       "w1 and w2 are not the two matrices of the same experts");
   check_dense(hidden_states, "hidden_states", {-1, w1.columns}, w1.dtype);
   check_dense(topk_ids, "topk_ids", {hidden_states.size(0), -1}, at::kLong);
@@ -197,13 +250,18 @@ at::Tensor fused_experts(
   at::Tensor output = empty(hidden_states.sizes(), hidden_states.options());
   std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices, w1.experts);
   GRANITE4_DISPATCH_WEIGHT(w1, "fused_experts", [&] {
-    Scratch<float> gate_up(choices * 2 * width), y(choices * hidden);
+    Scratch<float> first(choices * w1.rows), y(choices * hidden);
     Scratch<scalar_t> activated(choices * width);
-    multiply_groups<tiles_t>(groups, w1, hidden_states.const_data_ptr<scalar_t>(), top_k, gate_up.data());
+    multiply_groups<tiles_t>(groups, w1, hidden_states.const_data_ptr<scalar_t>(), top_k, first.data());
     parallel_tasks(choices, 8, [&](int64_t begin, int64_t end) {
       for (int64_t choice = begin; choice < end; choice++) {
-        const float* gate = gate_up.data() + choice * 2 * width;
-        silu_and_mul(gate, gate + width, activated.data() + choice * width, width);
+        const float* from = first.data() + choice * w1.rows;
+        scalar_t* to = activated.data() + choice * width;
+        if (w1.rows == width) {
+          relu2(from, to, width);
+        } else {
+          silu_and_mul(from, from + width, to, width);
+        }
       }
     });
     multiply_groups<tiles_t>(groups, w2, activated.data(), 1, y.data());

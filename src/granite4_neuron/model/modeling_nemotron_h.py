@@ -1,0 +1,82 @@
+"""NVIDIA Nemotron 3: every layer is one part behind one norm: Mamba, attention, an MLP, or experts.
+
+Mamba and attention are those of other hybrids; attention has no rotary positions. MLP and experts have no gate, and
+their activation is a squared ReLU. One expert is shared by all tokens: it is the layer's MLP.
+
+Source: transformers' NemotronHForCausalLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, NemotronHConfig
+from granite4_neuron.model.attention import Attention
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.model.moe import Router, RouterWeights, SharedMLP, SparseMoe
+from granite4_neuron.model.parallel import Parallel
+
+
+class NemotronHForCausalLM(HybridForCausalLM):
+    """A Nemotron 3 model, dense or with experts."""
+
+    @staticmethod
+    def make_layer(config: ModelConfig, number: int, parallel: Parallel) -> DecoderLayer:
+        """Implement `HybridForCausalLM.make_layer`."""
+        assert isinstance(config, NemotronHConfig)  # `families`
+        parts = config.parts(config.layer_types[number])
+        mixer: Mamba2 | Attention | None = None
+        if parts.mixer == MAMBA:
+            mixer = Mamba2(config, parallel, number)
+        elif parts.mixer == ATTENTION:
+            mixer = Attention(config, parallel)
+        mlp = SharedMLP(config, parallel, parts.mlp_width) if parts.mlp_width else None
+        experts = NemotronHExperts(config, parallel) if parts.has_experts else None
+        return DecoderLayer(config, parallel, mixer, mlp, experts)
+
+
+class NemotronHExperts(SparseMoe):
+    """Experts that a sigmoid chooses, see `ops.topk_sigmoid`. The router computes in float32, and its weights are in
+    float32, whatever the model's dtype.
+    """
+
+    def __init__(self, config: NemotronHConfig, parallel: Parallel):
+        super().__init__(config, parallel)
+        self.router = _Router(config.hidden_size, config.num_local_experts)
+        self.n_group, self.topk_group = config.n_group, config.topk_group
+        self.norm_topk_prob, self.routed_scaling_factor = config.norm_topk_prob, config.routed_scaling_factor
+
+    def choice(self) -> dict[str, Any]:
+        """Implement `SparseMoe.choice`."""
+        return dict(
+            correction_bias=self.router.e_score_correction_bias.float(),
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            norm_topk_prob=self.norm_topk_prob,
+            scaling_factor=self.routed_scaling_factor,
+        )
+
+    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `SparseMoe.choose`."""
+        logits = self.operators.router_logits(tokens.float(), self.router.layer.weight)
+        return self.operators.topk_sigmoid(logits, top_k=self.top_k, **self.choice())
+
+
+class _Router(Router):
+    """A router with the bias that takes part in the choice only."""
+
+    keeps_float32 = ("e_score_correction_bias",)
+
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__(hidden_size, num_experts)
+        self.layer = _Float32RouterWeights(hidden_size, num_experts, bias=False)
+        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts))
+
+
+class _Float32RouterWeights(RouterWeights):
+    keeps_float32 = ("weight",)
