@@ -98,7 +98,7 @@ def _server(runtime: Runtime, measured: Measured, num_sequences: int) -> Server:
         state_dtype=runtime.state_dtype,
         tokens_per_step=runtime.tokens_per_step,
         rows_per_step=runtime.rows_per_step,
-        is_exact_at_any_cut=runtime.is_exact_at_any_cut,
+        prompt_cuts=runtime.prompt_cuts,
         packs_rows=runtime.packs_rows,
         max_length=_LONGEST,
     )

@@ -14,12 +14,14 @@ from benchmarks.traces import Tokens, Turn, replay
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.engine import PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
+from granite4_neuron.engine.prefix_interface import any_length
 from granite4_neuron.engine.prefix_tree import Entries, Node
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.neuron.analysis.roofline import minimum
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot
@@ -33,7 +35,7 @@ class SizesOnly:
     """A runtime as a prefix cache sees it. Its snapshots have the sizes of a model's in bfloat16, and no memory."""
 
     tokens_per_step = CPURuntime.tokens_per_step
-    is_exact_at_any_cut = True  # as the fused kernels are
+    prompt_cuts = ANYWHERE  # as the fused kernels are
     cannot: Mapping[str, str] = {}
     dtype, state_dtype = torch.bfloat16, torch.float32
     fingerprint = Fingerprint.parse("")
@@ -112,12 +114,12 @@ class MarconiCache(PrefixCache):
         self._window: int | None = None
         self._branches: set[int] = set()
 
-    def match_prefix(self, tokens: Sequence[int]):
+    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length):
         self._prompts.append(list(tokens))
-        return super().match_prefix(tokens)
+        return super().match_prefix(tokens, is_place)
 
-    def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        self._branches = super().new_branches(tokens)
+    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> set[int]:
+        self._branches = super().new_branches(tokens, is_place)
         return self._branches
 
     def insert(self, tokens: Sequence[int], state: object, slot: int, logits: torch.Tensor) -> None:
@@ -210,15 +212,16 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     limit = len(prompt) + len(answer)
     sequence = RunningSequence(0, Request(prompt, len(answer)), limit, TextStream(None, [], prompt), AppliedAdapter())
     prefix = cache.match_prefix(prompt)
-    sequence.cuts |= cache.new_branches(prompt)
+    sequence.cut_at(cache.new_branches(prompt))
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:
-        sequence.stored = sequence.next_cut(runtime.tokens_per_step, runtime.is_exact_at_any_cut)
+        sequence.stored = sequence.next_cut(runtime.tokens_per_step)
         if sequence.is_kept(cache.interval):
             cache.insert(prompt[: sequence.stored], None, 0, runtime.logits)
     sequence.tokens += answer
     while sequence.stored < limit - 1:  # the last token is chosen, and not run
-        sequence.stored = min(limit - 1, sequence.next_cut(cache.interval or limit, False))
+        interval = cache.interval or limit
+        sequence.stored = min(limit - 1, (sequence.stored // interval + 1) * interval)
         cache.insert(sequence.tokens[: sequence.stored], None, 0, runtime.logits)
     if prefix is not None:
         cache.release(prefix)

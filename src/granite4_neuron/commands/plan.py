@@ -141,7 +141,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
 
     from granite4_neuron.neuron.analysis import latency, plan, published_latency
     from granite4_neuron.neuron.analysis.live_set import live_set
-    from granite4_neuron.runtime.graphs import pieces
+    from granite4_neuron.runtime.prompt_cuts import pieces
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")

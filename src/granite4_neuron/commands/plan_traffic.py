@@ -203,6 +203,7 @@ def _server(
 
 def _measured(file: Path) -> tuple[dict[str, Any], str]:
     from granite4_neuron.config import config_from_dict
+    from granite4_neuron.runtime.prompt_cuts import from_json
     from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps
 
     measured = Measured.load(file)
@@ -214,7 +215,7 @@ def _measured(file: Path) -> tuple[dict[str, Any], str]:
         state_dtype=dtype_of(measured.state_dtype),
         tokens_per_step=measured.tokens_per_step,
         rows_per_step=measured.rows_per_step,
-        is_exact_at_any_cut=measured.is_exact_at_any_cut,
+        prompt_cuts=from_json(measured.prompt_cuts),
         packs_rows=measured.packs_rows,
         max_length=config.max_position_embeddings,
     )
@@ -224,7 +225,9 @@ def _measured(file: Path) -> tuple[dict[str, Any], str]:
 def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOptions) -> tuple[dict[str, Any], str]:
     from granite4_neuron.neuron.analysis.plan import check_ranks
     from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_token_buckets
+    from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
     from granite4_neuron.runtime.graphs import cache_buckets
+    from granite4_neuron.runtime.prompt_cuts import Continued, Pieces, PromptCuts
     from granite4_neuron.simulation.predicted_steps import PredictedSteps
 
     check_ranks(options.instance, options.tp_degree)
@@ -233,8 +236,10 @@ def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOp
     longest = min(options.max_model_len, config.max_position_embeddings)
     slots = max(options.batch_size, options.max_num_seqs)
     prompts = graphs.prompt_lengths(longest)
+    cuts: PromptCuts = Pieces(tuple(prompts))
     if isinstance(graphs, GraphOptions):  # NxD Inference keeps the state in slots, and cuts prompts itself
         caches, tokens, own_slots = list(graphs.token_buckets or default_token_buckets(longest)), longest, slots
+        cuts = Continued(prompts[-1], min(prompts[-1], CONTINUATION_TOKENS))
     else:
         caches, tokens, own_slots = cache_buckets(graphs.cache_length(config, longest)), prompts[-1], 0
     if caches[-1] < longest:
@@ -246,7 +251,7 @@ def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOp
         dtype=dtype,
         tokens_per_step=tokens,
         rows_per_step=1,
-        is_exact_at_any_cut=False,
+        prompt_cuts=cuts,
         max_length=longest,
         own_slots=own_slots,
     )

@@ -158,7 +158,7 @@ def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder
 def save_prompt(
     options: argparse.Namespace, cache: PrefixCache | SlotPrefixCache | None, tokens: Sequence[int]
 ) -> None:
-    """Write a prompt's state to the file of --prompt-cache.
+    """Write a prompt's state to the file of --prompt-cache, or where a prompt cannot go on from it that of a beginning.
 
     Raises:
         UserError: it cannot be written, or there was no room for it in the cache.
@@ -166,7 +166,7 @@ def save_prompt(
     from granite4_neuron.engine import PrefixCache
 
     assert isinstance(cache, PrefixCache)  # as `prefix_cache` returns it with --prompt-cache
-    snapshot = cache.export(tokens)
+    snapshot = cache.export_beginning(tokens)
     if snapshot is None:
         raise UserError("--prefix-cache has no room for the prompt, which --prompt-cache wants to write.")
     snapshot.save(options.prompt_cache)

@@ -210,7 +210,7 @@ class Engine:
         request = request.with_defaults(self.runtime.generation_config)
         text = TextStream(self._tokenizer, request.stop or (), request.tokens, request.skip_special_tokens)
         adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
-        sequence = RunningSequence(next(_IDS), request, limit, text, adapter)
+        sequence = RunningSequence(next(_IDS), request, limit, text, adapter, self.runtime.prompt_cuts)
         self._live.add(sequence)
         return sequence.id
 

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch
 
 from granite4_neuron.engine.prefix_folder import PrefixFolder
+from granite4_neuron.engine.prefix_interface import any_length
 from granite4_neuron.engine.prefix_tree import Entries, Entry, Node
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
@@ -129,17 +130,17 @@ class PrefixCache:
         """The bytes of the files in its folder; None without one."""
         return None if self._folder is None else self._folder.num_bytes
 
-    def match_prefix(self, tokens: Sequence[int]) -> Prefix | None:
-        """Find the longest cached prefix of a sequence, which may be all of it."""
+    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> Prefix | None:
+        """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
         self._check_tree()
         self._stats.queries += 1
         self._stats.query_tokens += len(tokens)
-        node = self._longest(tokens)
+        node = self._longest(tokens, is_place)
         if self._folder is not None:
-            found = self._folder.find(tokens, node.length + SHORTEST_SHARED)
+            found = self._folder.find(tokens, node.length + SHORTEST_SHARED, is_place)
             if found is not None:
                 self._load(found)
-                before, node = node.length, self._longest(tokens)
+                before, node = node.length, self._longest(tokens, is_place)
                 self._stats.folder_hit_tokens += node.length - before
         self._entries.record_match(node if node.length else None)
         if node.entry is None:
@@ -151,13 +152,14 @@ class PrefixCache:
         self._stats.hit_tokens += node.length
         return prefix
 
-    def new_branches(self, tokens: Sequence[int]) -> set[int]:
+    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> set[int]:
         """Return where a sequence diverges from an earlier one, if the last snapshot before that is far enough away."""
         if not self.at_branches:
             return set()
         node, _, shared = self._descend(tokens)
         length = node.length + shared
-        return {length} if length - node.entry_above.length >= SHORTEST_SHARED else set()
+        found = self._longest(tokens, is_place).length
+        return {length} if length - found >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
         """Record that a sequence that started from this prefix has ended."""
@@ -254,6 +256,14 @@ class PrefixCache:
         tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.entry.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
+    def export_beginning(self, tokens: Sequence[int]) -> Snapshot | None:
+        """Return what `export` does of the longest prefix from which a longer prompt can go on, or if there is none, of
+        the longest one; None if there is none at all.
+        """
+        cuts, length = self._runtime.prompt_cuts, len(tokens) + 1
+        node = self._longest(tokens, lambda place: cuts.last(place, length) == place)
+        return self.export(tokens[: (node if node.length else self._longest(tokens)).length])
+
     def _check_tree(self) -> None:
         """Forget all if an earlier change has not come to its end."""
         if self._is_changing:
@@ -265,9 +275,12 @@ class PrefixCache:
         self._stats.snapshots = self._stats.num_bytes = 0
         self._is_changing = False
 
-    def _longest(self, tokens: Sequence[int]) -> Node:
-        """Return the longest entry that is a prefix of a sequence; the root if there is none."""
-        return self._descend(tokens)[0].entry_above
+    def _longest(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> Node:
+        """Return the longest entry that is a prefix of a sequence, with such a length; the root if there is none."""
+        node = self._descend(tokens)[0].entry_above
+        while node.parent is not None and not is_place(node.length):
+            node = node.parent.entry_above
+        return node
 
     def _descend(self, tokens: Sequence[int]) -> tuple[Node, Node | None, int]:
         """Return the last node whose tokens all match; its child that matches in part, if any; and how many of the

@@ -12,13 +12,14 @@ import reprlib
 import shutil
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from granite4_neuron.engine.prefix_interface import any_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.state.snapshot import LOGITS, Snapshot, cut_keys_and_values, padded_keys_and_values
@@ -88,11 +89,13 @@ class PrefixFolder:
         self._thread = threading.Thread(target=self._run, name="prefix folder", daemon=True)
         self._thread.start()
 
-    def find(self, tokens: Sequence[int], least: int) -> Snapshot | None:
-        """Read the longest prefix of a sequence that has at least so many tokens: all of it, with tokens and logits."""
+    def find(self, tokens: Sequence[int], least: int, is_place: Callable[[int], bool] = any_length) -> Snapshot | None:
+        """Read the longest prefix of a sequence that has at least so many tokens, and such a length: all of it, with
+        tokens and logits.
+        """
         if tokens[0] >= self._runtime.config.vocab_size:  # the key of an adapter or a salt: see `_write`
             return None
-        while (chain := self._longest_chain(tokens, range(least, len(tokens) + 1))) is not None:
+        while (chain := self._longest_chain(tokens, least, is_place)) is not None:
             if (snapshots := self._read(chain)) is not None:
                 length = chain[-1].length
                 tensors = padded_keys_and_values(snapshots, length)
@@ -124,12 +127,14 @@ class PrefixFolder:
             keys[length], done = digest.hexdigest(), length
         return keys
 
-    def _longest_chain(self, tokens: Sequence[int], lengths: range) -> list[_File] | None:
+    def _longest_chain(
+        self, tokens: Sequence[int], least: int, is_place: Callable[[int], bool] = any_length
+    ) -> list[_File] | None:
         """Return files that together hold the longest prefix of such a length, in order; None if there are none."""
         files = {file.key: file for file in self._files if file not in self._refused}
         keys = self._keys(tokens, {file.length for file in files.values() if file.length <= len(tokens)})
         for length in sorted(keys, reverse=True):
-            if length in lengths and (chain := _chain(files, keys, length)) is not None:
+            if length >= least and is_place(length) and (chain := _chain(files, keys, length)) is not None:
                 return chain
         return None
 
@@ -189,7 +194,7 @@ class PrefixFolder:
             sizes = self._look()
             if self._is_used(tokens):  # another process has written it
                 return
-            before = self._longest_chain(tokens, range(1, length)) or []
+            before = self._longest_chain(tokens[:-1], 1) or []
             self._touch(before)
             file = _File(before[-1].length if before else 0, length, self._keys(tokens, [length])[length])
             tensors = cut_keys_and_values(padded_keys_and_values(snapshots, length), file.start, length)
@@ -201,7 +206,7 @@ class PrefixFolder:
 
     def _is_used(self, tokens: Sequence[int]) -> bool:
         """Note the use of the snapshot of exactly these tokens; return whether there is one."""
-        chain = self._longest_chain(tokens, range(len(tokens), len(tokens) + 1))
+        chain = self._longest_chain(tokens, len(tokens))
         try:
             self._touch(chain or [])
         except FileNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,6 +24,11 @@ def salted(keys: Sequence[int], salt: str | None) -> Sequence[int]:
         return keys
     digest = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
     return [(int.from_bytes(digest, "big") << _TOKEN_BITS) + keys[0], *keys[1:]]
+
+
+def any_length(length: int) -> bool:
+    """Return whether a sequence may begin from a prefix of this length, where it may from any."""
+    return True
 
 
 class FoundPrefix(Protocol):
@@ -47,11 +52,13 @@ class AnyPrefixCache(Protocol[Found]):
     def interval(self) -> int | None:
         """The engine has snapshots kept at multiples of it; None for no such snapshots."""
 
-    def match_prefix(self, tokens: Sequence[int]) -> Found | None:
-        """Find the longest cached prefix of a sequence, which may be all of it."""
+    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = ...) -> Found | None:
+        """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
 
-    def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        """Return where to cut a sequence, and keep snapshots of it, beside the usual places."""
+    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = ...) -> set[int]:
+        """Return where to cut a sequence, and keep snapshots of it, beside the usual places. It may begin from prefixes
+        of such lengths.
+        """
 
     def attach(self, state: HybridState | None) -> None:
         """Use this state; forget what belongs to another one."""

@@ -34,17 +34,19 @@ class PrefixReuse:
 
     @property
     def interval(self) -> int | None:
-        """The cache keeps snapshots at its multiples; None for no such snapshots."""
-        return None if self.cache is None else self.cache.interval
+        """The cache keeps snapshots at its multiples, of answers too; None for no such snapshots of answers."""
+        keeps_answers = self._runtime.prompt_cuts.keeps_answers
+        return self.cache.interval if self.cache is not None and keeps_answers else None
 
     def is_worth_waiting(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
         """Return whether one of the others, which run in this step, will put a shared prefix into the cache."""
         if self.cache is None or sequence.has_begun:
             return False
-        lengths = (common_length(sequence.keys, other.keys) for other in others)
-        chunk, is_exact = self._runtime.tokens_per_step, self._runtime.is_exact_at_any_cut
-        kept = (other.next_kept(self.cache.interval, chunk, is_exact) for other in others)
-        return any(its_kept <= length for its_kept, length in zip(kept, lengths, strict=True))
+        interval, chunk = self.cache.interval, self._runtime.tokens_per_step
+        kept = ((other, other.next_kept(interval, chunk)) for other in others)
+        return any(
+            sequence.is_place(length) and length <= common_length(sequence.keys, other.keys) for other, length in kept
+        )
 
     def begin(self, sequence: RunningSequence) -> None:
         """Start a prompt from its longest cached prefix, which may be all of it."""
@@ -53,8 +55,10 @@ class PrefixReuse:
         sequence.has_begun = True
         with self._saving_time:
             self.cache.attach(self._slots.state)
-            sequence.prefix = self.cache.match_prefix(sequence.keys)
-            sequence.cuts |= self.cache.new_branches(sequence.keys)
+            sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_place)
+            sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_place))
+            if not self._runtime.prompt_cuts.keeps_answers:  # a longer prompt cannot go on from this one's end
+                sequence.cut_at([len(sequence.request.tokens) - 1])
             if sequence.prefix is not None:
                 self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
                 sequence.stored = sequence.cached_tokens = sequence.prefix.length
@@ -73,7 +77,7 @@ class PrefixReuse:
 
     def keep(self, sequence: RunningSequence) -> None:
         """Keep a snapshot of a sequence that has run tokens, if its logits are finite."""
-        if self.cache is None or sequence.logits is None:
+        if self.cache is None or sequence.logits is None or not sequence.is_as_prompt(sequence.stored):
             return
         with self._saving_time:
             if isinstance(sequence.logits, LogitsOnDevice):

@@ -22,6 +22,7 @@ from granite4_neuron.engine.prefix_reuse import PrefixReuse
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import MOST_STOPS, Row, Runtime
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE
 
 # A step takes the time of so many tokens, besides that of its own: it reads the weights.
 _STEP_TOKENS = 16
@@ -188,7 +189,7 @@ class Scheduler:
             self._begin(sequence)
             if sequence.id not in self._live.running or not sequence.is_prompt:
                 continue
-            cut = sequence.next_cut(self._runtime.tokens_per_step, self._runtime.is_exact_at_any_cut)
+            cut = sequence.next_cut(self._runtime.tokens_per_step)
             if self._runtime.packs_rows:
                 cut = min(cut, sequence.stored + room)
             if cut - sequence.stored > room:
@@ -232,7 +233,7 @@ class Scheduler:
 
     def _take_certain(self, sequences: Sequence[RunningSequence]) -> None:
         """Add tokens to which a constraint leaves no alternative, where steps of several tokens give the same bits."""
-        if not self._runtime.is_exact_at_any_cut:
+        if self._runtime.prompt_cuts != ANYWHERE:
             return
         longest, vocab_size = self._runtime.tokens_per_verification, self._runtime.config.vocab_size
         counts = {}

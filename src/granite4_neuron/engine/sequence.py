@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from granite4_neuron.engine.sampling import NOT_FINITE, RequestFault, Sampler
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import CHOSEN, MOST_STOPS, Decoded, Row
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, PromptCuts
 
 
 class LogitsOnDevice(NamedTuple):
@@ -38,6 +39,7 @@ class RunningSequence:
     request: with the checkpoint's defaults.
     limit: the most tokens, prompt and new ones.
     adapter: that the request names, or none.
+    prompt_cuts: of the runtime.
     slot: 0 until it has one. started: when it got that, by the engine's clock.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
@@ -57,6 +59,7 @@ class RunningSequence:
     limit: int
     text: TextStream
     adapter: AppliedAdapter
+    prompt_cuts: PromptCuts = ANYWHERE
     sampler: Sampler = field(init=False)
     slot: int = 0
     started: float = 0.0
@@ -77,8 +80,8 @@ class RunningSequence:
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request, len(self.request.tokens))
         self.tokens = list(self.request.tokens)
-        # A step is with an adapter or without.
-        self.cuts = {*(self.request.snapshots_at or ()), self.adapter.start} - {0}
+        self.cuts = {self.adapter.start} - {0}  # a step is with an adapter or without
+        self.cut_at(self.request.snapshots_at or ())
         # The logits of a prompt's tokens are not kept anywhere.
         self.has_begun = self.request.prompt_logprobs is not None
 
@@ -112,27 +115,41 @@ class RunningSequence:
         """Whether it is one that a device can draw."""
         return self.takes_chosen and self.sampler.is_drawn
 
-    def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
-        """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
-        multiple of `chunk`. It stays there until they have been run, in one step or in pieces.
+    def is_as_prompt(self, length: int) -> bool:
+        """Return whether its state after so many tokens is the one that a prompt of them leaves. Where numbers depend
+        on cuts, an answer's tokens leave another one. So may a step with the logits of all tokens.
+        """
+        is_own = length <= len(self.request.tokens) and self.request.prompt_logprobs is None
+        return is_own or self.prompt_cuts.keeps_answers
 
-        Where numbers depend on the cuts, these depend only on the request; but a prefix cache may add cuts where
-        sequences diverge. Elsewhere there is no cut at a multiple if a chunk has room for what comes after.
+    def is_place(self, length: int) -> bool:
+        """Return whether its prompt may be cut at a length, see `runtime.prompt_cuts`."""
+        return self.prompt_cuts.last(length, len(self.request.tokens)) == length
+
+    def cut_at(self, lengths: Iterable[int]) -> None:
+        """Have its prompt cut, and a prefix cache keep a snapshot, at the last places up to these lengths."""
+        self.cuts |= {self.prompt_cuts.last(length, len(self.request.tokens)) for length in lengths} - {0}
+
+    def next_cut(self, chunk: int) -> int:
+        """Return where the tokens to run next end: at one of `cuts`, after the last token, or before that at a multiple
+        of `chunk`, unless a chunk has room for what comes after. It stays there until they have been run, in one step
+        or in pieces.
         """
         if self._cut <= self.stored:
-            self._cut = self._cut_after(self.stored, chunk, is_exact_at_any_cut)
+            self._cut = self._cut_after(self.stored, chunk)
         return self._cut
 
-    def next_kept(self, interval: int | None, chunk: int, is_exact_at_any_cut: bool) -> int:
+    def next_kept(self, interval: int | None, chunk: int) -> int:
         """Return at which of the next cuts of the prompt a prefix cache will keep a snapshot."""
-        length = self.next_cut(chunk, is_exact_at_any_cut)
+        length = self.next_cut(chunk)
         while not self._is_kept_at(length, interval):
-            length = self._cut_after(length, chunk, is_exact_at_any_cut)
+            length = self._cut_after(length, chunk)
         return length
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
         """Return the tokens to run next, up to `stop`, followed by drafts."""
-        return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts], self.adapter.at(self.stored))
+        tokens = [*self.tokens[self.stored : stop], *drafts]
+        return Row(self.slot, self.stored, tokens, self.adapter.at(self.stored), is_prompt=self.is_prompt)
 
     def with_draw(self, row: Row, ahead: int, vocab_size: int) -> Row:
         """Return a row with how a device draws the token that comes after `ahead` others, if it may."""
@@ -258,12 +275,11 @@ class RunningSequence:
         """Return how many tokens may follow in the next row before a prefix cache is to keep a snapshot."""
         return self.limit if interval is None else interval - self.stored % interval - self.num_unrun
 
-    def _cut_after(self, length: int, chunk: int, is_exact_at_any_cut: bool) -> int:
+    def _cut_after(self, length: int, chunk: int) -> int:
         end = min((len(self.tokens), *(cut for cut in self.cuts if cut > length)))
-        if is_exact_at_any_cut and end - length <= chunk:
-            return end
-        return min(end, (length // chunk + 1) * chunk)
+        return end if end - length <= chunk else (length // chunk + 1) * chunk
 
     def _is_kept_at(self, length: int, interval: int | None) -> bool:
         is_multiple = interval is not None and length % interval == 0
-        return is_multiple or length == len(self.request.tokens) or length in self.cuts
+        is_wanted = is_multiple or length == len(self.request.tokens) or length in self.cuts
+        return is_wanted and self.is_as_prompt(length)

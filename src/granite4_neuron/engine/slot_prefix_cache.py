@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import torch
 
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, PrefixCacheStats, common_length
+from granite4_neuron.engine.prefix_interface import any_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
 from granite4_neuron.state.hybrid_state import HybridState
@@ -82,11 +83,11 @@ class SlotPrefixCache:
         self._forget()
         self._state = None
 
-    def match_prefix(self, tokens: Sequence[int]) -> KeptSlot | None:
-        """Find the longest cached prefix of a sequence, which may be all of it."""
+    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> KeptSlot | None:
+        """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
         self._stats.queries += 1
         self._stats.query_tokens += len(tokens)
-        prefixes = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
+        prefixes = [kept for kept in self._kept.values() if is_place(kept.length) and _begins_with(tokens, kept.tokens)]
         if not prefixes:
             return None
         longest = max(prefixes, key=lambda kept: kept.length)
@@ -96,11 +97,12 @@ class SlotPrefixCache:
         self._found.add(found)
         return found
 
-    def new_branches(self, tokens: Sequence[int]) -> set[int]:
+    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> set[int]:
         """Return where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones
         end.
         """
-        found = max((kept.length for kept in self._kept.values() if _begins_with(tokens, kept.tokens)), default=0)
+        prefixes = [kept for kept in self._kept.values() if is_place(kept.length) and _begins_with(tokens, kept.tokens)]
+        found = max((kept.length for kept in prefixes), default=0)
         shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
         branches = {shared} if shared - found >= SHORTEST_SHARED else set()

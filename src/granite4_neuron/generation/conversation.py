@@ -167,7 +167,7 @@ class Conversation:
             raise UserError("there is nothing to save yet.")
         if self._request.adapter is not None:
             raise UserError("only the state of the model without adapters can be saved, and an adapter answers here.")
-        snapshot = self._cache.export(self.turns[-1].stored)
+        snapshot = self._cache.export_beginning(self.turns[-1].stored)
         if snapshot is None:
             raise UserError("the conversation's state is not in the prefix cache any more; give it more memory.")
         replace(snapshot, note=json.dumps({"system": self.system, "turns": self._saved_turns()})).save(file)
@@ -194,7 +194,7 @@ class Conversation:
         num_bytes = _POINTER_BYTES * sum(turn["start"] + len(turn["prompt"]) for turn in saved["turns"])
         available_memory.check_available(num_bytes, f"the turns in {file}", "take another conversation")
         turns = _loaded_turns(saved["turns"])
-        if turns[-1].stored != list(snapshot.tokens):
+        if turns[-1].stored[: snapshot.length] != list(snapshot.tokens):
             raise UserError(f"{file} is damaged (its state is of other tokens); save the conversation again.")
         self._cache.load(snapshot)
         self.system, self.turns = saved["system"], turns

@@ -17,6 +17,7 @@ from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops.cpu.build import library_key
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
+from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout
@@ -37,7 +38,7 @@ class BoundModel:
         "adapters": NO_ADAPTERS,
     }
     own_slots = 0
-    is_exact_at_any_cut = False
+    prompt_cuts: PromptCuts
     adapters: Mapping[str, Adapter] = {}
     model: HybridForCausalLM
     state_dtype: torch.dtype
@@ -83,7 +84,7 @@ class BoundModel:
     def fingerprint(self) -> Fingerprint:
         """Implement `Runtime.fingerprint`."""
         state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
-        facts = self.kernels, self.model.kernel_layout, state_dtype, library_key(), _version()
+        facts = self.kernels, self.prompt_cuts, self.model.kernel_layout, state_dtype, library_key(), _version()
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
     def with_model(self, model: HybridForCausalLM) -> Self:

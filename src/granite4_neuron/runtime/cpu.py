@@ -27,6 +27,7 @@ from granite4_neuron.runtime.interface import (
     packed_inputs,
     step_inputs,
 )
+from granite4_neuron.runtime.prompt_cuts import Anywhere
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot, check_chain, recurrent_state
 from granite4_neuron.state.snapshot_memory import SnapshotMemory
@@ -87,7 +88,7 @@ class CPURuntime(BoundModel):
         operators = replace(operators, launch_parameters=launch_parameters)
         self.model = model.bind(operators, adapters=list(self.adapters.values()))
         self._snapshot_memory = SnapshotMemory()
-        self.is_exact_at_any_cut = self.model.is_fused
+        self.prompt_cuts = Anywhere(is_exact=self.model.is_fused)
         if self.model.is_fused:
             self.cannot = {ability: why for ability, why in self.cannot.items() if ability != "adapters"}
         # Adapters that are loaded later change no state that is kept in a file, and are not to be held by this.

@@ -31,6 +31,7 @@ from granite4_neuron.runtime.interface import (
     accepted_rows,
     check_verification,
 )
+from granite4_neuron.runtime.prompt_cuts import Pieces, PromptCuts, pieces
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot, check_chain, cut_keys_and_values, padded_keys_and_values
 
@@ -38,11 +39,6 @@ from granite4_neuron.state.snapshot import Snapshot, check_chain, cut_keys_and_v
 PREFILL_BUCKETS = (128, 512)
 VERIFY_BUCKETS = (4, 8, 16)
 SHORTEST_CACHE = 1024
-# A piece of a prompt takes as long as if it had about this many tokens more, because it reads all weights. With 167
-# TFLOPS and 725 GB/s a core of a Trainium2 multiplies 230 tokens by a weight in bfloat16 while it reads the weight; an
-# H200 multiplies 206.
-_TOKENS_PER_PIECE = 256
-
 # The columns of a step's inputs: each row's start, its number of tokens and its slot, and then the tokens; in decode
 # these are the token and the row's stops.
 START, LENGTH, SLOT, TOKENS = range(4)
@@ -114,6 +110,7 @@ class GraphRuntime(BoundModel, ABC):
             self.weights_digest = digest.result
         self.generation_config = generation_config
         self.prefill_buckets = sorted(set(prefill_buckets))
+        self.prompt_cuts: PromptCuts = Pieces(tuple(self.prefill_buckets))
 
     @property
     def tokens_per_step(self) -> int:
@@ -142,7 +139,8 @@ class GraphRuntime(BoundModel, ABC):
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`. Rows with one further token are decoded together; others are prefilled one by one.
 
-        The first token of a sequence is always a prefill: the decode graph cannot start from zeros.
+        The first token of a sequence is always a prefill: the decode graph cannot start from zeros. So is a last token
+        of a prompt, which has the numbers of a prefill wherever the prompt was cut before it.
         """
         decoding = [row for row in rows if _is_decode(row)]
         if len(decoding) == len(rows):
@@ -258,32 +256,6 @@ def bucket(length: int, buckets: Sequence[int]) -> int:
     return buckets[bisect.bisect_left(buckets, length)]
 
 
-def pieces(tokens: int, buckets: Sequence[int]) -> list[int]:
-    """Return the buckets that the pieces of a prompt take, in its order; only the last piece is padded.
-
-    After as many of the largest bucket as the prompt fills, each time the better of two: the smallest bucket that holds
-    the rest; or the largest one that the rest fills, and then the pieces of what remains. What costs less is better,
-    where a piece costs the tokens of its bucket, padding too, and `_TOKENS_PER_PIECE` more. So 600 tokens are 512 and
-    128 even if there is a bucket of 1,024; and 130 are one piece of 512, not two of 128.
-
-    Args:
-        tokens: at least 1.
-        buckets: ascending.
-    """
-    whole, rest = divmod(tokens, buckets[-1])
-    return [buckets[-1]] * whole + (_pieces_of_rest(rest, buckets) if rest else [])
-
-
-def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
-    holding = bisect.bisect_left(buckets, tokens)
-    padded = [buckets[holding]]
-    if holding == 0:
-        return padded
-    filled = buckets[holding - 1]
-    cut = [filled, *_pieces_of_rest(tokens - filled, buckets)]
-    return min(padded, cut, key=lambda each: sum(each) + len(each) * _TOKENS_PER_PIECE)
-
-
 def buckets_up_to(length: int, buckets: Sequence[int]) -> Sequence[int]:
     """Return the ascending buckets that lengths from 1 to `length` take; none for 0."""
     return buckets[: bisect.bisect_left(buckets, length) + 1] if length else ()
@@ -342,7 +314,7 @@ def unpacked(inputs: torch.Tensor) -> StepInputs:
 
 
 def _is_decode(row: Row) -> bool:
-    return row.start > 0 and len(row.tokens) == 1
+    return row.start > 0 and len(row.tokens) == 1 and not row.is_prompt
 
 
 def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:

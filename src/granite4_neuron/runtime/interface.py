@@ -2,6 +2,7 @@
 
 A sequence has a slot of a state; slots count from 1. A runtime's results do not depend, beyond rounding, on how a
 sequence is cut into steps, nor on other rows of a step or on the contents of a slot before a row starts at position 0.
+Where a prompt may be cut without any difference, `Runtime.prompt_cuts` tells.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.ops.xla import topk
+from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
@@ -56,6 +58,7 @@ class Row:
     adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
     stops: at most `MOST_STOPS` tokens; see `Runtime.decode`.
     draw: how `Runtime.decode` chooses the token that follows; None for the likeliest.
+    is_prompt: whether they are a prompt or a piece of one, which may then be a single token.
     """
 
     slot: int
@@ -64,6 +67,7 @@ class Row:
     adapter: int = 0
     stops: Sequence[int] = ()
     draw: Draw | None = None
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,10 @@ class Runtime(Protocol[State]):
         """The number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state."""
 
     @property
-    def is_exact_at_any_cut(self) -> bool:
-        """Whether a sequence's results are the same bit by bit however its tokens are cut into steps."""
+    def prompt_cuts(self) -> PromptCuts:
+        """Where a prompt may be cut without changing its numbers. It is `ANYWHERE` if a sequence's results are the same
+        bit by bit however all its tokens are cut into steps, those of its answer too.
+        """
 
     @property
     def packs_rows(self) -> bool:

@@ -32,6 +32,7 @@ from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
+from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
 from granite4_neuron.ops.xla.topk import TEMPERATURE, drawn, likeliest
 from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS, graphs_of, kind_of_device
 from granite4_neuron.runtime.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
@@ -53,6 +54,7 @@ from granite4_neuron.runtime.graphs import (
     with_chosen,
 )
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
+from granite4_neuron.runtime.prompt_cuts import Multiples
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 if TYPE_CHECKING:
@@ -139,6 +141,8 @@ class TorchRuntime(GraphRuntime):
         operators = select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
+        if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
+            self.prompt_cuts = Multiples(CHUNK_SIZE)
         compiler = compiler or COMPILERS[kind]
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type

@@ -128,7 +128,7 @@ class SimulatedEngine(Engine):
         request = Request([0], temperature=0.0, stop_token_ids=[])
         request = replace(request.with_defaults(runtime.generation_config), tokens=[0])
         text = TextStream(None, ())
-        self._template = SimulatedSequence(0, request, 1, text, AppliedAdapter())
+        self._template = SimulatedSequence(0, request, 1, text, AppliedAdapter(), runtime.prompt_cuts)
         self._ids = itertools.count(1)
         self._sequences: dict[int, SimulatedSequence] = {}
 

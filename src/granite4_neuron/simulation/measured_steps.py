@@ -15,10 +15,11 @@ from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.prompt_cuts import from_json
 from granite4_neuron.simulation.step_times import Curve, CurvesByRows
 
 FORMAT = "granite4-neuron step times"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Measured:
 
     model, dtype, backend, machine: of the measurement; dtype of activations and cache, `state_dtype` of SSM states.
     config: of the model, as in config.json.
-    tokens_per_step, rows_per_step, is_exact_at_any_cut, packs_rows, max_length: of the runtime.
+    tokens_per_step, rows_per_step, packs_rows, max_length: of the runtime.
+    prompt_cuts: of the runtime, as `runtime.prompt_cuts.as_json` returns them.
     decode: rows, tokens of each before the step, seconds of a step with a token of each.
     prompts: rows, tokens of each, seconds of a step with which they begin.
     contexts: tokens of a prompt before the step, seconds of a step of `tokens_per_step` further ones.
@@ -42,7 +44,7 @@ class Measured:
     config: dict[str, Any]
     tokens_per_step: int
     rows_per_step: int
-    is_exact_at_any_cut: bool
+    prompt_cuts: Sequence[Any]
     packs_rows: bool
     max_length: int
     decode: Sequence[tuple[int, int, float]]
@@ -155,6 +157,14 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
+def _are_cuts(value: Any) -> bool:
+    try:
+        from_json(value)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_table(columns: int, least_lines: int = 1):
     def is_right(value: Any) -> bool:
         return isinstance(value, list) and len(value) >= least_lines and all(map(is_line, value))
@@ -181,7 +191,7 @@ _CHECKS: Mapping[str, Any] = {
     "config": lambda value: isinstance(value, dict),
     "tokens_per_step": _is_count,
     "rows_per_step": _is_count,
-    "is_exact_at_any_cut": lambda value: isinstance(value, bool),
+    "prompt_cuts": _are_cuts,
     "packs_rows": lambda value: isinstance(value, bool),
     "max_length": _is_count,
     "decode": _is_table(3),

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.runtime.prompt_cuts import as_json
 from granite4_neuron.simulation.measured_steps import Measured
 
 _STEPS = 6  # of decode
@@ -67,7 +68,7 @@ def measure(
         config=runtime.config.to_dict(),
         tokens_per_step=runtime.tokens_per_step,
         rows_per_step=runtime.rows_per_step,
-        is_exact_at_any_cut=runtime.is_exact_at_any_cut,
+        prompt_cuts=as_json(runtime.prompt_cuts),
         packs_rows=runtime.packs_rows,
         max_length=longest,
         decode=sorted(decode),

@@ -10,8 +10,9 @@ import torch
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.neuron.analysis.latency import HBM_BYTES_PER_SECOND, latency, step_work
 from granite4_neuron.neuron.analysis.roofline import minimum_of_copy
-from granite4_neuron.runtime.graphs import bucket, pieces
+from granite4_neuron.runtime.graphs import bucket
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.prompt_cuts import pieces
 
 
 class PredictedSteps:

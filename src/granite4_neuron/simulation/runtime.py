@@ -12,6 +12,7 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.runtime.interface import Ability, Decoded, Row, Verification
+from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.simulation.step_times import StepTimes
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
@@ -48,7 +49,7 @@ class SimulatedRuntime:
         config: of the model; it decides the bytes of states, and the vocabulary.
         steps: the times of calls.
         dtype: of activations and cache. state_dtype: of SSM states.
-        tokens_per_step, rows_per_step, is_exact_at_any_cut, packs_rows, max_length, own_slots: as of `Runtime`.
+        tokens_per_step, rows_per_step, prompt_cuts, packs_rows, max_length, own_slots: as of `Runtime`.
     """
 
     cannot: Mapping[Ability, str] = dict.fromkeys(("all_logits", "verify", "decode", "adapters"), _WITHOUT_MODEL)
@@ -66,7 +67,7 @@ class SimulatedRuntime:
         dtype: torch.dtype,
         tokens_per_step: int,
         rows_per_step: int,
-        is_exact_at_any_cut: bool,
+        prompt_cuts: PromptCuts,
         packs_rows: bool = False,
         max_length: int,
         state_dtype: torch.dtype = torch.float32,
@@ -78,7 +79,7 @@ class SimulatedRuntime:
         self.state_dtype = state_dtype
         self.tokens_per_step = tokens_per_step
         self.rows_per_step = rows_per_step
-        self.is_exact_at_any_cut = is_exact_at_any_cut
+        self.prompt_cuts = prompt_cuts
         self.packs_rows = packs_rows
         self.max_length = max_length
         self.own_slots = own_slots

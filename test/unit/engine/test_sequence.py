@@ -1,5 +1,7 @@
 """The cuts of a prompt, and those at which a prefix cache keeps a snapshot."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,37 +9,35 @@ from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.request import Request
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Multiples
 
 CHUNK = 512
 
 
-def sequence_of(length, stored, snapshots_at=None):
+def sequence_of(length, stored, snapshots_at=None, cuts=ANYWHERE):
     request = Request([1] * length, snapshots_at=snapshots_at)
-    sequence = RunningSequence(0, request, length + 1, None, AppliedAdapter.of(None, request.tokens, {}))
+    sequence = RunningSequence(0, request, length + 1, None, AppliedAdapter.of(None, request.tokens, {}), cuts)
     sequence.stored = stored
     return sequence
 
 
 @pytest.mark.parametrize(
-    ("stored", "interval", "is_exact", "cuts"),
+    ("stored", "interval", "cuts"),
     [
-        (0, 512, False, [512, 1024, 1500]),
-        (0, 512, True, [512, 1024, 1500]),
-        (600, 512, False, [1024, 1500]),
-        (600, 512, True, [1024, 1500]),
-        (1000, 512, False, [1024, 1500]),
-        (1000, 512, True, [1500]),  # what is left fits into one step
-        (600, 1024, True, [1024, 1500]),
-        (0, 1024, True, [512, 1024, 1500]),
-        (0, None, True, [512, 1024, 1500]),
+        (0, 512, [512, 1024, 1500]),
+        (600, 512, [1024, 1500]),
+        (1000, 512, [1500]),  # what is left fits into one step
+        (600, 1024, [1024, 1500]),
+        (0, 1024, [512, 1024, 1500]),
+        (0, None, [512, 1024, 1500]),
     ],
 )
-def test_a_snapshot_is_foretold_where_it_will_be_kept(stored, interval, is_exact, cuts):
+def test_a_snapshot_is_foretold_where_it_will_be_kept(stored, interval, cuts):
     sequence = sequence_of(1500, stored)
-    foretold = sequence.next_kept(interval, CHUNK, is_exact)
+    foretold = sequence.next_kept(interval, CHUNK)
     reached, kept = [], []
     while sequence.is_prompt:
-        sequence.stored = sequence.next_cut(CHUNK, is_exact)
+        sequence.stored = sequence.next_cut(CHUNK)
         reached.append(sequence.stored)
         if sequence.is_kept(interval):
             kept.append(sequence.stored)
@@ -47,8 +47,18 @@ def test_a_snapshot_is_foretold_where_it_will_be_kept(stored, interval, is_exact
 
 def test_requested_snapshots_are_cuts():
     sequence = sequence_of(1500, 600, snapshots_at=[100, 700])
-    assert sequence.next_cut(CHUNK, True) == 700
-    assert sequence.next_kept(None, CHUNK, True) == 700
+    assert sequence.next_cut(CHUNK) == 700
+    assert sequence.next_kept(None, CHUNK) == 700
+
+
+def test_where_numbers_depend_on_cuts_they_are_at_places_and_answers_are_not_kept():
+    sequence = sequence_of(1500, 0, snapshots_at=[100, 700], cuts=Multiples(128))
+    assert sequence.cuts == {640}  # there is no place up to 100
+    assert sequence.is_kept(512, 512) and sequence.is_kept(None, 1500)
+    assert not sequence.is_kept(512, 1536)
+    sequence.request = replace(sequence.request, prompt_logprobs=0)
+    assert not sequence.is_kept(512, 512)
+    assert sequence_of(1500, 0).is_kept(512, 1536)
 
 
 @pytest.mark.parametrize(("stored", "drafts"), [(0, 15), (10, 5), (14, 1), (15, 0), (16, 15), (31, 0)])

@@ -6,8 +6,9 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.runtime import torch_device
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, TOKENS, pieces
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, TOKENS
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.prompt_cuts import pieces
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS

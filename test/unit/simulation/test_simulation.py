@@ -10,6 +10,7 @@ import torch
 
 from granite4_neuron.engine import Engine, PrefixCache, Request, SlotPrefixCache
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Multiples, Pieces
 from granite4_neuron.simulation import replicas
 from granite4_neuron.simulation.engine import SimulatedEngine
 from granite4_neuron.simulation.replicas import simulate
@@ -41,7 +42,7 @@ class Linear:
 
 
 def runtime_of(steps, *, own_slots=0, **changes):
-    sizes = dict(tokens_per_step=CHUNK, rows_per_step=2, is_exact_at_any_cut=True, max_length=4096)
+    sizes = dict(tokens_per_step=CHUNK, rows_per_step=2, prompt_cuts=ANYWHERE, max_length=4096)
     return SimulatedRuntime(CONFIG, steps, dtype=torch.float32, own_slots=own_slots, **{**sizes, **changes})
 
 
@@ -112,13 +113,14 @@ def drawn_traffic(seed, number=60):
         dict(cache_bytes=2**40),
         dict(cache_bytes=12 * (sequence_bytes(CONFIG, 4) + 4 * CONFIG.vocab_size) + 300 * token_bytes(CONFIG, 4)),
         dict(spare_slots=3),
-        dict(cache_bytes=2**40, is_exact_at_any_cut=False, rows_per_step=1),
+        dict(cache_bytes=2**40, prompt_cuts=Pieces((8, CHUNK)), rows_per_step=1),
+        dict(cache_bytes=2**40, prompt_cuts=Multiples(4), rows_per_step=1),
         dict(cache_bytes=2**40, max_length=100),
         dict(cache_bytes=2**40, packs_rows=True),
         dict(cache_bytes=2**40, packs_rows=True, max_gap=25.0),
         dict(cache_bytes=2**40, max_gap=60.0),
     ],
-    ids=["plain", "cache", "full-cache", "slots", "pieces", "cut-off", "packed", "packed-pace", "pace"],
+    ids=["plain", "cache", "full-cache", "slots", "pieces", "multiples", "cut-off", "packed", "packed-pace", "pace"],
 )
 def test_it_serves_as_the_engine_does(changes, caplog):
     with caplog.at_level(logging.WARNING):

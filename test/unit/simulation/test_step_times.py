@@ -25,7 +25,7 @@ MEASURED = Measured(
     config=GraniteMoeHybridConfig.from_family("h-350m").to_dict(),
     tokens_per_step=512,
     rows_per_step=8,
-    is_exact_at_any_cut=True,
+    prompt_cuts=["anywhere", True],
     packs_rows=False,
     max_length=4096,
     decode=[(1, 100, 1.0), (1, 300, 3.0), (1, 500, 3.0), (4, 100, 7.0), (4, 500, 11.0)],
@@ -112,7 +112,7 @@ def steps_file(tmp_path):
     "change, message",
     [
         (dict(format="x"), "is not a file of step times; granite4-neuron measure writes one"),
-        (dict(version=9), "has version 9 of the format and this package reads 1"),
+        (dict(version=9), "has version 9 of the format and this package reads 2"),
         (dict(decode=[]), "is damaged or incomplete (decode is [])"),
         (dict(prompts=[[1, 2]]), "is damaged or incomplete (prompts is [[1, 2]])"),
         (dict(restores=[[1, -1.0]]), "is damaged or incomplete (restores is [[1, -1.0]])"),

@@ -22,7 +22,7 @@ from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
 from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit
-from granite4_neuron.runtime.graphs import pieces
+from granite4_neuron.runtime.prompt_cuts import pieces
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
 # architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a

@@ -36,7 +36,6 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
-    is_exact_at_any_cut = False
     packs_rows = False
     adapters: Mapping[str, Adapter] = {}
 
@@ -58,6 +57,7 @@ class NeuronRuntime:
         if model.copy_model is None:
             cannot["copy"] = "the model was compiled for one sequence; there is no other slot to copy it to."
         self.cannot: Mapping[Ability, str] = cannot
+        self.prompt_cuts = model.prompt_cuts
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -125,7 +125,7 @@ class NeuronRuntime:
         """
         if all_logits:
             require(self, "all_logits")
-        single = [row for row in rows if row.start and len(row.tokens) == 1]
+        single = [row for row in rows if row.start and len(row.tokens) == 1 and not row.is_prompt]
         decoded = dict(zip((row.slot for row in single), self._logits(single), strict=True)) if single else {}
         return torch.stack([decoded[row.slot] if row.slot in decoded else self._prompt(row) for row in rows])
 

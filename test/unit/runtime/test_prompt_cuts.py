@@ -1,0 +1,54 @@
+"""Where prompts may be cut: what a prompt runs up to one of its places does not depend on its length."""
+
+import json
+
+import pytest
+
+from granite4_neuron.runtime.prompt_cuts import (
+    ANYWHERE,
+    Anywhere,
+    Continued,
+    Multiples,
+    Pieces,
+    as_json,
+    from_json,
+    pieces,
+)
+
+BUCKETS = [(128, 512), (128, 512, 2048), (16, 64), (7,), (64, 100), (3, 50, 51, 52)]
+ALL = [ANYWHERE, Anywhere(False), Multiples(128), Continued(512, 128), *map(Pieces, BUCKETS)]
+
+
+@pytest.mark.parametrize("buckets", BUCKETS, ids=str)
+def test_pieces_up_to_a_place_and_behind_it_are_parts_of_the_whole(buckets):
+    cuts = Pieces(buckets)
+    for length in range(1, 2 * buckets[-1] + 200):
+        whole, place = pieces(length, buckets), 0
+        for number, piece in enumerate(whole[:-1], start=1):
+            place += piece
+            assert cuts.last(place, length) == place
+            assert pieces(place, buckets) == whole[:number] and pieces(length - place, buckets) == whole[number:]
+
+
+@pytest.mark.parametrize("cuts", ALL, ids=str)
+def test_the_last_place(cuts):
+    for length in (1, 100, 128, 640, 700, 2500):
+        places = sorted({cuts.last(most, length) for most in range(length + 1)})
+        assert places[0] == 0 and places[-1] == length == cuts.last(length + 1, length)
+        for most in range(0, length + 1, 7):
+            assert cuts.last(most, length) == max(place for place in places if place <= most)
+
+
+def test_a_state_that_one_prompt_has_and_another_has_not():
+    cuts = Pieces((128, 512))
+    assert [cuts.last(640, length) for length in (640, 641, 1100)] == [640, 512, 512]
+    assert Multiples(128).last(700, 1100) == 640 and Multiples(128).last(700, 700) == 700
+    assert [Continued(512, 128).last(most, 800) for most in (511, 639, 640)] == [0, 512, 640]
+
+
+def test_in_a_file():
+    for cuts in ALL:
+        assert from_json(json.loads(json.dumps(as_json(cuts)))) == cuts
+    for wrong in (None, [], ["multiples", 0], ["pieces"], ["pieces", 1.5], ["pieces", True], ["anywhere", 1], ["x", 1]):
+        with pytest.raises(ValueError):
+            from_json(wrong)
