@@ -11,7 +11,12 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-triton: Any = SimpleNamespace(jit=lambda kernel: kernel)
+
+def _no_jit(kernel: Any = None, **options: Any) -> Any:
+    return _no_jit if kernel is None else kernel
+
+
+triton: Any = SimpleNamespace(jit=_no_jit)
 tl: Any = SimpleNamespace(constexpr=lambda value: value)
 if find_spec("triton"):
     triton, tl = import_module("triton"), import_module("triton.language")

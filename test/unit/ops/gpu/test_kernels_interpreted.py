@@ -20,6 +20,7 @@ pytestmark = [
     ("module", "chosen"),
     [
         ("unit/ops/gpu/test_kernels.py", ""),
+        ("unit/ops/gpu/test_prompt_kernels.py", ""),
         ("unit/ops/gpu/test_token_kernels.py", "experts"),
         ("unit/ops/gpu/test_token_kernels.py", "not experts"),
         ("integration/test_torch_device_interpreted.py", ""),

@@ -1,0 +1,230 @@
+"""Products of many tokens with a weight, or of each token with those of its experts, summed in one order.
+
+A token's outputs have the same bits whatever the number of tokens, its place among them and the tiles: an output is one
+sum, over ascending columns, of the same instruction. For 16-bit numbers this is the tensor cores' wgmma, which adds 16
+columns at a time, for float32 one fused multiply-add after another. So tiles may suit the number of tokens. A kernel is
+compiled once for all numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from granite4_neuron.ops import moe
+from granite4_neuron.ops.gpu.gemv import silu_and_mul
+from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.triton_utils import tl, triton
+
+_MULTIPROCESSORS = 132  # of an H200
+# (BLOCK_M, BLOCK_N, num_warps, num_stages) of 16-bit numbers, the largest first. BLOCK_M is at least 64, and there are
+# at least four warps: less has another instruction.
+_TILES = (128, 256, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 5), (64, 32, 4, 6)
+_TILES_OF_FLOAT32 = (64, 64, 4, 2), (64, 32, 4, 2)
+_BLOCK_BYTES = 128  # of a row of a tile
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `ops.linear` of weights that are not quantized."""
+    y = multiply_tokens(x.reshape(-1, x.shape[-1]), weight, bias, False, False)
+    return y.view(*x.shape[:-1], -1)
+
+
+def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
+    """Compute `ops.mlp` of weights that are not quantized."""
+    activated = multiply_tokens(x.reshape(-1, x.shape[-1]), input_weight, None, True, False)
+    return multiply_tokens(activated, output_weight, None, False, False).view(x.shape)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `ops.router_logits`."""
+    return multiply_tokens(x, weight, None, False, True)
+
+
+@operator()
+def multiply_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool, in_float32: bool
+) -> torch.Tensor:
+    """Multiply tokens by a weight.
+
+    Args:
+        x: [tokens, columns].
+        weight: [rows, columns] in x's dtype.
+        bias: [rows] in x's dtype, or None.
+        is_gated: return silu(gate) * up, see `ops.silu_and_mul`; there is no bias then.
+        in_float32: return float32, which is not rounded to x's dtype.
+
+    Returns:
+        [tokens, rows], or half as many rows, in x's dtype or float32.
+    """
+    if in_float32:
+        y = x.float() @ weight.float().T
+        return y if bias is None else y + bias.float()
+    y = torch.nn.functional.linear(x, weight, bias)
+    return moe.silu_and_mul(y) if is_gated else y
+
+
+@multiply_tokens.register_fake
+def _(x, weight, bias, is_gated, in_float32):
+    return x.new_empty(len(x), len(weight) // (1 + is_gated), dtype=torch.float32 if in_float32 else None)
+
+
+def _launch_multiply_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool, in_float32: bool
+) -> torch.Tensor:
+    x = with_whole_rows(x)
+    tokens, columns = x.shape
+    n = len(weight) // (1 + is_gated)
+    y = x.new_empty(tokens, n, dtype=torch.float32 if in_float32 else None)
+    options = tiles(x, tokens, n, 1 + is_gated)
+    grid = triton.cdiv(tokens, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"])
+    _multiply_tokens_kernel[grid,](
+        x,
+        weight.contiguous(),
+        bias,
+        y,
+        tokens,
+        x.stride(0),
+        N=n,
+        K=columns,
+        IS_GATED=is_gated,
+        GROUP_M=8,
+        **options,
+    )
+    return y
+
+
+register_launch(multiply_tokens, _launch_multiply_tokens)
+
+
+def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x, [rows, columns], with columns side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def input_precision(highest: str = "ieee") -> str:
+    """Return how kernels multiply numbers in float32: as torch is told to.
+
+    Args:
+        highest: "ieee", or "tf32x3" for tensor cores, which lose two bits of a product.
+    """
+    return highest if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def tiles(x: torch.Tensor, tokens: int, n: int, num_weights: int) -> dict[str, Any]:
+    """Return tiles and launch options of a product.
+
+    Args:
+        x: in the weight's dtype.
+        n: outputs of a token.
+        num_weights: weights that a program reads BLOCK_N rows of: 2 for gate and up.
+    """
+    choices = _TILES if x.itemsize == 2 else _TILES_OF_FLOAT32
+    for choice in choices:
+        block_m, block_n, num_warps, num_stages = choice
+        block_n //= num_weights
+        if triton.cdiv(tokens, block_m) * triton.cdiv(n, block_n) >= _MULTIPROCESSORS:
+            break
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": _BLOCK_BYTES // x.itemsize,
+        "PRECISION": input_precision(),
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+@triton.jit(do_not_specialize=["M"])
+def _multiply_tokens_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    M,
+    stride_x,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of BLOCK_M tokens.
+
+    Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),), in an order in which neighbours read the same tiles.
+
+    Args:
+        x: [M, K], with its stride.
+        weight: [N, K]; if gated, N gate rows and then N up rows.
+        bias: [N], or None.
+        y: [M, N].
+    """
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first_m = pid // (GROUP_M * tiles_n) * GROUP_M
+    size_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = pid % (GROUP_M * tiles_n)
+    offs_m = (first_m + within % size_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = within // size_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = x + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_x
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if IS_GATED:
+        gate, up = multiply_tile_gate_up(rows, weight, offs_n, N, K, BLOCK_K, PRECISION)
+        output = silu_and_mul(gate, up, DTYPE)
+    else:
+        output = multiply_tile(rows, weight, offs_n, N, K, BLOCK_K, PRECISION)
+        if bias is not None:
+            output += tl.load(bias + offs_n, offs_n < N, 0.0).to(tl.float32)[None]
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None]
+    tl.store(y + offs_m[:, None] * N + offs_n[None], output.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _load_columns(ptrs, start, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load columns from start on; zeros beyond the last one."""
+    if K % BLOCK_K == 0:
+        return tl.load(ptrs + start)
+    return tl.load(ptrs + start, start + offs_k < K, 0.0)
+
+
+@triton.jit
+def multiply_tile(
+    rows, weight, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Multiply rows with rows of a weight [N, K]: [BLOCK_M, BLOCK_N] in float32, whose columns from N on are of no use.
+
+    Args:
+        rows: [BLOCK_M, 1] pointers to rows of K numbers.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = rows + offs_k[None]
+    weight_ptrs = weight + tl.where(offs_n < N, offs_n, 0)[None] * K + offs_k[:, None]
+    acc = tl.zeros([rows.shape[0], offs_n.shape[0]], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        tile = _load_columns(x_ptrs, start, offs_k[None], K, BLOCK_K)
+        weights = _load_columns(weight_ptrs, start, offs_k[:, None], K, BLOCK_K)
+        acc = tl.dot(tile, weights, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def multiply_tile_gate_up(
+    rows, weight, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Do as `multiply_tile` with the gate rows and the up rows of a weight [2 * N, K]."""
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = rows + offs_k[None]
+    gate_ptrs = weight + tl.where(offs_n < N, offs_n, 0)[None] * K + offs_k[:, None]
+    acc_gate = tl.zeros([rows.shape[0], offs_n.shape[0]], tl.float32)
+    acc_up = tl.zeros([rows.shape[0], offs_n.shape[0]], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        tile = _load_columns(x_ptrs, start, offs_k[None], K, BLOCK_K)
+        gate = _load_columns(gate_ptrs, start, offs_k[:, None], K, BLOCK_K)
+        up = _load_columns(gate_ptrs + N * K, start, offs_k[:, None], K, BLOCK_K)
+        acc_gate = tl.dot(tile, gate, acc_gate, input_precision=PRECISION)
+        acc_up = tl.dot(tile, up, acc_up, input_precision=PRECISION)
+    return acc_gate, acc_up
