@@ -6,12 +6,14 @@ decode of few sequences uses; the others are for any number of them.
 
 from dataclasses import replace
 
-from granite4_neuron.ops.gpu import attention, experts, linear, mamba, token_layer
+from granite4_neuron.ops.gpu import attention, experts, linear, mamba, norms, token_layer
 from granite4_neuron.ops.xla import XLA
 
 GPU = replace(
     XLA,
     linear=linear.linear,
+    rms_norm=norms.rms_norm,
+    rms_norm_gated=norms.rms_norm_gated,
     mlp=linear.mlp,
     router_logits=experts.router_logits,
     topk_softmax=experts.topk_softmax,

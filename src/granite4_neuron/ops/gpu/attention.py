@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.ops import attention
+from granite4_neuron.ops.gpu.flash_attention import attend_tokens
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
-from granite4_neuron.ops.xla.attention import cached_attention as cached_attention_in_blocks
 
 # Entries of the cache that a program reads together. Where there would be more programs or splits than these, a program
 # reads several such blocks, one after another.
@@ -34,7 +34,7 @@ def cached_attention(
     """Compute `ops.cached_attention`."""
     caches, where = (key_cache, value_cache), (positions, lengths)
     if query.shape[1] > 1 or slots is not None:
-        return cached_attention_in_blocks(query, *caches, *where, slots, scale, kv_length)
+        return attend_tokens(query, *caches, *where, slots, scale)
     return attend_token(query, *caches, *where, scale, kv_length)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.ops import moe
+from granite4_neuron.ops.gpu import products
+from granite4_neuron.ops.gpu.fused_moe import multiply_by_experts
 from granite4_neuron.ops.gpu.linear import multiply_rows
 from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
-from granite4_neuron.ops.xla.moe import fused_experts as fused_experts_of_fixed_shapes
 from granite4_neuron.ops.xla.topk import topk_softmax as topk_softmax_in_order
 
 # Up to this many tokens each is multiplied by itself: so few that the router's weight is read once.
@@ -24,7 +24,7 @@ _NO_KEY = tl.constexpr(torch.iinfo(torch.int64).min)
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute `ops.router_logits`."""
     if len(x) > _FEW_TOKENS:
-        return moe.router_logits(x, weight)
+        return products.router_logits(x, weight)
     return multiply_rows(x.float(), weight, None, False)
 
 
@@ -40,17 +40,9 @@ def fused_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `ops.fused_experts` of weights that are not quantized; each is read where it lies, and once.
-
-    The products of many tokens are grouped by expert. A GPU has grouped products in bfloat16 only, and of matrices with
-    rows of a multiple of 16 bytes.
-    """
-    arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
-    if topk_ids.numel() < w1.shape[0]:
-        return _chosen_experts(*arguments)
-    has_whole_rows = all(weight.shape[-1] * weight.itemsize % 16 == 0 for weight in (w1, w2))
-    has_groups = hidden_states.dtype == torch.bfloat16 and has_whole_rows
-    return (moe.experts_by_group if has_groups else fused_experts_of_fixed_shapes)(*arguments)
+    """Compute `ops.fused_experts` of weights that are not quantized, which are read where they lie."""
+    is_few = topk_ids.numel() < w1.shape[0]
+    return (_chosen_experts if is_few else multiply_by_experts)(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
 def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):

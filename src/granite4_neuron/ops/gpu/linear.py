@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.ops import moe, quantization
+from granite4_neuron.ops import moe
+from granite4_neuron.ops.gpu import products
 from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
@@ -13,7 +14,7 @@ from granite4_neuron.ops.gpu.triton_utils import tl, triton
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `ops.linear` of weights that are not quantized."""
     if not _is_one_token(x):
-        return quantization.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
     y = multiply_rows(x.reshape(1, -1), weight, None, False)
     return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
 
@@ -21,7 +22,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
     """Compute `ops.mlp` of weights that are not quantized."""
     if not _is_one_token(x):
-        return moe.mlp(x, input_weight, output_weight)
+        return products.mlp(x, input_weight, output_weight)
     activated = multiply_rows(x.reshape(1, -1), input_weight, None, True)
     return multiply_rows(activated, output_weight, None, False).view(x.shape)
 

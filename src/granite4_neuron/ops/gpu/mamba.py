@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
+from granite4_neuron.ops.gpu.causal_conv1d import convolve_tokens
 from granite4_neuron.ops.gpu.mamba_chunk_scan import mamba_chunk_scan
 from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.ssd_chunk_scan import scan_chunks
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
 
@@ -255,7 +257,7 @@ def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
     """Compute `mamba_kernels.chunked_scan`; chunks have the same size on every machine."""
-    return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state)
+    return scan_chunks(x, dt, A, B, C, D, ssm_state)
 
 
 def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
@@ -263,6 +265,6 @@ def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
 
 
-CHUNKED = MambaKernels(_chunked)
-QUADRATIC = MambaKernels(_quadratic)
+CHUNKED = MambaKernels(_chunked, convolve_tokens)
+QUADRATIC = MambaKernels(_quadratic, convolve_tokens)
 SINGLE_TOKEN = MambaKernels(_single_token, _convolve)

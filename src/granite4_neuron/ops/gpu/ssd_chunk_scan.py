@@ -33,7 +33,8 @@ def scan_chunks(
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `ops.xla.mamba.mamba_chunk_scan`."""
-    return chunked_scan(x, dt, A, B, C, D, initial_states, CHUNK_SIZE)
+    y, states = chunked_scan(x, dt, A, B, C, D, initial_states, CHUNK_SIZE)
+    return y.contiguous(), states.contiguous()
 
 
 @scan_chunks.register_fake

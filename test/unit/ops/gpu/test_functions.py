@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.ops import TORCH, moe, topk_softmax
+from granite4_neuron.ops import TORCH, topk_softmax
 from granite4_neuron.ops.gpu import GPU
 from test.support.oracles import relative_error
 from test.unit.ops.xla.test_moe import definition
@@ -82,17 +82,3 @@ def test_attention(tokens, slots, dtype):
         cache[0] = math.nan
     where = positions, torch.full((3,), tokens), rows if slots else None
     compare("cached_attention", random(3, tokens, 4, 8, dtype=dtype), key, value, *where, 0.3, 64, dtype=dtype)
-
-
-def test_groups_have_rows_of_whole_16_bytes(monkeypatch):
-    """A GPU multiplies by groups only such rows; a rank of a split model may have others."""
-
-    def experts_by_group(*arguments):
-        raise AssertionError("a GPU would refuse this")
-
-    monkeypatch.setattr(moe, "experts_by_group", experts_by_group)
-    x, logits = random(40, 16, dtype=BFLOAT16), random(40, 6, dtype=torch.float32)
-    weights, ids = topk_softmax(logits, 2)
-    w1, w2 = random(6, 24, 16, dtype=BFLOAT16), random(6, 16, 12, dtype=BFLOAT16)
-    output = GPU.fused_experts(x, w1, w2, weights, ids)
-    assert relative_error(output, definition(x.double(), w1.double(), w2.double(), weights.double(), ids)) <= 1e-2
