@@ -1,7 +1,8 @@
 """Drives the server with clients of other projects, each with what it is used for, and says what was run.
 
     pip install openai litellm langchain-openai 'lm_eval[api]' guidellm llm
-    pip install instructor smolagents dspy haystack-ai llama-index-llms-openai-like 'autogen-ext[openai]' langgraph
+    pip install instructor anthropic
+    pip install smolagents dspy haystack-ai llama-index-llms-openai-like 'autogen-ext[openai]' langgraph
     pip install openai-agents anthropic langchain-anthropic 'pydantic-ai-slim[openai,anthropic]'
     npm install ai zod @ai-sdk/openai @ai-sdk/anthropic
     python -m benchmarks.clients
@@ -60,8 +61,8 @@ MODULES = (
     vllm,
 )
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-# Of clients whose package has another name.
-PACKAGES = {"langchain": "langchain_openai", "openai_agents": "agents", "structured": "instructor"}
+# Of clients whose package has another name; of several packages one is enough.
+PACKAGES = {"langchain": ("langchain_openai",), "openai_agents": ("agents",), "structured": structured.PACKAGES}
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def _server(python: str, folder: Path) -> Iterator[str]:
 def _is_installed(client: str, npm: Path) -> bool:
     if CLIENTS[client] is ai_sdk:
         return (npm / "node_modules/ai").is_dir()
-    return importlib.util.find_spec(PACKAGES.get(client, client)) is not None
+    return any(importlib.util.find_spec(package) is not None for package in PACKAGES.get(client, (client,)))
 
 
 def main() -> None:

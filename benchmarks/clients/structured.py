@@ -6,7 +6,7 @@ Each forces a call of a tool or gives a schema, greedily and at temperature 1. E
 import asyncio
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,10 @@ from pydantic import BaseModel, Field
 
 from benchmarks.clients.common import MODEL, QUESTION
 
+PACKAGES = ("instructor", "smolagents", "dspy", "haystack", "llama_index", "autogen_ext", "langgraph")
+
 _MOST_TOKENS = 800
+_MOST_OF_CALLS = 3000  # tokens of several calls
 _WAYS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "seed": 2})
 _TEXT = QUESTION[0]["content"]
 
@@ -40,37 +43,68 @@ def now(zone: Literal["UTC", "local"]) -> str:
 
 def run(url: str, _: Path) -> Iterator[str]:
     """Run the clients that are installed; yield a line for each thing that they did."""
-    clients: dict[str, Callable[[str], Iterator[str]]] = {
-        "instructor": _instructor,
-        "smolagents": _smolagents,
-        "dspy": _dspy,
-        "haystack": _haystack,
-        "llama_index.llms.openai_like": _llama_index,
-        "autogen_ext": _autogen,
-        "langgraph": _langgraph,
-    }
-    for package, client in clients.items():
-        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+    clients = _instructor, _smolagents, _dspy, _haystack, _llama_index, _autogen, _langgraph
+    for package, client in zip(PACKAGES, clients, strict=True):
+        if importlib.util.find_spec(package) is not None:
             yield from client(url)
 
 
 def _instructor(url: str) -> Iterator[str]:
+    import anthropic
     import instructor
     import openai
 
-    # Other modes say nothing of the schema to the server, and the bundled model does not follow prompts. JSON asks for
-    # any object.
-    responses = instructor.Mode.RESPONSES_TOOLS
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA, responses):
-        client = instructor.from_openai(openai.OpenAI(base_url=url, max_retries=0), mode=mode)
-        for way in _WAYS:
-            options = dict(model=MODEL, messages=QUESTION, max_tokens=_MOST_TOKENS, max_retries=0, **way)
-            if mode is responses:  # which has no seed
-                options.pop("seed", None)
-            answer, whole = client.chat.completions.create_with_completion(response_model=Answer, **options)
-            ended = whole.status if mode is responses else whole.choices[0].finish_reason
-            assert isinstance(answer, Answer) and ended in ("stop", "tool_calls", "completed")
-        yield f"instructor {metadata.version('instructor')}, {mode.name}: {answer!r}"
+    def of_openai(mode: instructor.Mode) -> instructor.Instructor:
+        return instructor.from_openai(openai.OpenAI(base_url=url, max_retries=0), mode=mode)
+
+    def of_anthropic(mode: instructor.Mode) -> instructor.Instructor:
+        client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), max_retries=0)
+        return instructor.from_anthropic(client, mode=mode)
+
+    schema = Answer.model_json_schema()
+    format_of_openai = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    # What a mode needs beside what it sends. Where it has the schema in the prompt only, the request has it too: the
+    # bundled model does not follow prompts. Where the model may call nothing, it must.
+    needed: dict[Any, dict[str, dict[str, Any]]] = {
+        of_openai: {
+            "TOOLS": {},
+            "TOOLS_STRICT": {},
+            "FUNCTIONS": {},
+            "RESPONSES_TOOLS": {},
+            "PARALLEL_TOOLS": {"tool_choice": "required"},
+            "JSON_SCHEMA": {},
+            "JSON_O1": {},
+            "JSON": {"response_format": format_of_openai},
+            "MD_JSON": {"response_format": format_of_openai},
+        },
+        of_anthropic: {
+            "ANTHROPIC_TOOLS": {},
+            "ANTHROPIC_PARALLEL_TOOLS": {"tool_choice": {"type": "any"}},
+            "ANTHROPIC_JSON": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        },
+    }
+    for client_of, modes in needed.items():
+        for mode, more in modes.items():
+            client = client_of(instructor.Mode[mode])
+            for way in _WAYS:
+                options = dict(model=MODEL, messages=QUESTION, max_retries=0, extra_body={**way, **more})
+                if "PARALLEL" in mode:
+                    [answer, *_] = client.create(response_model=Iterable[Answer], max_tokens=_MOST_OF_CALLS, **options)
+                else:
+                    options |= dict(response_model=Answer, max_tokens=_MOST_TOKENS)
+                    answer, whole = client.create_with_completion(**options)
+                    assert _end_of(whole) in ("stop", "tool_calls", "completed", "end_turn", "tool_use")
+                    *_, streamed = client.create_partial(**options)
+                    assert Answer.model_validate(streamed.model_dump())
+                assert isinstance(answer, Answer)
+            yield f"instructor {metadata.version('instructor')}, {mode}: {answer!r}"
+
+
+def _end_of(answer: Any) -> str:
+    """Return why an answer ended, in the words of its API."""
+    if hasattr(answer, "choices"):
+        return answer.choices[0].finish_reason
+    return answer.status if hasattr(answer, "status") else answer.stop_reason
 
 
 def _smolagents(url: str) -> Iterator[str]:
