@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 _LEAST = 16  # tokens of prompts in a step that holds some: prompts always advance
-_STEPS = 5  # that a prediction comes from: few enough to follow the load, enough for one slow step not to count
+STEPS = 5  # that a prediction comes from: few enough to follow the load, enough for one slow step not to count
 
 
 class Pace:
@@ -25,8 +25,8 @@ class Pace:
     def __init__(self, max_gap: float | None, clock: Callable[[], float]):
         self._max_gap = max_gap
         self._clock = clock
-        self._decode: deque[float] = deque(maxlen=_STEPS)  # seconds
-        self._per_token: deque[float] = deque(maxlen=_STEPS)  # seconds
+        self._decode: deque[float] = deque(maxlen=STEPS)  # seconds
+        self._per_token: deque[float] = deque(maxlen=STEPS)  # seconds
         self._since = clock()
 
     def begin(self) -> None:

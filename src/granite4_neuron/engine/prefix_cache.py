@@ -8,9 +8,7 @@ there is a node, with or without a recurrent state.
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakSet
@@ -184,7 +182,8 @@ class PrefixCache:
             logits: [vocab_size], float32, after the last of them.
         """
         self._insert(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
-        self._write(self._longest(tokens), tokens)
+        if self._folder is not None:
+            self._write(self._longest(tokens), tokens)
 
     def make_ready(self) -> None:
         """Hold memory ready for the next snapshot while there is room: the first token of a prompt may have to wait for
@@ -299,11 +298,11 @@ class PrefixCache:
 
     def _snapshots(self, node: Node, entry: Entry) -> list[Snapshot]:
         """Return the snapshots of the nodes down to this one, whose entry it is."""
-        *before, last = [self._snapshot(each, each.keys_and_values) for each in node.path]
-        return [*before, replace(last, tensors={**entry.recurrent, **node.keys_and_values})]
-
-    def _snapshot(self, node: Node, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        return Snapshot(node.start, node.length, tensors, self._runtime.dtype, self._runtime.fingerprint)
+        dtype, fingerprint = self._runtime.dtype, self._runtime.fingerprint
+        *above, last = node.path
+        before = [Snapshot(each.start, each.length, each.keys_and_values, dtype, fingerprint) for each in above]
+        tensors = {**entry.recurrent, **last.keys_and_values}
+        return [*before, Snapshot(last.start, last.length, tensors, dtype, fingerprint)]
 
     def _add(self, node: Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor) -> None:
         if tokens:
@@ -330,6 +329,9 @@ class PrefixCache:
         neighbour stay.
         """
         if self.max_bytes is None or self._stats.num_bytes + needed <= self.max_bytes:
+            return True
+        unused = self._stats.snapshots - len(self._found)  # at least
+        if self._stats.num_bytes + needed - unused * self._state_bytes <= self.max_bytes:
             return True
         return self._bytes_in_use(neighbour) + needed <= self.max_bytes
 
@@ -370,5 +372,11 @@ class PrefixCache:
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences."""
-    differences = itertools.compress(itertools.count(), map(operator.ne, some, others))
-    return next(differences, min(len(some), len(others)))
+    least, most = 0, min(len(some), len(others))
+    while least < most:  # parts are compared much faster than one token after another
+        middle = (least + most + 1) // 2
+        if tuple(some[least:middle]) == tuple(others[least:middle]):
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -221,12 +221,17 @@ class Entries:
         victim, least, now = None, math.inf, self._look_ups + 1
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
             chance, compared = found / seen, 0
+            saved, last_use = math.inf, now  # of the last one that might have been the victim
             for entry in entries:
-                if entry.users:
-                    continue
-                worth = chance * entry.saved_per_byte / math.sqrt(now - entry.last_use)
-                if worth < least:
-                    victim, least = entry, worth
+                its_saved = entry._saved_per_byte or entry.saved_per_byte
+                # One that saves no less and was used no earlier is worth no less, as are mostly all behind the first.
+                if its_saved < saved or entry.last_use < last_use:
+                    if entry.users:
+                        continue
+                    saved, last_use = its_saved, entry.last_use
+                    worth = chance * saved / math.sqrt(now - last_use)
+                    if worth < least:
+                        victim, least = entry, worth
                 compared += 1
                 if compared == _MOST_COMPARED:
                     break

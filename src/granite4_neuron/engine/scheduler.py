@@ -47,7 +47,7 @@ class ScheduledStep(NamedTuple):
     @property
     def prompt_tokens(self) -> int:
         """How many tokens of prompts it runs."""
-        return sum(len(row.tokens) for row in self.rows[len(self.rows) - self.prompt_rows :])
+        return sum([len(row.tokens) for row in self.rows[len(self.rows) - self.prompt_rows :]])
 
 
 class Scheduler:
@@ -121,11 +121,13 @@ class Scheduler:
         self._prompts_are_next = True
         return self._decode(others)
 
-    def record(self, step: ScheduledStep, seconds: float) -> None:
-        """Take note of how long a step took."""
+    def record(self, step: ScheduledStep, *seconds: float) -> None:
+        """Take note of how long a step took, or each of several such steps in a row."""
         has_decode = len(step.rows) > step.prompt_rows
         if step.rows:
-            self._pace.record(step.prompt_tokens, has_decode, seconds)
+            prompt_tokens = step.prompt_tokens
+            for each in seconds:
+                self._pace.record(prompt_tokens, has_decode, each)
         if has_decode or not self._others_wait:
             self._pace.begin()
 
@@ -233,9 +235,9 @@ class Scheduler:
 
     def _take_certain(self, sequences: Sequence[RunningSequence]) -> None:
         """Add tokens to which a constraint leaves no alternative, where steps of several tokens give the same bits."""
-        if self._runtime.prompt_cuts != ANYWHERE:
-            return
         longest, vocab_size = self._runtime.tokens_per_verification, self._runtime.config.vocab_size
+        if self._runtime.prompt_cuts != ANYWHERE or longest == 1:
+            return
         counts = {}
         for sequence in sequences:
             with self._live.guard(sequence):
@@ -256,6 +258,8 @@ class Scheduler:
 
     def _drafts(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
         """Return the drafts of sequences that have some, by id, as far as their constraints allow them."""
+        if self._drafting.drafter is None:
+            return {}
         drafts = {}
         proposed = self._drafting.propose(sequences, self._prefixes.interval)
         for sequence, its_drafts in zip(sequences, proposed, strict=False):

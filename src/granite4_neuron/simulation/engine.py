@@ -11,13 +11,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
 from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
+from granite4_neuron.engine.pace import STEPS
 from granite4_neuron.engine.prefix_cache import PrefixCache
+from granite4_neuron.engine.scheduler import ScheduledStep
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.text import TextStream
@@ -27,44 +29,43 @@ from granite4_neuron.simulation.statistics import Histogram
 from granite4_neuron.simulation.traffic import Arrival
 
 
-class _Row(NamedTuple):
-    """A `Row`, which takes less time to make."""
+class _Row:
+    """A `Row` of which only times are asked, and which takes less time to make."""
 
-    slot: int
-    start: int
-    tokens: Sequence[int]
-    adapter: int = 0
-    stops: Sequence[int] = ()
+    __slots__ = ("start", "tokens")
+
+    def __init__(self, start: int, tokens: Sequence[int]):
+        self.start, self.tokens = start, tokens
 
 
 class SimulatedSequence(RunningSequence):
-    """A request of the traffic while it runs. Its tokens need no checks, and its answer is zeros.
+    """A request of the traffic while it runs. Its tokens need no checks, and its answer is zeros, which are among its
+    tokens when something happens to it: it ends, or a snapshot of it is due.
 
-    arrived: in seconds. last_time: when its last token came; None before the first.
+    arrived: in seconds; None after its first token.
     prompt_tokens: the length of its prompt.
-    left: how many tokens further something happens to it: it ends, or a snapshot of it is due.
+    left: how many tokens further something happens to it.
     """
 
-    arrived: float
-    last_time: float | None
+    arrived: float | None
     prompt_tokens: int
     left: int
+    _last_row: _Row
 
     def like(self, id: int, arrival: Arrival, max_length: int) -> SimulatedSequence:
         """Return a new sequence with the options of this one, which has not begun."""
         sequence = object.__new__(SimulatedSequence)
         request = object.__new__(Request)
-        tokens = arrival.tokens()
-        request.__dict__.update(self.request.__dict__, tokens=tokens, max_tokens=arrival.answer)
+        request.__dict__.update(self.request.__dict__, tokens=range(arrival.prompt), max_tokens=arrival.answer)
         sequence.__dict__.update(
             self.__dict__,
             id=id,
             request=request,
             limit=min(arrival.prompt + arrival.answer, max_length),
-            tokens=tokens.copy(),
+            tokens=arrival.tokens(),
             cuts=set(),
             arrived=arrival.time,
-            last_time=None,
+            _last_row=_Row(0, range(1)),
             prompt_tokens=arrival.prompt,
         )
         return sequence
@@ -84,11 +85,29 @@ class SimulatedSequence(RunningSequence):
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
         """Return a row with as many tokens as the next one has."""
-        return cast(Row, _Row(self.slot, self.stored, range(self.stored, stop)))
+        return cast(Row, _Row(self.stored, range(stop - self.stored)))
+
+    def last_row(self, drafts: Sequence[int]) -> Row:
+        """Return a row with a token, the same one each time."""
+        self._last_row.start = self.stored
+        return self._last_row  # type: ignore[return-value]  # it is asked for often
 
     def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Output]:
         """Choose token 0."""
         return [self.append(0)]
+
+    def append(self, token: int, logits: torch.Tensor | None = None) -> Output:
+        """Add a token, which ends the sequence at its limit."""
+        self.tokens.append(token)
+        return Output(self.id, token, "", "length" if len(self.tokens) == self.limit else None)
+
+    def grow(self, steps: int) -> Output:
+        """Add the tokens of steps so far and of so many further ones; return the last one's output. That step is still
+        to be counted.
+        """
+        self.stored += steps - 1
+        self.tokens += [0] * (self.stored + 1 - len(self.tokens))
+        return self.append(0)
 
 
 class SimulatedEngine(Engine):
@@ -125,6 +144,7 @@ class SimulatedEngine(Engine):
         )
         self.first_tokens, self.gaps = Histogram(), Histogram()
         self.waited, self.most_waiting, self.refused, self.prompt_tokens = 0.0, 0, 0, 0
+        self._last_times: dict[float, int] = {}  # when the last tokens of those that decode came: how many then
         request = Request([0], temperature=0.0, stop_token_ids=[])
         request = replace(request.with_defaults(runtime.generation_config), tokens=[0])
         text = TextStream(None, ())
@@ -153,63 +173,59 @@ class SimulatedEngine(Engine):
         sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
         if step.prompt_rows:
             logits, ends = self._run(step)[count:], [runtime.clock]
-            self._grow(sequences, 1)
-            prompts = step._replace(sequences=step.sequences[count:], rows=step.rows[count:])
-            self._choose(prompts, logits)
+            self._grow(sequences, ends)
+            self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits)
         elif sequences:
             # Others have got their first tokens from the prefix cache just now, or all decode.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
             ends = runtime.run_decode([row.start for row in step.rows], most, until)
-            self._grow(sequences, len(ends))
+            self._grow(sequences, ends)
         else:
             ends = [runtime.clock]
         ends[-1] = runtime.clock  # the last tokens come after the snapshots that end their sequences
-        self._note_gaps(sequences, ends)
-        for output in self._live.outputs:
-            self._note(output)
-        self._live.outputs.clear()
-        for begin, end in itertools.pairwise([started, *ends]):
-            self._scheduler.record(step, end - begin)
+        if sequences:
+            self._note_gaps(len(sequences), ends)
+        if self._live.outputs:
+            for output in self._live.outputs:
+                self._note(output)
+            self._live.outputs.clear()
+        times = [end - begin for begin, end in itertools.pairwise([started, *ends][-STEPS - 1 :])]
+        self._scheduler.record(step, *times)  # no more of them have an effect
         self.waited += waiting * (runtime.clock - began)
         self.most_waiting = max(self.most_waiting, waiting)
 
-    def _grow(self, sequences: Sequence[SimulatedSequence], steps: int) -> None:
+    def _grow(self, sequences: Sequence[SimulatedSequence], ends: Sequence[float]) -> None:
         """Add a token of so many steps to each sequence, the last one as the engine does if something happens then."""
-        zeros, special = [0] * steps, []
+        steps, special = len(ends), []
         for sequence in sequences:
             if sequence.left == steps:
                 special.append(sequence)
             else:
                 sequence.left -= steps
                 sequence.stored += steps
-                sequence.tokens.extend(zeros)
         for sequence in special:
-            sequence.stored += steps - 1
-            sequence.tokens.extend(zeros[1:])
-            self._live.count(sequence, 1, self.runtime.logits, [sequence.append(0)])
+            self._live.count(sequence, 1, self.runtime.logits, [sequence.grow(steps)])
             sequence.look_ahead(self._prefixes.interval)
 
-    def _note_gaps(self, sequences: Sequence[SimulatedSequence], ends: Sequence[float]) -> None:
-        """Record the times between tokens of sequences that got one at each of these times."""
-        for last_time, group in itertools.groupby([sequence.last_time for sequence in sequences]):
-            self.gaps.add(ends[0] - cast(float, last_time), sum(1 for _ in group))
-        for sequence in sequences:
-            sequence.last_time = ends[-1]
-        if sequences:
-            self.gaps.add_all([end - before for before, end in itertools.pairwise(ends)], len(sequences))
+    def _note_gaps(self, sequences: int, ends: Sequence[float]) -> None:
+        """Record the times between tokens of all sequences that decode, so many, each of which got one at these times."""
+        for last_time, count in self._last_times.items():
+            self.gaps.add(ends[0] - last_time, count)
+        if len(ends) > 1:
+            self.gaps.add_all([end - before for before, end in itertools.pairwise(ends)], sequences)
+        self._last_times = {ends[-1]: sequences}
 
     def _note(self, output: Output) -> None:
-        """Record when a token came, unless that has been done, and forget a sequence that has ended."""
+        """Note that a sequence has its first token, or has ended."""
         if output.error is not None:
             raise RuntimeError(output.error)
-        sequence = self._sequences[output.id]
-        now = self.runtime.clock
-        if sequence.last_time is None:
+        sequence, now = self._sequences[output.id], self.runtime.clock
+        if sequence.arrived is not None:
             self.first_tokens.add(now - sequence.arrived)
-        elif sequence.last_time != now:
-            self.gaps.add(now - sequence.last_time)
-        sequence.last_time = now
+            self._last_times[now] = self._last_times.get(now, 0) + 1
+            sequence.arrived = None
         if output.finish_reason is None:
             sequence.look_ahead(self._prefixes.interval)
         else:
+            self._last_times[now] -= 1
             del self._sequences[output.id]

@@ -109,21 +109,24 @@ class MeasuredSteps:
 
     def step(self, rows: Sequence[Row]) -> float:
         """Implement `StepTimes.step`."""
-        starts = [row.start for row in rows if _is_single(row)]
-        if len(starts) == len(rows):
-            return self.decode(starts, 1)[0]
-        prompts = [row for row in rows if not _is_single(row)]
-        lengths = [len(row.tokens) for row in prompts]
-        seconds = self._prompts(len(prompts), sum(lengths) / len(lengths) if self._packs_rows else max(lengths))
-        seconds += sum(len(row.tokens) * self._attention(row.start) for row in prompts)
+        starts, lengths, seconds = list[int](), list[int](), 0.0
+        for row in rows:
+            if (length := len(row.tokens)) == 1 and row.start > 0:
+                starts.append(row.start)
+            else:
+                lengths.append(length)
+                seconds += length * self._attention(row.start)
+        if not lengths:
+            return self._decode[len(starts)](sum(starts) / len(starts))
+        seconds += self._prompts[len(lengths)](sum(lengths) / len(lengths) if self._packs_rows else max(lengths))
         if starts:
-            alone = self._decode(1, 0.0)
-            seconds += max(0.0, self._decode(len(starts) + 1, sum(starts) / len(starts)) - alone)
+            alone = self._decode[1](0.0)
+            seconds += max(0.0, self._decode[len(starts) + 1](sum(starts) / len(starts)) - alone)
         return seconds
 
     def decode(self, starts: Sequence[int], steps: int) -> list[float]:
         """Implement `StepTimes.decode`."""
-        return self._decode.from_on(len(starts), sum(starts) / len(starts), steps)
+        return self._decode[len(starts)].from_on(sum(starts) / len(starts), steps)
 
     def snapshot(self, tokens: int) -> float:
         """Implement `StepTimes.snapshot`."""
@@ -136,10 +139,6 @@ class MeasuredSteps:
     def copy(self, tokens: int) -> float:
         """Implement `StepTimes.copy`: a copy reads and writes as much as a snapshot."""
         return self._snapshots(tokens)
-
-
-def _is_single(row: Row) -> bool:
-    return len(row.tokens) == 1 and row.start > 0
 
 
 def _by_rows(table: Sequence[tuple[int, int, float]]) -> dict[int, dict[int, float]]:

@@ -131,15 +131,14 @@ def _shares(arrivals: Sequence[Arrival], replicas: int, keeps_conversations: boo
 def _serve(arrivals: Sequence[Arrival], new_engine: NewEngine) -> _Served:
     """Serve a replica's requests."""
     engine = new_engine()
-    runtime, at = engine.runtime, 0
-    while at < len(arrivals) or engine.has_work:
-        if not engine.has_work:
-            runtime.clock = max(runtime.clock, arrivals[at].time)
-        while at < len(arrivals) and arrivals[at].time <= runtime.clock:
-            engine.arrive(arrivals[at])
-            at += 1
-        if engine.has_work:
-            engine.advance(*([arrivals[at].time] if at < len(arrivals) else []))
+    runtime = engine.runtime
+    for arrival in arrivals:
+        while runtime.clock < arrival.time and engine.has_work:
+            engine.advance(until=arrival.time)
+        runtime.clock = max(runtime.clock, arrival.time)
+        engine.arrive(arrival)
+    while engine.has_work:
+        engine.advance()
     return _Served(
         ended=runtime.clock,
         refused=engine.refused,

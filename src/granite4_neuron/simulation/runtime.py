@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from transformers import GenerationConfig
@@ -20,23 +22,34 @@ from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
 _FIRST_PART = 16
+_LOGIT_BYTES = 4  # float32
 _WITHOUT_MODEL = "a simulated runtime has no model."
 
 
-class _Logits(torch.Tensor):
-    """Logits [1] by which token 0 is chosen, and which count as many bytes as a model's."""
+class _Sized:
+    """Stands for zeros [1, positions] or [vocab_size], as far as a prefix cache uses a tensor; it has a size only."""
 
-    vocab_size: int
+    def __init__(self, length: int, itemsize: int):
+        self.length, self.itemsize = length, itemsize
+        self.nbytes = length * itemsize
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # its results are plain
+    def __getitem__(self, index: int | tuple[slice, slice]) -> float | _Sized:
+        """Return a number, or some of the positions."""
+        if isinstance(index, tuple):
+            return _Sized(len(range(self.length)[index[1]]), self.itemsize)
+        return 0.0
 
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # torch declares it as an attribute
-        return self.vocab_size * self.itemsize
-
-    def clone(self, **options: Any) -> _Logits:
+    def clone(self) -> _Sized:
         """Return the same tensor: nobody writes to it."""
         return self
+
+    def numpy(self) -> _Sized:
+        """Return the same tensor."""
+        return self
+
+    def argmax(self) -> int:
+        """Return the first of the equal numbers."""
+        return 0
 
 
 class SimulatedRuntime:
@@ -87,9 +100,8 @@ class SimulatedRuntime:
         self.fingerprint = Fingerprint.parse("")
         self._token_bytes = token_bytes(config, dtype.itemsize)
         num_bytes = sequence_bytes(config, dtype.itemsize, state_itemsize=state_dtype.itemsize)
-        self._recurrent = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-        self.logits = torch.zeros(1).as_subclass(_Logits)
-        self.logits.vocab_size = config.vocab_size
+        self._recurrent = cast(torch.Tensor, _Sized(1, num_bytes))
+        self.logits = cast(torch.Tensor, _Sized(config.vocab_size, _LOGIT_BYTES))
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
         """Implement `Runtime.allocate`: nothing is needed."""
@@ -110,22 +122,15 @@ class SimulatedRuntime:
             the clock after each.
         """
         ends: list[float] = []
-        now = self.clock
-        for seconds in self._decode_seconds(starts, most):
-            now += seconds
-            ends.append(now)
-            if now >= until:
-                break
-        self.clock = now
+        part = _FIRST_PART  # their times are asked for in parts, of which few are needed mostly
+        while not ends or (len(ends) < most and self.clock < until):
+            part = min(part, most - len(ends))
+            times = self.steps.decode([start + len(ends) for start in starts] if ends else starts, part)
+            _, *after = itertools.accumulate(times, initial=self.clock)
+            ends += after[: bisect.bisect_left(after, until) + 1]
+            self.clock = ends[-1]
+            part *= 4
         return ends
-
-    def _decode_seconds(self, starts: Sequence[int], most: int) -> Iterator[float]:
-        """Yield the seconds of up to `most` steps. They are asked for in parts, of which few are needed mostly."""
-        done, part = 0, _FIRST_PART
-        while done < most:
-            part = min(part, most - done)
-            yield from self.steps.decode([start + done for start in starts] if done else starts, part)
-            done, part = done + part, 4 * part
 
     def decode(self, state: HybridState | None, rows: Sequence[Row]) -> Decoded:
         """Implement `Runtime.decode`.
@@ -158,7 +163,7 @@ class SimulatedRuntime:
     def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
         """Implement `Runtime.snapshot`, in its time, with tensors that have sizes only."""
         self.clock += self.steps.snapshot(length - start)
-        key = torch.empty(1, length - start, self._token_bytes, dtype=torch.uint8, device="meta")
+        key = cast(torch.Tensor, _Sized(length - start, self._token_bytes))
         tensors = {"layers.0.key": key, "layers.0.ssm_state": self._recurrent}
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 

@@ -20,9 +20,7 @@ class Histogram:
         self._add(_bin_of(value), count, count * value)
 
     def add_all(self, values: Sequence[float], count: int) -> None:
-        """Add each of some numbers so many times."""
-        if not values:
-            return
+        """Add each of some numbers, at least one, so many times."""
         number = _bin_of(min(values))
         if number == _bin_of(max(values)):
             self._add(number, count * len(values), count * sum(values))
@@ -51,7 +49,9 @@ class Histogram:
         return math.nan
 
     def _add(self, number: int, count: float, total: float) -> None:
-        of_bin = self._bins.setdefault(number, [0, 0.0])
+        of_bin = self._bins.get(number)
+        if of_bin is None:
+            of_bin = self._bins[number] = [0, 0.0]
         of_bin[0] += count
         of_bin[1] += total
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -41,55 +41,47 @@ class Curve:
     """
 
     def __init__(self, points: Mapping[int, float]):
-        self._x = sorted(points)
-        self._y = [points[x] for x in self._x]
+        self.ends = sorted(points)
+        pairs = list(itertools.pairwise(self.ends))
+        slopes = [(points[after] - points[before]) / (after - before) for before, after in pairs] or [0.0]
+        self._pieces = [(x, points[x], slope) for x, slope in zip(self.ends, slopes, strict=False)]
+        self._inner = self.ends[1:-1]  # where a piece ends and the next one begins
 
     def __call__(self, x: float) -> float:
         """Return the value at `x`."""
-        first, value, slope, _ = self._piece(x)
+        first, value, slope = self._pieces[bisect.bisect_left(self._inner, x)]
         return max(0.0, value + slope * (x - first))
 
     def from_on(self, x: float, steps: int) -> list[float]:
         """Return the values at x, x + 1 and so on."""
-        first, value, slope, end = self._piece(x)
-        if x + steps - 1 > end:
+        at = bisect.bisect_left(self._inner, x)
+        if at < len(self._inner) and x + steps - 1 > self._inner[at]:
             return [self(x + step) for step in range(steps)]
+        first, value, slope = self._pieces[at]
         value += slope * (x - first)
-        return [max(0.0, value + slope * step) for step in range(steps)]
-
-    def _piece(self, x: float) -> tuple[float, float, float, float]:
-        """Return a piece: its first point, its slope, and where it ends."""
-        if len(self._x) == 1:
-            return self._x[0], self._y[0], 0.0, math.inf
-        at = min(max(bisect.bisect_left(self._x, x), 1), len(self._x) - 1)
-        x0, x1, y0, y1 = self._x[at - 1], self._x[at], self._y[at - 1], self._y[at]
-        return x0, y0, (y1 - y0) / (x1 - x0), x1 if at < len(self._x) - 1 else math.inf
+        values = [value + slope * step for step in range(steps)]
+        return values if values[0] >= 0 and values[-1] >= 0 else [max(0.0, value) for value in values]
 
 
 class CurvesByRows:
-    """A curve for each of some numbers of rows, and lines between them."""
+    """A curve for each of some numbers of rows, and curves between and beyond them."""
 
     def __init__(self, points: Mapping[int, Mapping[int, float]]):
         self._rows = sorted(points)
-        self._curves = [Curve(points[rows]) for rows in self._rows]
+        self._curves = {rows: Curve(points[rows]) for rows in self._rows}
 
-    def __call__(self, rows: int, x: float) -> float:
-        """Return the value for so many rows at `x`."""
-        return max(0.0, sum(weight * curve(x) for weight, curve in self._weighted(rows)))
+    def __getitem__(self, rows: int) -> Curve:
+        """Return the curve for so many rows."""
+        if rows not in self._curves:
+            self._curves[rows] = self._between(rows)
+        return self._curves[rows]
 
-    def from_on(self, rows: int, x: float, steps: int) -> list[float]:
-        """Return the values at x, x + 1 and so on."""
-        (weight, curve), *others = self._weighted(rows)
-        values = [weight * value for value in curve.from_on(x, steps)]
-        for weight, curve in others:
-            values = [sum + weight * value for sum, value in zip(values, curve.from_on(x, steps), strict=True)]
-        return [max(0.0, value) for value in values] if others else values
-
-    def _weighted(self, rows: int) -> list[tuple[float, Curve]]:
+    def _between(self, rows: int) -> Curve:
         if len(self._rows) == 1:
-            return [(1.0, self._curves[0])]
+            return self._curves[self._rows[0]]
         at = min(max(bisect.bisect_left(self._rows, rows), 1), len(self._rows) - 1)
-        low, high = self._rows[at - 1], self._rows[at]
+        low, high = self._rows[at - 1 : at + 1]
         share = (rows - low) / (high - low)
-        both = (1 - share, self._curves[at - 1]), (share, self._curves[at])
-        return [(weight, curve) for weight, curve in both if weight]
+        below, above = self._curves[low], self._curves[high]
+        ends = {*below.ends, *above.ends}
+        return Curve({x: (1 - share) * below(x) + share * above(x) for x in ends})

@@ -11,6 +11,7 @@ import torch
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.engine import Engine, PrefixCache, Request
+from granite4_neuron.engine.prefix_cache import common_length
 from granite4_neuron.runtime.prompt_cuts import Anywhere
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -355,6 +356,16 @@ class TestMemory:
             engine._slots.state.layers[0].ssm_state[1] = torch.nan
         assert run(engine)[id][-1].finish_reason == "error"
         assert cache.stats.snapshots == 1 and cache.match_prefix(TOKENS[:20] + OTHERS[:9]).length == 16
+
+
+def test_the_longest_common_prefix_of_sequences_of_any_type():
+    chance = random.Random(0)
+    for _ in range(200):
+        shared = [chance.randrange(2) for _ in range(chance.randrange(20))]
+        some, others = ([*shared, *(chance.randrange(3) for _ in range(chance.randrange(5)))] for _ in range(2))
+        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))
+        assert common_length(some, tuple(others)) == len(list(equal))
+    assert common_length(range(9), [*range(5), 9, 6, 7, 8]) == 5
 
 
 def test_the_documented_sizes_are_those_of_the_state():
