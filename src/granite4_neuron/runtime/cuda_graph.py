@@ -105,10 +105,10 @@ def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def tensor_cores(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Have a GPU's tensor cores make products of float32 in a model of bfloat16; in one of float32 they stay exact.
+    """Have a GPU's tensor cores round the operands of products in float32 to 11 bits, in a model of bfloat16 only.
 
-    They round operands to 11 bits and add in float32. Weights, and what these are multiplied with, have 8 bits; so only
-    the products of recurrence and attention are less exact.
+    They add in float32. Weights, and what these are multiplied with, have 8 bits; so only the products of the
+    recurrence are less exact.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         yield

@@ -1,4 +1,4 @@
-"""The operators of graphs on a GPU: Triton kernels for a token of each sequence; the rest is as on XLA.
+"""The operators of graphs on a GPU: Triton kernels for prompts and for a token of each sequence; the rest is as on XLA.
 
 Each file has operators whole: definition, shapes, launch and kernels (`operator.py`). `token_layer.py` lists those that
 decode of few sequences uses; the others are for any number of them.
