@@ -30,7 +30,9 @@ _ROUNDS, _CALLS = 3, 10  # of a measurement
 
 def versions(place: Place) -> Iterator[Finding]:
     """Yield what a result depends on, then whether the device is there."""
-    packages = {each.name: each.version for each in importlib.metadata.distributions() if _PACKAGES.search(each.name)}
+    names = {each.name for each in importlib.metadata.distributions() if _PACKAGES.search(each.name)}
+    # Of several versions on the path the first is imported, and `version` tells that one.
+    packages = {name: importlib.metadata.version(name) for name in sorted(names)}
     facts = {
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "python": platform.python_version(),
