@@ -40,7 +40,7 @@ _MAX_GAP = 0.1
 _LONGEST = 1024
 
 
-class _Figures(NamedTuple):
+class Figures(NamedTuple):
     """Times in seconds, the last two of them medians."""
 
     tokens_per_second: float
@@ -80,14 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, arrivals in _loads(server, options.num_requests).items():
         [result] = simulate(arrivals, server, [(1, False)])
         medians = result.first_tokens.percentile(50), result.gaps.percentile(50)
-        predicted = _Figures(result.tokens_per_second, *medians)
+        predicted = Figures(result.tokens_per_second, *medians)
         found = _serve(arrivals, runtime, tokenizer, options.max_num_seqs)
-        for kind, figures in (("predicted", predicted), ("engine", found)):
-            table.add_row(name, kind, f"{figures[0]:.1f}", *(f"{1e3 * each:.1f}" for each in figures[1:]))
-        table.add_row(name, "ratio", *(f"{one / other:.2f}" for one, other in zip(predicted, found, strict=True)))
-        table.add_section()
+        add_rows(table, name, predicted, "engine", found)
     print_table(table)
     return 0
+
+
+def add_rows(table: Table, load: str, predicted: Figures, kind: str, found: Figures) -> None:
+    """Add what was predicted of a load, what was found, and the ratio of both, to a table."""
+    for name, figures in (("predicted", predicted), (kind, found)):
+        table.add_row(load, name, f"{figures[0]:.1f}", *(f"{1e3 * each:.1f}" for each in figures[1:]))
+    table.add_row(load, "ratio", *(f"{one / other:.2f}" for one, other in zip(predicted, found, strict=True)))
+    table.add_section()
 
 
 def _server(runtime: Runtime, measured: Measured, num_sequences: int) -> Server:
@@ -118,7 +123,7 @@ def _loads(server: Callable, number: int) -> dict[str, list[Arrival]]:
     }
 
 
-def _serve(arrivals: Sequence[Arrival], runtime: Runtime, tokenizer, num_sequences: int) -> _Figures:
+def _serve(arrivals: Sequence[Arrival], runtime: Runtime, tokenizer, num_sequences: int) -> Figures:
     """Serve traffic with the engine and its model."""
     clock = _Clock()
     cache = PrefixCache(runtime, _CACHE_BYTES, runtime.tokens_per_step, at_branches=True)
@@ -150,7 +155,7 @@ def _serve(arrivals: Sequence[Arrival], runtime: Runtime, tokenizer, num_sequenc
             last[output.id] = now
     seconds = clock() - arrivals[0].time
     tokens_per_second = (len(first_tokens) + len(gaps)) / seconds
-    return _Figures(tokens_per_second, statistics.median(first_tokens), statistics.median(gaps))
+    return Figures(tokens_per_second, statistics.median(first_tokens), statistics.median(gaps))
 
 
 if __name__ == "__main__":

@@ -194,14 +194,19 @@ def _server(
     from granite4_neuron.simulation.server import Server
 
     if options.steps is not None:
-        runtime, where = _measured(options.steps)
+        runtime, where = measured_runtime(options.steps)
     else:
         runtime, where = _predicted(options, graph_options())
     longest = min(options.max_model_len, runtime["max_length"])
     return Server(options.max_num_seqs, longest, cache_bytes, options.max_gap / 1000, runtime), where
 
 
-def _measured(file: Path) -> tuple[dict[str, Any], str]:
+def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
+    """Return the arguments of a `SimulatedRuntime` with the step times of a file, and a title.
+
+    Raises:
+        UserError: it is not such a file.
+    """
     from granite4_neuron.config import config_from_dict
     from granite4_neuron.runtime.prompt_cuts import from_json
     from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps

@@ -221,17 +221,17 @@ class Entries:
         victim, least, now = None, math.inf, self._look_ups + 1
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
             chance, compared = found / seen, 0
-            saved, last_use = math.inf, now  # of the last one that might have been the victim
+            saved, last_use = math.inf, now  # of the last one whose worth was calculated
             for entry in entries:
                 its_saved = entry._saved_per_byte or entry.saved_per_byte
                 # One that saves no less and was used no earlier is worth no less, as are mostly all behind the first.
                 if its_saved < saved or entry.last_use < last_use:
-                    if entry.users:
-                        continue
-                    saved, last_use = its_saved, entry.last_use
-                    worth = chance * saved / math.sqrt(now - last_use)
+                    worth = chance * its_saved / math.sqrt(now - entry.last_use)
                     if worth < least:
+                        if entry.users:
+                            continue
                         victim, least = entry, worth
+                    saved, last_use = its_saved, entry.last_use
                 compared += 1
                 if compared == _MOST_COMPARED:
                     break

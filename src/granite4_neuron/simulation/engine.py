@@ -7,6 +7,7 @@ these steps are taken at once. Everything else is a step like any other.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -144,6 +145,7 @@ class SimulatedEngine(Engine):
         )
         self.first_tokens, self.gaps = Histogram(), Histogram()
         self.waited, self.most_waiting, self.refused, self.prompt_tokens = 0.0, 0, 0, 0
+        self._ends: list[float] = []  # of the last steps at once
         self._last_times: dict[float, int] = {}  # when the last tokens of those that decode came: how many then
         request = Request([0], temperature=0.0, stop_token_ids=[])
         request = replace(request.with_defaults(runtime.generation_config), tokens=[0])
@@ -161,9 +163,16 @@ class SimulatedEngine(Engine):
         self._sequences[sequence.id] = sequence
         self.prompt_tokens += arrival.prompt
         self._live.waiting.append(sequence)
+        # It may have come within the last steps, between which nobody could begin.
+        steps_since = self._ends[bisect.bisect_left(self._ends, arrival.time) :]
+        if len(steps_since) > 1:
+            self.waited += steps_since[-1] - steps_since[0]
+            self.most_waiting = max(self.most_waiting, len(self._live.waiting))
 
     def advance(self, until: float = math.inf) -> None:
-        """Run a step, and those after it that begin before `until` and in which nothing else happens."""
+        """Run a step, and those after it in which nothing else happens: those that begin before `until`, when a request
+        comes, or even later ones if it could not begin because all slots are taken.
+        """
         runtime, began = self.runtime, self.runtime.clock
         self._prefixes.keep_due(self._live.running.values())
         self._scheduler.admit()
@@ -178,7 +187,8 @@ class SimulatedEngine(Engine):
         elif sequences:
             # Others have got their first tokens from the prefix cache just now, or all decode.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
-            ends = runtime.run_decode([row.start for row in step.rows], most, until)
+            is_full = len(self._live.running) == self.num_sequences
+            ends = runtime.run_decode([row.start for row in step.rows], most, math.inf if is_full else until)
             self._grow(sequences, ends)
         else:
             ends = [runtime.clock]
@@ -191,6 +201,7 @@ class SimulatedEngine(Engine):
             self._live.outputs.clear()
         times = [end - begin for begin, end in itertools.pairwise([started, *ends][-STEPS - 1 :])]
         self._scheduler.record(step, *times)  # no more of them have an effect
+        self._ends = ends
         self.waited += waiting * (runtime.clock - began)
         self.most_waiting = max(self.most_waiting, waiting)
 
