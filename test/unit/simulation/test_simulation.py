@@ -168,6 +168,15 @@ def test_the_queue_and_what_is_refused():
     assert result.waiting == pytest.approx(26 / 52) and result.most_waiting == 1
 
 
+def test_who_comes_while_all_slots_decode_waits():
+    # The first has a prompt of 5 (15 s) and three more tokens (11 s each). Two come in its first step of decode, which
+    # ends at 26, and wait for one and for two others, each of which then takes 26 s.
+    arrivals = [alone(0, 10, 5, 4), alone(20, 11, 5, 2), alone(21, 12, 5, 2)]
+    [result] = simulate(arrivals, partial(new_engine, Linear(), 1), [(1, False)])
+    assert result.seconds == 48 + 26 + 26 and result.most_waiting == 2
+    assert result.waiting * result.seconds == pytest.approx((48 - 26) + (74 - 26))
+
+
 def test_conversations_stay_on_their_replica():
     # Four turns, far apart: each prompt is the one before, its answer, and 10 more. A state after a prompt of n tokens
     # and an answer of 4 has seen n + 3 of them.
