@@ -23,7 +23,7 @@ from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Row
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
-from test.support.checkpoints import CASES, DENSE, small_config
+from test.support.checkpoints import CASES, DENSE, NEMOTRON_CASES, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 from test.support.verification import LONGEST, Round, streams, verified_error
@@ -92,7 +92,10 @@ def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: N
 
 def slow_except(*names: str) -> list:
     """Return all cases as parameters, those of other names as slow: the named ones have all parts of graphs."""
-    return [pytest.param(case, marks=[] if case.name in names else [pytest.mark.slow], id=case.name) for case in CASES]
+    return [
+        pytest.param(case, marks=[] if case.name in names else [pytest.mark.slow], id=case.name)
+        for case in (*CASES, NEMOTRON_CASES[0])
+    ]
 
 
 class StepContract:
@@ -102,7 +105,7 @@ class StepContract:
     def test_logits_equal_the_cpu_runtimes(self, backend, case):
         """The models have one layer of each kind; the bundled model has several."""
         kinds = tuple(dict.fromkeys(case.config().layer_types))
-        config = small_config(**{**case.changes, "layer_types": kinds})
+        config = replace(case.config(), layer_types=kinds, num_hidden_layers=len(kinds))
         cpu, ours = backend.runtimes(lambda: random_model(config, max_A=case.max_A))
         expected_logits = run_steps(cpu, STEPS, 5, 200)
         for expected, logits in zip(expected_logits, run_steps(ours, STEPS, 5, 200, backend.poison), strict=True):

@@ -69,6 +69,7 @@ class ModelConfig(ABC):
 
     json_names: the names in config.json, by field, where they are not the field's.
     left_out_tensors: what tensors of a checkpoint are for that are not loaded, by the beginnings of their names.
+    why_not_predicted: why compiled graphs of such a model are not counted and predicted, as a clause; None if they are.
 
     Raises:
         UserError: the values contradict each other or describe something that this package does not run.
@@ -78,6 +79,7 @@ class ModelConfig(ABC):
     architecture: ClassVar[str]
     json_names: ClassVar[Mapping[str, str]] = {}
     left_out_tensors: ClassVar[Mapping[str, str]] = {}
+    why_not_predicted: ClassVar[str | None] = None
 
     vocab_size: int
     hidden_size: int
@@ -141,6 +143,17 @@ class ModelConfig(ABC):
         Raises:
             UserError: it describes something that this package does not run.
         """
+
+    def check_predicted(self) -> None:
+        """Check that compiled graphs of this model can be counted and predicted.
+
+        Raises:
+            UserError: they cannot.
+        """
+        if self.why_not_predicted is not None:
+            raise UserError(
+                f"compiled graphs of {self.architecture} are not counted or predicted: {self.why_not_predicted}."
+            )
 
     def stored_name(self, name: str) -> str:
         """Return the published name of a parameter of the model, which may have an EXPERT_NUMBER."""

@@ -19,6 +19,8 @@ class TokenLayer(DecoderLayer):
     @staticmethod
     def why_not(layer: DecoderLayer) -> str | None:
         """Return why the kernels do not support a layer, as a clause; None if they do."""
+        if not (layer.has_mixer and layer.has_feed_forward):
+            return "they are for layers with a mixer and an MLP"
         output = layer.mamba.out_proj if layer.is_mamba else layer.self_attn.o_proj
         if (degree := output.parallel.degree) > 1:
             return f"they are for a whole model, and this is a part of {degree}"

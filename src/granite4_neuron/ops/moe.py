@@ -16,7 +16,7 @@ from granite4_neuron.ops.weight import Weight, as_tensor
 
 # torch 2.9 has the CPU implementation under its private name only.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
-_SMALLEST_SUM = 1e-20  # keeps the weights finite where all scores are 0
+SMALLEST_SUM = 1e-20  # keeps the weights finite where all scores are 0
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -110,7 +110,7 @@ def topk_sigmoid(
     topk_ids = choice.topk(top_k, dim=-1)[1]
     topk_weights = scores.gather(-1, topk_ids)
     if norm_topk_prob:
-        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + SMALLEST_SUM)
     return topk_weights * scaling_factor, topk_ids
 
 

@@ -8,7 +8,7 @@ import torch
 
 from granite4_neuron.choices import DECODE_KERNELS, EXPERTS_DECODE, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.config import MAMBA, ModelConfig
-from granite4_neuron.errors import check_choice
+from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
@@ -67,6 +67,8 @@ def default_experts_decode(kernels: str) -> str:
 def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: str) -> Operators:
     if not config.num_local_experts:
         return base
+    if form == "kernel" and not config.has_gated_mlp:
+        raise UserError("the NKI kernel for experts multiplies a gate, which these have not; choose all or gather.")
     if form == "gather":
         return replace(base, fused_experts=fused_experts)
     if form == "all":

@@ -55,7 +55,7 @@ from granite4_neuron.runtime.graphs import (
 )
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import Multiples
-from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState, NoState
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -520,7 +520,8 @@ def run_layers(
     Args:
         call: how each of the functions below is called.
         inputs: one tensor, of `graph_inputs`; with `key.chooses` of `decode_inputs`.
-        tensors: the state's, two for each layer; with `key.chooses` before them the tokens chosen last, [rows].
+        tensors: the state's, two for each layer that has one; with `key.chooses` before them the tokens chosen last,
+            [rows].
         layers_per_graph: how many layers are called together.
 
     Returns:
@@ -533,7 +534,7 @@ def run_layers(
     hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
     where = positions, lengths, slots
     kept_inputs: list[torch.Tensor] = []
-    states = list(zip(tensors[::2], tensors[1::2], strict=True))
+    states = [state for _, state in _with_states(model, tensors)]
     for layers, states_of_layers in zip(
         _groups(_layers(model), layers_per_graph), _groups(states, layers_per_graph), strict=True
     ):
@@ -565,6 +566,8 @@ def run_group(
         if layer.is_mamba:
             hidden_states, *kept = call(mamba_layer, layer, mamba_key, hidden_states, *where, *state)
             return hidden_states, kept[0] if kept else None
+        if not layer.has_mixer:
+            return call(feed_forward_layer, layer, GraphKey(0), hidden_states, *where), None
         return call(attention_layer, layer, attention_key, hidden_states, *where, *state, *rotary), None
 
     return through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)
@@ -584,9 +587,8 @@ def run_advance(
         inputs: the tensor of `graph_inputs`; then each Mamba layer's kept inputs.
     """
     where, *kept_inputs = inputs
-    layers = zip(_layers(model), tensors[::2], tensors[1::2], strict=True)
-    mamba = [each for each in layers if each[0].is_mamba]
-    arguments = [(layer, key, kept, where, *state) for (layer, *state), kept in zip(mamba, kept_inputs, strict=True)]
+    mamba = [(layer, state) for layer, state in _with_states(model, tensors) if layer.is_mamba]
+    arguments = [(layer, key, kept, where, *state) for (layer, state), kept in zip(mamba, kept_inputs, strict=True)]
     if layers_per_graph == 1:
         return [call(advance_layer, *each) for each in arguments]
     return [call(advance_group, group) for group in _groups(arguments, layers_per_graph)]
@@ -609,6 +611,12 @@ def _layers(model: HybridForCausalLM) -> Sequence[DecoderLayer]:
     stack = model.model.stack
     assert isinstance(stack, OneByOne)  # only the operators of a CPU compute all layers in one call
     return stack.layers
+
+
+def _with_states(model: HybridForCausalLM, tensors: Tensors) -> list[tuple[DecoderLayer, Tensors]]:
+    """Return each layer with its tensors of the state: two, or none where it has no mixer."""
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return [(layer, next(pairs) if layer.has_mixer else ()) for layer in _layers(model)]
 
 
 def embed(
@@ -650,6 +658,14 @@ def attention_layer(
     """
     where, cache, rotary = tensors[:3], tensors[3:5], tensors[5:]
     output, _ = layer(hidden_states, _step(key, *where), KeyValueState(*cache), rotary or None)
+    return output
+
+
+def feed_forward_layer(
+    layer: DecoderLayer, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor
+) -> torch.Tensor:
+    """Return the output of a layer without a mixer; `where` are positions, lengths and slots."""
+    output, _ = layer(hidden_states, _step(key, *where), NoState(), None)
     return output
 
 
@@ -717,7 +733,7 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.shape
     if isinstance(argument, nn.Module):
-        return type(argument)
+        return type(argument), getattr(argument, "kind", None)
     if isinstance(argument, GraphKey) or not isinstance(argument, Sequence):
         return argument
     return tuple(map(_kind, argument))

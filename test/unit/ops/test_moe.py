@@ -49,3 +49,58 @@ class TestExperts:
         weights, ids = ops.topk_softmax(x @ torch.randn(16, 5), 2)
         finite = torch.isfinite(ops.fused_experts(x, w1, w2, weights, ids)).all(1)
         assert finite.tolist() == [True, True, False, True]
+
+    @pytest.mark.parametrize("width", [12, 7])
+    def test_without_a_gate_it_is_a_squared_relu(self, width):
+        """The first matrix has as many rows as the second has columns; 7 is a width of no grouped product."""
+        torch.manual_seed(0)
+        x, w1, w2 = torch.randn(9, 16), torch.randn(5, width, 16), torch.randn(5, 16, width)
+        weights, ids = ops.topk_softmax(x @ torch.randn(16, 5), 2)
+        exact = torch.zeros(9, 16, dtype=torch.float64)
+        for token, chosen in enumerate(ids.tolist()):
+            for weight, expert in zip(weights[token].double(), chosen, strict=True):
+                hidden = w1[expert].double() @ x[token].double()
+                exact[token] += weight * (w2[expert].double() @ hidden.clamp(min=0).square())
+        assert relative_error(ops.fused_experts(x, w1, w2, weights, ids), exact) <= 1e-5
+        mlp = w2[0].double() @ (w1[0].double() @ x.double().T).clamp(min=0).square()
+        assert relative_error(ops.mlp(x, w1[0], w2[0]), mlp.T) <= 1e-5
+
+
+CHOICE = dict(top_k=3, n_group=4, topk_group=2, norm_topk_prob=True, scaling_factor=2.5)
+
+
+class TestSigmoidChoice:
+    def exact(self, logits, bias, top_k, n_group, topk_group, norm_topk_prob, scaling_factor):
+        """Return the weights of a token by expert, in Python's floats."""
+        scores = [1 / (1 + math.exp(-logit)) for logit in logits.double().tolist()]
+        sums = [score + b for score, b in zip(scores, bias.double().tolist(), strict=True)]
+        size = len(sums) // n_group
+        groups = [range(first, first + size) for first in range(0, len(sums), size)]
+        groups.sort(key=lambda group: -sum(sorted((sums[expert] for expert in group), reverse=True)[:2]))
+        allowed = sorted((expert for group in groups[:topk_group] for expert in group), key=lambda one: -sums[one])
+        total = sum(scores[expert] for expert in allowed[:top_k]) if norm_topk_prob else 1.0
+        return {expert: scaling_factor * scores[expert] / total for expert in allowed[:top_k]}
+
+    @pytest.mark.parametrize("change", [{}, dict(n_group=1, topk_group=1), dict(norm_topk_prob=False)], ids=str)
+    def test_the_bias_chooses_and_the_weights_come_without_it(self, change):
+        torch.manual_seed(1)
+        logits, bias, arguments = torch.randn(50, 16), torch.randn(16), {**CHOICE, **change}
+        weights, ids = ops.topk_sigmoid(logits, bias, **arguments)
+        changed = ids.sort(-1)[0] != ops.topk_sigmoid(logits, torch.zeros(16), **arguments)[1].sort(-1)[0]
+        assert changed.any(1).float().mean() > 0.5, "the bias matters here"
+        for token in range(50):
+            expected = self.exact(logits[token], bias, **arguments)
+            assert ids[token].tolist() == list(expected)
+            assert torch.allclose(weights[token].double(), torch.tensor(list(expected.values()), dtype=torch.float64))
+
+    def test_a_poisoned_token_stays_alone_and_chooses_experts_that_there_are(self):
+        logits, bias = torch.randn(3, 16), torch.randn(16)
+        logits[1] = math.nan
+        weights, ids = ops.topk_sigmoid(logits, bias, **CHOICE)
+        assert torch.isfinite(weights).all(1).tolist() == [True, False, True]
+        assert ids.min() >= 0 and ids.max() < 16
+
+    def test_scores_that_are_all_zero(self):
+        """Weights stay finite where the sigmoid of all logits is 0."""
+        weights, _ = ops.topk_sigmoid(torch.full((1, 16), -200.0), torch.randn(16), **CHOICE)
+        assert torch.isfinite(weights).all()

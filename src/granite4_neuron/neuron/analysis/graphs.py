@@ -68,7 +68,12 @@ class Graph:
         return 1 if self.kind == PREFILL else self.num_sequences
 
     def meta_model(self, rank: int = 0, group: str | None = None) -> HybridForCausalLM:
-        """Return a rank's model, without memory. `group`: see `Parallel`; no process group needs to have this name."""
+        """Return a rank's model, without memory. `group`: see `Parallel`; no process group needs to have this name.
+
+        Raises:
+            UserError: graphs of such a model are not predicted.
+        """
+        self.config.check_predicted()
         with torch.device("meta"):
             return model_of(self.config, Parallel(rank, self.tp_degree, group)).to("meta")
 

@@ -142,8 +142,9 @@ def step_work(
     over the head.
 
     Raises:
-        UserError: tp_degree does not divide the model.
+        UserError: tp_degree does not divide the model, or graphs of such a model are not predicted.
     """
+    config.check_predicted()
     least = minimum(config, tp_degree, dtype, batch_size, tokens, context, verifies=verifies)
     rank, layers = config.rank_dimensions(tp_degree), len(config.layer_types)
     more_flops, more_bytes = _more_for_experts(config, tp_degree, dtype, batch_size * tokens, experts_decode)

@@ -231,9 +231,10 @@ def plan(
 
     Raises:
         UserError: tp_degree does not divide the model or is more than the instance has cores, or the context is longer
-            than the model's.
+            than the model's; or graphs of such a model are not predicted.
     """
     check_ranks(instance, tp_degree)
+    config.check_predicted()
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
     is_tied = config.tie_word_embeddings and not options.holds_tied_head_twice

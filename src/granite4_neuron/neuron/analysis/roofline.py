@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.model.parameters import HEAD, matmul_weights
 from granite4_neuron.state.sizes import mamba_state_shapes, sequence_bytes, token_bytes
 
@@ -73,8 +73,7 @@ def minimum(
     head = matrices.pop(HEAD).numel
     experts = sum(one.numel for one in matrices.values() if one.is_of_experts)
     shared = sum(one.numel for one in matrices.values()) - experts
-    mamba_layers = config.layer_types.count(MAMBA)
-    attention_layers = layers - mamba_layers
+    mamba_layers, attention_layers = config.layers_with(MAMBA), config.layers_with(ATTENTION)
     dimensions = config.rank_dimensions(tp_degree)
 
     token_weights = chosen = 0.0  # weights of experts

@@ -46,8 +46,11 @@ def fused_experts(
 
 
 def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
-    ids = topk_ids.flatten()
-    y = multiply_rows(multiply_rows(hidden_states, w1, ids, True), w2, ids, False)
+    ids, is_gated = topk_ids.flatten(), w1.shape[1] != w2.shape[2]
+    activated = multiply_rows(hidden_states, w1, ids, is_gated)
+    if not is_gated:
+        activated = moe.relu2(activated)
+    y = multiply_rows(activated, w2, ids, False)
     return (y.view(*topk_ids.shape, -1) * topk_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 

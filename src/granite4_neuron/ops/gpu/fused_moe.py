@@ -55,7 +55,10 @@ def _launch_multiply_by_experts(
     )
     activated = x.new_empty(topk_ids.numel(), width)
     y = x.new_empty(topk_ids.numel(), hidden)
-    for rows, weight, outputs, is_gated in ((x, w1, activated, True), (activated, w2, y, False)):
+    first_is_gated = w1.shape[1] != width
+    for rows, weight, outputs, is_gated in ((x, w1, activated, first_is_gated), (activated, w2, y, False)):
+        if rows is activated and not first_is_gated:
+            activated.copy_(moe.relu2(activated))
         options = _tiles(x, topk_ids.numel() // num_experts, 1 + is_gated)
         # At least as many blocks of choices as the experts may need.
         blocks = topk_ids.numel() // options["BLOCK_M"] + min(num_experts, topk_ids.numel())
@@ -67,7 +70,7 @@ def _launch_multiply_by_experts(
             choices,
             outputs,
             tokens,
-            CHOICES_PER_ROW=top_k if is_gated else 1,
+            CHOICES_PER_ROW=top_k if rows is x else 1,
             EXPERTS=num_experts,
             N=outputs.shape[1],
             K=rows.shape[1],

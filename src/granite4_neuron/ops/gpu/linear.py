@@ -23,7 +23,10 @@ def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor
     """Compute `ops.mlp` of weights that are not quantized."""
     if not _is_one_token(x):
         return products.mlp(x, input_weight, output_weight)
-    activated = multiply_rows(x.reshape(1, -1), input_weight, None, True)
+    is_gated = input_weight.shape[0] != output_weight.shape[1]
+    activated = multiply_rows(x.reshape(1, -1), input_weight, None, is_gated)
+    if not is_gated:
+        activated = moe.relu2(activated)
     return multiply_rows(activated, output_weight, None, False).view(x.shape)
 
 

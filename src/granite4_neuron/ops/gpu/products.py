@@ -33,7 +33,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
     """Compute `ops.mlp` of weights that are not quantized."""
-    activated = multiply_tokens(x.reshape(-1, x.shape[-1]), input_weight, None, True, False)
+    is_gated = input_weight.shape[0] != output_weight.shape[1]
+    activated = multiply_tokens(x.reshape(-1, x.shape[-1]), input_weight, None, is_gated, False)
+    if not is_gated:
+        activated = moe.relu2(activated)
     return multiply_tokens(activated, output_weight, None, False, False).view(x.shape)
 
 

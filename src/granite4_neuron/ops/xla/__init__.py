@@ -10,10 +10,11 @@ from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
 from granite4_neuron.ops.xla.moe import expert_path, fused_experts, fused_experts_without_gather
-from granite4_neuron.ops.xla.topk import topk_softmax
+from granite4_neuron.ops.xla.topk import topk_sigmoid, topk_softmax
 
 XLA = Operators(
     topk_softmax=topk_softmax,
+    topk_sigmoid=topk_sigmoid,
     fused_experts=fused_experts,
     cached_attention=cached_attention,
     mamba_prefill=CHUNKED,
@@ -28,6 +29,7 @@ __all__ = [
     "expert_path",
     "fused_experts",
     "fused_experts_without_gather",
+    "topk_sigmoid",
     "topk_softmax",
     "write_cache_as",
 ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.ops.moe import silu_and_mul
+from granite4_neuron.ops.moe import activate
 
 CHOSEN, ALL, BLOCKS = "chosen", "all", "blocks"
 # Tokens that are counted at a time: a count of that many is exact in every dtype that a compiler may choose for a
@@ -118,12 +118,12 @@ def fused_experts(
 
     Args:
         path: None for `expert_path`'s, which has `gathers` as this function.
-        input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size] and
-            w2 [num_experts, intermediate_size, hidden_size].
+        input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size], or
+            without a gate half as wide, and w2 [num_experts, intermediate_size, hidden_size].
     """
     tokens, top_k = topk_ids.shape
-    path = path or expert_path(tokens, top_k, w1.shape[0], w2.shape[1 if input_first else 2], gathers)
     weights = _Weights(w1, w2, input_first)
+    path = path or expert_path(tokens, top_k, weights.num_experts, weights.width, gathers)
     if path.name == CHOSEN:
         return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
     if path.name == ALL:
@@ -154,19 +154,24 @@ class _Weights:
     def num_experts(self) -> int:
         return self.w1.shape[0]
 
+    @property
+    def width(self) -> int:
+        """intermediate_size."""
+        return self.w2.shape[1 if self.input_first else 2]
+
     def of(self, experts: torch.Tensor) -> _Weights:
         return _Weights(self.w1.index_select(0, experts), self.w2.index_select(0, experts), self.input_first)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute silu(gate) * up of [experts, rows, hidden_size]: [experts, rows, intermediate_size]."""
-        return silu_and_mul(torch.bmm(x, self.w1 if self.input_first else self.w1.transpose(1, 2)))
+        """Activate the first product of [experts, rows, hidden_size]: [experts, rows, intermediate_size]."""
+        return activate(torch.bmm(x, self.w1 if self.input_first else self.w1.transpose(1, 2)), self.width)
 
     def first_of_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute silu(gate) * up of [rows, hidden_size], which all experts share."""
+        """Compute `first` of [rows, hidden_size], which all experts share."""
         if self.input_first:
-            return silu_and_mul(torch.bmm(x.expand(self.num_experts, -1, -1), self.w1))
-        activated = F.linear(x, self.w1.flatten(0, 1)).unflatten(1, (self.num_experts, -1))
-        return silu_and_mul(activated).transpose(0, 1)
+            return activate(torch.bmm(x.expand(self.num_experts, -1, -1), self.w1), self.width)
+        product = F.linear(x, self.w1.flatten(0, 1)).unflatten(1, (self.num_experts, -1))
+        return activate(product, self.width).transpose(0, 1)
 
     def second(self, x: torch.Tensor) -> torch.Tensor:
         """Map [experts, rows, intermediate_size] to [experts, rows, hidden_size]."""

@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from granite4_neuron.ops.moe import SMALLEST_SUM
+
 # Tokens up to which logits are compared in pairs: as few instructions as there can be, but num_experts ** 2 values per
 # token.
 _MOST_IN_PAIRS = 64
@@ -25,9 +27,41 @@ _HIGHEST_TEMPERATURE = 1e6
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `ops.topk_softmax`. Of equal logits the first is chosen; where a token's are NaN, the last expert."""
     logits, num_experts = router_logits.float(), router_logits.shape[-1]
-    choose = _by_comparison if len(logits) <= _MOST_IN_PAIRS else _one_after_another
-    top_logits, experts = choose(logits, top_k)
+    top_logits, experts = _largest(logits, top_k)
     return top_logits.softmax(-1), experts.int().clamp(max=num_experts - 1)
+
+
+def topk_sigmoid(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `ops.topk_sigmoid`. Of equal sums the first is chosen; where a token's are NaN, the last expert."""
+    scores = router_logits.float().sigmoid()
+    choice = scores + correction_bias.float()
+    num_experts = choice.shape[-1]
+    if n_group > 1:
+        size = num_experts // n_group
+        best_two = _largest(choice.reshape(-1, size), 2)[0].sum(-1).view(-1, n_group)
+        best_groups = _largest(best_two, topk_group)[1]
+        groups = torch.arange(num_experts, dtype=torch.float32, device=choice.device).div(size, rounding_mode="floor")
+        is_open = (best_groups[..., None] == groups).float().amax(1) > 0
+        choice = torch.where(is_open, choice, torch.full_like(choice, -math.inf))
+    experts = _largest(choice, top_k)[1].clamp(max=num_experts - 1)
+    numbers = torch.arange(num_experts, dtype=torch.float32, device=choice.device)
+    weights = torch.where(experts[..., None] == numbers, scores[:, None], 0.0).sum(-1)
+    if norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return weights * scaling_factor, experts.int()
+
+
+def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest values of each row, and where they are, each [rows, count] in float32."""
+    return (_by_comparison if len(values) <= _MOST_IN_PAIRS else _one_after_another)(values, count)
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,16 @@ def test_experts(spread, tokens, dtype):
     assert relative_error(output, definition(x, w1, w2, weights, ids)) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_without_a_gate(tokens):
+    """The first matrix has as many rows as the second has columns."""
+    weights, ids = topk_softmax(random(tokens, 6, dtype=torch.float32), 2)
+    x, w1, w2 = (random(*shape, dtype=torch.float32) for shape in ((tokens, 16), (6, 24, 16), (6, 16, 24)))
+    exact = moe.fused_experts(x.double(), w1.double(), w2.double(), weights, ids)
+    assert relative_error(GPU.fused_experts(x, w1, w2, weights, ids), exact) <= 1e-5
+    assert relative_error(GPU.mlp(x, w1[0], w2[0]), moe.mlp(x.double(), w1[0].double(), w2[0].double())) <= 1e-5
+
+
 @DTYPES
 @pytest.mark.parametrize("slots", [[1, 2, 3], [3, 1, 2], None], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4])

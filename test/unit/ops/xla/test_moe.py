@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from granite4_neuron import ops
-from granite4_neuron.ops.xla import moe, topk_softmax
+from granite4_neuron.ops.xla import moe, topk_sigmoid, topk_softmax
 from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, expert_path, with_capacity
 from test.support.oracles import relative_error
 
@@ -137,6 +137,39 @@ class TestTopK:
     def test_nan_gives_experts_that_exist(self, tokens):
         _, ids = topk_softmax(torch.full((tokens, 5), math.nan), 3)
         assert 0 <= int(ids.min()) <= int(ids.max()) < 5
+
+
+@pytest.mark.parametrize("tokens", [5, 100], ids=["in pairs", "one after another"])
+@pytest.mark.parametrize("n_group", [1, 4])
+class TestSigmoidChoice:
+    def test_equals_torch(self, tokens, n_group):
+        logits, bias = torch.randn(tokens, 72), torch.randn(72)
+        arguments = bias, 6, n_group, (n_group + 1) // 2, True, 2.5
+        (weights, ids), (expected_weights, expected_ids) = (
+            f(logits, *arguments) for f in (topk_sigmoid, ops.topk_sigmoid)
+        )
+        assert torch.equal(ids, expected_ids)
+        assert (weights - expected_weights).abs().max() <= 1e-6
+
+    def test_nan_gives_experts_that_exist(self, tokens, n_group):
+        logits = torch.randn(tokens, 8)
+        logits[2] = math.nan
+        weights, ids = topk_sigmoid(logits, torch.randn(8), 3, n_group, (n_group + 1) // 2, True, 1.0)
+        assert 0 <= int(ids.min()) <= int(ids.max()) < 8
+        assert weights.isfinite().all(1).tolist() == [token != 2 for token in range(tokens)]
+
+
+@pytest.mark.parametrize("input_first", [False, True])
+@pytest.mark.parametrize("path", [ExpertPath(CHOSEN), ExpertPath(ALL), 5], ids=str)
+def test_experts_without_a_gate(path, input_first):
+    x, (w1, w2), (weights, ids) = torch.randn(7, HIDDEN), weights_of_experts(), routed(7, 3, FEW)
+    w1 = w1[:, : w2.shape[2]]
+    exact = ops.fused_experts(x.double(), w1.double(), w2.double(), weights, ids)
+    path = path if isinstance(path, ExpertPath) else with_capacity(ids.numel(), path)
+    if input_first:
+        w1, w2 = (w.transpose(1, 2).contiguous() for w in (w1, w2))
+    output = moe.fused_experts(x, w1, w2, weights, ids, path=path, input_first=input_first)
+    assert relative_error(output, exact) <= 1e-5
 
 
 class TestPath:

@@ -538,7 +538,32 @@ def test_feed_forward_is_its_parts(dtype, tokens, has_experts, format):
     assert torch.allclose(half.step(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def feed_forward(norm, input, output, router=None, expert_input=None, expert_output=None, *, multiplier):
+@every_dtype
+@pytest.mark.parametrize("n_group", [1, 4])
+def test_feed_forward_without_gates_and_with_a_sigmoid_router(dtype, n_group):
+    """One token is NaN; the bias decides which experts are chosen."""
+    torch.manual_seed(n_group)
+    x = torch.randn(9, 48)
+    norm, router, bias = torch.randn(48).to(dtype), torch.randn(8, 48), torch.randn(8)
+    mlp, experts = (
+        [cpu.pack(torch.randn(shape).to(dtype) / 7, dtype) for shape in shapes]
+        for shapes in (((40, 48), (48, 40)), ((8, 24, 48), (8, 48, 24)))
+    )
+    choice = dict(n_group=n_group, topk_group=(n_group + 1) // 2, norm_topk_prob=True, scaling_factor=2.5)
+    packed_router = cpu.pack(router, torch.float32)
+    half = feed_forward(norm, *mlp, packed_router, *experts, multiplier=0.3, correction_bias=bias, **choice)
+    normed = cpu.rms_norm(x, norm, 1e-5)
+    weights, ids = ops.topk_sigmoid(ops.router_logits(normed, router), bias, 2, **choice)
+    expected = cpu.residual_add(x, cpu.mlp(normed, *mlp), 0.3)
+    expected = cpu.residual_add(expected, cpu.fused_experts(normed, *experts, weights, ids), 0.3)
+    assert torch.allclose(half.step(x), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    exact = ops.mlp(normed.float(), *(one.dequantize(torch.float32) for one in mlp))
+    assert relative_error(cpu.mlp(normed, *mlp), exact) <= TOLERANCES[dtype]
+    x[4] = math.nan
+    assert torch.isfinite(half.step(x)).all(1).tolist() == [token != 4 for token in range(9)]
+
+
+def feed_forward(norm, input, output, router=None, expert_input=None, expert_output=None, *, multiplier, **choice):
     return cpu.layers.feed_forward(
         FeedForwardWeights(
             norm=norm,
@@ -550,6 +575,7 @@ def feed_forward(norm, input, output, router=None, expert_input=None, expert_out
             top_k=2,
             eps=1e-5,
             residual_multiplier=multiplier,
+            **choice,
         )
     )
 
