@@ -61,7 +61,7 @@ def random_checkpoints(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session", params=(*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
+@pytest.fixture(scope="session", params=(*CASES, NEMOTRON_CASES[0]), ids=lambda case: case.name)
 def case_folder(request, random_checkpoints):
     """Return the folder of each random checkpoint in turn."""
     return random_checkpoints(request.param)

@@ -12,7 +12,7 @@ from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import MambaState
-from test.support.checkpoints import DENSE, small_config
+from test.support.checkpoints import DENSE, nemotron_config, small_config
 
 CHUNK = 16
 VOCAB = 160
@@ -27,6 +27,17 @@ def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
     layers = dict(layer_types=("mamba", "attention"), max_position_embeddings=200)
     weights = dict(tie_word_embeddings=False, embedding_multiplier=1.0, residual_multiplier=1.0)
     return random_model(small_config(**{**DENSE, **sizes, **layers, **weights, **changes}), seed, dtype)
+
+
+def nemotron_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> HybridForCausalLM:
+    """Return the same of a Nemotron model: a layer of each kind."""
+    sizes = dict(hidden_size=32, mlp_intermediate_size=32, shared_intermediate_size=24, intermediate_size=24)
+    layers = dict(layer_types=("mamba", "moe", "attention", "mlp"), max_position_embeddings=200)
+    heads = dict(mamba_n_heads=4, mamba_n_groups=2, head_dim=16)
+    return random_model(nemotron_config(**sizes, **layers, **heads), seed, dtype)
+
+
+ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model}
 
 
 class ChunkRuntime(CPURuntime):

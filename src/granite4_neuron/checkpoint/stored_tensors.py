@@ -77,13 +77,29 @@ class StoredTensors:
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor. Files are opened anew each time, so that earlier reads are not kept mapped in memory."""
         parts = self._parts[name]
-        tensors: dict[str, torch.Tensor] = {}
+        is_expert = parts[0].part.is_expert
+        if is_expert and not name.endswith(_SHAPE):
+            return self._read_experts(name)
+        tensors = []
+        for one in parts:
+            with open_tensors(one.file, framework="pt") as file:
+                tensors.append(file.get_tensor(one.name))
+        return tensors[0] if len(tensors) == 1 else _joined(name, tensors, is_expert)
+
+    def _read_experts(self, name: str) -> torch.Tensor:
+        """Read a tensor that is stored expert by expert, each into its place; every file is opened once."""
+        # Not at the top: names and shapes need no torch.
+        import torch
+
+        parts, stacked = self._parts[name], None
         for path in dict.fromkeys(one.file for one in parts):
             with open_tensors(path, framework="pt") as file:
-                tensors |= {one.name: file.get_tensor(one.name) for one in parts if one.file == path}
-        if parts[0].part.of == 1:
-            return tensors[parts[0].name]
-        return _joined(name, [tensors[one.name] for one in parts], parts[0].part.is_expert)
+                for one in parts:
+                    if one.file == path:
+                        tensor = file.get_tensor(one.name)
+                        stacked = torch.empty(self._shapes[name], dtype=tensor.dtype) if stacked is None else stacked
+                        stacked[one.part.number] = tensor
+        return stacked
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
         """Return whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
@@ -184,7 +200,7 @@ def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
 def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:
     shape = parts[0].shape
     if name.endswith(_SHAPE):
-        return shape
+        return (shape[0] + 1,) if parts[0].part.is_expert and shape else shape
     if parts[0].part.is_expert:
         return (len(parts), *shape)
     return (*(len(parts) * rows for rows in shape[:1]), *shape[1:])
@@ -196,8 +212,10 @@ def _joined(name: str, tensors: list[torch.Tensor], are_experts: bool) -> torch.
     import torch
 
     if name.endswith(_SHAPE) and all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+        if are_experts:
+            return torch.cat([tensors[0].new_tensor([len(tensors)]), tensors[0]])
         return tensors[0] * torch.tensor([len(tensors), 1])
-    return torch.stack(tensors) if are_experts else torch.cat(tensors)
+    return torch.cat(tensors)
 
 
 def _read_index(folder: Path) -> dict[str, str]:

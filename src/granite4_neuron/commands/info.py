@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from granite4_neuron.commands.options import add_model, checkpoint_or_member, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", escape(name), title="Granite checkpoint", show_header=True)
+    table = Table("", escape(name), title=config.architecture, show_header=True)
     for row in _info_rows(config, dtype, stored_in):
         table.add_row(*row)
     print_table(table)
@@ -46,11 +46,17 @@ def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> lis
     if config.num_local_experts:
         experts = sum(one.numel for one in table if one.is_of_experts) // config.num_local_experts
         active -= (config.num_local_experts - config.num_experts_per_tok) * experts
-    mamba = config.layer_types.count(MAMBA)
-    attention = [index for index, kind in enumerate(config.layer_types) if kind != MAMBA]
+    mamba = config.layers_with(MAMBA)
+    attention = [index for index, kind in enumerate(config.layer_types) if config.parts(kind).mixer == ATTENTION]
+    kinds = {MAMBA: "Mamba-2"}
+    others = {kind: config.layer_types.count(kind) for kind in config.layer_types if kind not in (MAMBA, ATTENTION)}
+    counts = {MAMBA: mamba, ATTENTION: len(attention), **others}
     rows = [
-        ("layers", f"{mamba} Mamba-2, {len(attention)} attention"),
-        ("attention at", "every layer" if not mamba else ", ".join(map(str, attention)) or "none"),
+        ("layers", ", ".join(f"{count} {kinds.get(kind, kind)}" for kind, count in counts.items())),
+        (
+            "attention at",
+            "every layer" if len(attention) == len(config.layer_types) else ", ".join(map(str, attention)) or "none",
+        ),
         ("hidden size, vocabulary", f"{config.hidden_size}, {config.vocab_size}"),
     ]
     if mamba:

@@ -57,7 +57,7 @@ class Gap:
 class LayerReport:
     """The error of the hidden states after a layer.
 
-    kind: "mamba" or "attention".
+    kind: one of the config's layer types, such as "mamba".
     prefill, decode: over the tokens of prompts, and over those that were decoded one by one.
     limit: of the relative difference; None where it is not judged, with quantized weights and SSM states in 16 bits.
     r_ratio: the error over that of transformers in the same dtype, as in `accuracy.r_ratio`; None in float32.

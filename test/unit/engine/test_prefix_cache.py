@@ -18,6 +18,7 @@ from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import (
     CHUNK,
+    ENGINE_MODELS,
     VOCAB,
     ChunkRuntime,
     PoisonedPrefixCache,
@@ -71,10 +72,11 @@ class TestSameNumbers:
         assert min(logits) > hit and set(logits) == {length for length in expected if length > hit}
         return tokens == plain, max(float((logits[length] - expected[length]).abs().max()) for length in logits)
 
+    @pytest.mark.parametrize("family", ENGINE_MODELS)
     @pytest.mark.parametrize("kernels", ["torch", "fused"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_bit_by_bit_where_a_prompt_is_cut_anyway(self, dtype, kernels):
-        runtime = ChunkRuntime(engine_model(dtype=dtype), kernels)
+    def test_bit_by_bit_where_a_prompt_is_cut_anyway(self, dtype, kernels, family):
+        runtime = ChunkRuntime(ENGINE_MODELS[family](dtype=dtype), kernels)
         assert self.compare(runtime, TOKENS[:40], TOKENS[:32] + OTHERS[:30], hit=32) == (True, 0.0)
         named = dict(snapshots_at=frozenset([21, 37]))
         assert self.compare(runtime, TOKENS[:37], TOKENS[:60], hit=37, **named) == (True, 0.0)

@@ -17,6 +17,7 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import (
     CHUNK,
+    ENGINE_MODELS,
     VOCAB,
     ChunkRuntime,
     PoisonedPrefixCache,
@@ -44,6 +45,12 @@ def prompt_of(number):
 
 def request_of(number, max_tokens=MAX_TOKENS, options="greedy", **more):
     return Request(prompt_of(number), max_tokens, **OPTIONS[options], seed=number, **more)
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    """Return the engine's small model of a family of models; of Granite where a test names none."""
+    return ENGINE_MODELS[getattr(request, "param", "granite")]()
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +129,11 @@ def drafter_of(kind, model, other_model, alone, num_sequences=4, options=tuple(O
 KINDS = ["n-gram", "script", "same model", "same model, cached", "other model"]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("model", "kind", "options"),
+    [*itertools.product(["granite"], KINDS, OPTIONS), ("nemotron", "same model, cached", "greedy")],
+    indirect=["model"],
+)
 def test_drafts_change_no_text(runtime, model, other_model, alone, kind, options):
     drafter = drafter_of(kind, model, other_model, alone)
     engine = Engine(runtime, 4, drafter=drafter, draft_tokens=3)

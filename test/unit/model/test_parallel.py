@@ -19,7 +19,7 @@ from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
-from test.support.checkpoints import DENSE, small_config
+from test.support.checkpoints import DENSE, nemotron_config, small_config
 from test.support.stepping import random_tokens, run_cuts
 
 pytestmark = pytest.mark.versions
@@ -38,6 +38,14 @@ SPLITS = [
     pytest.param(changes, degree, id=f"{name}, {degree} ranks")
     for name, (changes, degrees) in CASES.items()
     for degree in degrees
+]
+MODELS = [
+    *(
+        pytest.param(small_config(**LAYERS, **changes), degree, id=f"{name}, {degree} ranks")
+        for name, (changes, degrees) in CASES.items()
+        for degree in degrees
+    ),
+    *(pytest.param(nemotron_config(), degree, id=f"nemotron, {degree} ranks") for degree in (2, 4)),
 ]
 CUTS = [20, 1, 5, 1]
 
@@ -159,9 +167,9 @@ class Together(Parallel):
         return torch.cat(self._of_all(part), -1)
 
 
-@pytest.mark.parametrize("changes, degree", SPLITS)
-def test_ranks_together_are_the_model(changes, degree):
-    model = random_model(small_config(**LAYERS, **changes))
+@pytest.mark.parametrize("config, degree", MODELS)
+def test_ranks_together_are_the_model(config, degree):
+    model = random_model(config)
     tokens = random_tokens(model.config.vocab_size, 2, sum(CUTS))
     expected = run_cuts(model, tokens, CUTS)
     tensors, barrier, logits = [None] * degree, threading.Barrier(degree), [None] * degree

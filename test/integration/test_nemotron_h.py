@@ -1,0 +1,217 @@
+"""Nemotron checkpoints in files, and their state beside that of transformers. Logits are compared in test_logits.py."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from granite4_neuron.checkpoint.adapters import read_adapter
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.quantized import CompressedFormat
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS, StoredTensors
+from granite4_neuron.config import NemotronHConfig
+from granite4_neuron.config.quantization import WeightScheme
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops import FORMATS
+from granite4_neuron.state.hybrid_state import MambaState
+from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config
+from test.support.compressed_tensors import Scheme, compress
+from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
+
+pytestmark = pytest.mark.skipif(not HAS_NEMOTRON, reason="this transformers has no Nemotron models")
+
+
+@pytest.fixture(scope="module")
+def folder(random_checkpoints):
+    return random_checkpoints(NEMOTRON_CASES[0])
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """Return a folder whose tensors may be changed, and a function that writes them."""
+    shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / WEIGHTS)
+    return tmp_path / "copy", tensors, lambda: save_file(tensors, tmp_path / "copy" / WEIGHTS)
+
+
+def weights_of(folder):
+    return dict(load_model(folder).named_parameters())
+
+
+def assert_same(weights, expected):
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def test_published_names(folder):
+    """Each expert has tensors of its own, and transformers writes the same names and numbers."""
+    from transformers import AutoModelForCausalLM
+
+    ours = load_file(folder / WEIGHTS)
+    assert {"backbone.layers.1.mixer.experts.7.up_proj.weight", "backbone.norm_f.weight", "lm_head.weight"} <= set(ours)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference.save_pretrained(folder.parent / "theirs")
+    theirs = load_file(folder.parent / "theirs" / WEIGHTS)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_other_names(folder, copy):
+    """transformers has "model." in memory where the files have "backbone."; its lists have had another spelling."""
+    other, tensors, write = copy
+    for name in [name for name in tensors if name.startswith("backbone.")]:
+        tensors[name.replace("backbone.", "model.")] = tensors.pop(name)
+    write()
+    values = json.loads((other / "config.json").read_text())
+    values["hybrid_override_pattern"] = "".join(
+        {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}[kind]
+        for kind in values.pop("layers_block_type")
+    )
+    (other / "config.json").write_text(json.dumps(values))
+    assert_same(weights_of(other), weights_of(folder))
+
+
+def test_multi_token_prediction_is_left_out_with_a_sentence(folder, copy):
+    other, tensors, write = copy
+    tensors |= {"mtp.layers.0.norm.weight": torch.ones(64), "mtp.layers.0.eh_proj.weight": torch.ones(64, 128)}
+    write()
+    remarks = []
+    load_model(other, remark=remarks.append)
+    assert remarks == ["2 tensors for multi-token prediction are left out; this package does not use them."]
+    assert_same(weights_of(other), weights_of(folder))
+
+
+def lacks_an_expert(tensors):
+    tensors.pop("backbone.layers.1.mixer.experts.5.up_proj.weight")
+
+
+def has_an_expert_more(tensors):
+    tensors["backbone.layers.1.mixer.experts.8.up_proj.weight"] = torch.zeros(48, 64)
+
+
+def has_a_wide_norm(tensors):
+    tensors["backbone.layers.3.norm.weight"] = torch.zeros(65)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lacks_an_expert, r"lack a part of model.layers.1.block_sparse_moe.input_linear.weight"),
+        (has_an_expert_more, r"not of this model: backbone.layers.1.mixer.experts.8.up_proj.weight\."),
+        (has_a_wide_norm, r"backbone.layers.3.norm.weight is \[65\] instead of \[64\]"),
+    ],
+)
+def test_damaged(copy, damage, message):
+    folder, tensors, write = copy
+    damage(tensors)
+    write()
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
+
+
+def test_the_router_stays_in_float32(folder, tmp_path):
+    """As in transformers: its weights in 16 bits would choose other experts."""
+    half = load_model(folder, torch.bfloat16)
+    router = half.get_submodule("model.layers.1.block_sparse_moe.router")
+    assert router.layer.weight.dtype == router.e_score_correction_bias.dtype == torch.float32
+    assert half.get_parameter("model.layers.1.shared_mlp.input_linear.weight").dtype == torch.bfloat16
+    whole = weights_of(folder)
+    save_model(half, tmp_path / "half")
+    again = weights_of(tmp_path / "half")
+    for name in ("layer.weight", "e_score_correction_bias"):
+        name = f"model.layers.1.block_sparse_moe.router.{name}"
+        assert torch.equal(again[name], whole[name])
+
+
+def test_quantized_and_written(tmp_path, folder):
+    """Experts are quantized whole, stored each by itself, and read as they were."""
+    quantized = load_model(folder, torch.bfloat16, quantize="int8")
+    save_model(quantized, tmp_path / "int8")
+    stored = load_file(tmp_path / "int8" / WEIGHTS)
+    assert stored["backbone.layers.1.mixer.experts.3.down_proj.weight"].dtype == torch.int8
+    again = load_model(tmp_path / "int8")
+    name = "model.layers.1.block_sparse_moe.output_linear"
+    before, after = (model.get_submodule(name).weight for model in (quantized, again))
+    assert after.format is FORMATS["int8"] and torch.equal(before.values, after.values)
+    assert torch.equal(before.scales, after.scales)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, None, "int-quantized")], ids=["int4", "int8"])
+def test_experts_of_compressed_tensors(folder, tmp_path, scheme):
+    """Each expert's numbers, scales and shape are tensors of their own; together they are one weight."""
+    is_expert = re.compile(r".*\.experts\.\d+\.up_proj\.weight").fullmatch  # whose rows are whole groups
+    meaning = compress(folder, tmp_path / "small", lambda name, _: scheme if is_expert(name) else None)
+    stored = StoredTensors(tmp_path / "small", nemotron_config())
+    name = "model.layers.1.block_sparse_moe.input_linear.weight"
+    found = CompressedFormat(WeightScheme(scheme.num_bits, scheme.group_size, scheme.format == "pack-quantized"))
+    weight = found.read(name, torch.Size([8, 48, 64]), stored)
+    expected = [meaning[f"backbone.layers.1.mixer.experts.{expert}.up_proj.weight"] for expert in range(8)]
+    assert torch.equal(weight.dequantize(torch.float32), torch.stack(expected))
+
+
+@torch.inference_mode()
+def test_state_after_prefill_and_decode(folder, kernels):
+    """The convolution's window, the SSM state, and keys and values are those of transformers' cache."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder, torch.float32).bind(kernels)
+    tokens = random_tokens(model.config.vocab_size, 1, 43)
+    state = poisoned_state(model, 1, 64)
+    slot, cache = torch.tensor([1]), None
+    for start, stop in ((0, 40), (40, 41), (41, 42), (42, 43)):
+        lengths = torch.tensor([stop - start])
+        model(tokens[:, start:stop], torch.arange(start, stop)[None], lengths, slot, state)
+        output = reference(tokens[:, start:stop], cache=cache, use_cache=True)
+        cache = output.cache
+        if start in (0, 42):
+            assert_state_is_that_of(cache, state, stop)
+
+
+def test_a_dense_model_with_biases(random_checkpoints, kernels):
+    folder = random_checkpoints(NEMOTRON_CASES[1])
+    model = load_model(folder, torch.float32).bind(kernels)
+    tokens = random_tokens(model.config.vocab_size, 2, 60)
+    expected = reference_logits(folder, tokens)
+    for cuts in ([60], [40] + [1] * 20):
+        assert (run_cuts(model, tokens, cuts) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def assert_state_is_that_of(cache, state, length):
+    for number, layer in enumerate(state.layers):
+        if isinstance(layer, MambaState):
+            window = cache.get_conv_state(number, state_idx=0)
+            recurrent = cache.get_recurrent_state(number, state_idx=0)
+            assert (layer.conv_state[1] - window[0, :, -3:]).abs().max() <= 1e-5
+            assert (layer.ssm_state[1] - recurrent[0]).abs().max() <= 1e-5 * max(1.0, recurrent.abs().max())
+        elif vars(layer):
+            assert (layer.key[1, :, :length] - cache.layers[number].keys[0]).abs().max() <= 1e-5
+            assert (layer.value[1, :, :length] - cache.layers[number].values[0]).abs().max() <= 1e-5
+
+
+def test_an_adapter_of_a_projection(tmp_path, folder):
+    """Adapters have PEFT's names, which are those that transformers has in memory."""
+    down, up = torch.randn(4, 64), torch.randn(392, 4)
+    prefix = "base_model.model.model.layers.0.mixer.in_proj"
+    tmp_path.joinpath("adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", r=4, lora_alpha=8)))
+    save_file({f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}, tmp_path / "adapter_model.safetensors")
+    adapter = read_adapter(tmp_path, nemotron_config())
+    assert list(adapter.additions) == ["model.layers.0.mamba.in_proj.weight"]
+    merged = load_model(folder, adapters=[adapter])
+    expected = load_model(folder).model.layers[0].mamba.in_proj.weight + 2 * up @ down
+    assert (merged.model.layers[0].mamba.in_proj.weight - expected).abs().max() <= 1e-4
+
+
+def test_a_small_time_step_counts_the_same_in_prefill_and_decode():
+    """transformers has the lower limit in prompts; here it holds for each token, however a sequence is cut."""
+    config = nemotron_config(layer_types=("mamba", "mlp"), time_step_limit=(0.2, float("inf")))
+    assert isinstance(config, NemotronHConfig)
+    model, tokens = random_model(config), random_tokens(config.vocab_size, 1, 30)
+    uncut = run_cuts(model, tokens, [30])
+    assert (run_cuts(model, tokens, [20] + [1] * 10) - uncut).abs().max() <= 1e-5
+    free = random_model(nemotron_config(layer_types=("mamba", "mlp"), time_step_limit=(0.0, float("inf"))))
+    assert (run_cuts(free, tokens, [30]) - uncut).abs().max() >= 1e-2
