@@ -91,14 +91,13 @@ class StoredTensors:
         # Not at the top: names and shapes need no torch.
         import torch
 
-        parts, stacked = self._parts[name], None
+        parts = self._parts[name]
+        stacked = torch.empty(self._shapes[name], dtype=getattr(torch, _QUANTIZED_DTYPES[self._dtypes[name]]))
         for path in dict.fromkeys(one.file for one in parts):
             with open_tensors(path, framework="pt") as file:
                 for one in parts:
                     if one.file == path:
-                        tensor = file.get_tensor(one.name)
-                        stacked = torch.empty(self._shapes[name], dtype=tensor.dtype) if stacked is None else stacked
-                        stacked[one.part.number] = tensor
+                        stacked[one.part.number] = file.get_tensor(one.name)
         return stacked
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
