@@ -19,6 +19,7 @@ LARGEST = {
     "mamba_n_groups": 2**12,
     "mamba_d_conv": 2**12,
     "mamba_expand": 2**12,
+    "n_group": 2**12,
     "max_position_embeddings": 2**40,
 } | dict.fromkeys(
     (
@@ -26,6 +27,8 @@ LARGEST = {
         "hidden_size",
         "intermediate_size",
         "shared_intermediate_size",
+        "mlp_intermediate_size",
+        "head_dim",
         "num_attention_heads",
         "num_key_value_heads",
         "mamba_n_heads",

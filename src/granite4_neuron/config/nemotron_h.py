@@ -132,9 +132,9 @@ class NemotronHConfig(ModelConfig):
     logits_scaling: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head_dim > 0:
             object.__setattr__(self, "attention_multiplier", self.head_dim**-0.5)
-        super().__post_init__()
 
     @property
     def has_correction_bias(self) -> bool:
@@ -200,7 +200,9 @@ class NemotronHConfig(ModelConfig):
             if values.get(name) not in (None, only):
                 raise UserError(f"{name} is {reprlib.repr(values[name])}, and must be {json.dumps(only)}: {why}.")
         stored = {**_DEFAULTS, **{_OLDER_NAMES.get(name, name): value for name, value in values.items()}}
-        layer_types = _layer_types(stored)
+        layer_types, lowest = _layer_types(stored), stored["time_step_min"]
+        if not isinstance(lowest, (int, float)) or isinstance(lowest, bool):
+            raise UserError(f"time_step_min is {reprlib.repr(lowest)}, and must be a number.")
         fields_by_name = {name: stored.get(json_name) for name, json_name in cls.json_names.items()}
         if EXPERTS not in layer_types:
             fields_by_name["num_local_experts"] = 0
@@ -209,7 +211,7 @@ class NemotronHConfig(ModelConfig):
             "num_hidden_layers": stored.get("num_hidden_layers") or len(layer_types),
             **fields_by_name,
             "layer_types": layer_types,
-            "time_step_limit": (stored["time_step_min"], math.inf),
+            "time_step_limit": (lowest, math.inf),
         }
         return one_spelling(spelled)
 

@@ -97,6 +97,9 @@ REFUSED = {
     "too few in the groups": (dict(n_group=32), "num_experts_per_tok is 6, and the groups of a token have 4 experts"),
     "Mamba groups": (dict(n_groups=7), "mamba_num_heads (64) is not divisible by n_groups (7)"),
     "type": (dict(mamba_num_heads="64"), "mamba_num_heads is '64', and must be a whole number"),
+    "head width": (dict(head_dim=10**400), "head_dim is 1000000"),
+    "width": (dict(intermediate_size=2**40), "intermediate_size is 1099511627776, and can be at most 4,194,304"),
+    "least time step": (dict(time_step_min="0.1"), "time_step_min is '0.1', and must be a number"),
     "shared experts": (dict(n_shared_experts=2), "n_shared_experts is 2, and must be 1"),
 }
 

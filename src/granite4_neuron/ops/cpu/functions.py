@@ -45,7 +45,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def mlp(x: torch.Tensor, input_weight: PackedWeight, output_weight: PackedWeight) -> torch.Tensor:
-    """Compute `ops.mlp`, of `linear` and `silu_and_mul`."""
+    """Compute `ops.mlp`, of `linear` and the activation, rounded once."""
     return kernel("mlp")(x, input_weight.packed, output_weight.packed)
 
 
