@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from granite4_neuron.ops import moe
 from granite4_neuron.ops.gpu import products
 from granite4_neuron.ops.gpu.fused_moe import multiply_by_experts
 from granite4_neuron.ops.gpu.linear import multiply_rows

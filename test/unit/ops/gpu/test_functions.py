@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.ops import TORCH, topk_softmax
+from granite4_neuron.ops import TORCH, moe, topk_softmax
 from granite4_neuron.ops.gpu import GPU
 from test.support.oracles import relative_error
 from test.unit.ops.xla.test_moe import definition
