@@ -242,6 +242,24 @@ def test_edit_and_regenerate_lose_nothing(opened, tiny):
     assert finished(opened) == before and opened.run("document.activeElement.className") == "edit"
 
 
+def test_another_version_stays_in_view_while_an_answer_grows(opened):
+    before = ask(opened, QUESTION, **GREEDY)
+    click(opened, ".edit")
+    opened.until("document.activeElement.ariaLabel === 'Edit the message'")
+    set_fields(opened, **LONG)
+    opened.run("document.querySelector('.editing .main').click()")
+    opened.until("document.querySelector('.assistant')?.innerText.length > 200")
+    click(opened, ".versions button")
+    length = sum(len(message["content"]) for message in shown_chat(opened)["messages"].values())
+    end = time.monotonic() + 60
+    while sum(len(message["content"]) for message in shown_chat(opened)["messages"].values()) < length + 400:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert not opened.run("document.getElementById('stop').hidden") and said(opened) == before
+    opened.press("Escape")
+    assert finished(opened) == before and text_of(opened, ".versions span") == ["1/2"]
+
+
 def test_stop_and_continue(opened, server):
     set_fields(opened, **LONG)
     send(opened, "List statements")
@@ -454,7 +472,7 @@ def test_no_room_for_chats(opened, server):
     assert len(said(opened)) == 4
 
 
-def test_export(opened, tmp_path):
+def test_export(opened, server, tmp_path):
     opened.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     texts = ask(opened, QUESTION, system="be brief", **GREEDY)
     files = [tmp_path / f"What-is-the-assert-statement.{kind}" for kind in ("md", "json")]
@@ -465,7 +483,11 @@ def test_export(opened, tmp_path):
             assert time.monotonic() < end
             time.sleep(0.02)
     assert all(text.strip() in files[0].read_text(encoding="utf-8") for text in [*texts, "be brief", "**You**"])
-    messages = json.loads(files[1].read_text(encoding="utf-8"))["messages"]
+    exported = json.loads(files[1].read_text(encoding="utf-8"))
+    messages = exported["messages"]
+    assert exported["answers"] == [{"model": MODEL, "finish_reason": "length"}]
+    again = {"messages": [*messages, {"role": "user", "content": "Go on"}], "max_tokens": 1}
+    assert httpx.post(f"{server.address}/v1/chat/completions", json=again, headers=WITH_KEY).status_code == 200
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert [message["content"] for message in messages[1:]] == texts
 

@@ -45,7 +45,7 @@ export class Conversation {
    */
   show(chat, answering, failure) {
     const messages = shown(chat);
-    if (answering?.isWaiting && !messages.includes(answering.message)) messages.push(answering.message);
+    if (answering?.isWaiting && messages.at(-1)?.id === answering.message.parent) messages.push(answering.message);
     if (chat.id !== this._chat) {
       this._views.clear();
       this._messages.replaceChildren();

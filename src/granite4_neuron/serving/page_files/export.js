@@ -17,9 +17,13 @@ function asMarkdown(chat) {
 /** @param {Chat} chat */
 function asJSON(chat) {
   const { system, ...settings } = chat.settings;
-  const messages = shown(chat).map(({ role, content, model, end }) => ({ role, content, model, finish_reason: end }));
   const first = system?.trim() ? [{ role: "system", content: system }] : [];
-  return `${JSON.stringify({ title: chat.title, settings, messages: [...first, ...messages] }, null, 2)}\n`;
+  // As a request has them: what else there is of the answers stands beside them.
+  const messages = [...first, ...shown(chat).map(({ role, content }) => ({ role, content }))];
+  const answers = shown(chat)
+    .filter((message) => message.role === "assistant")
+    .map(({ model, end }) => ({ model, finish_reason: end }));
+  return `${JSON.stringify({ title: chat.title, settings, messages, answers }, null, 2)}\n`;
 }
 
 /** @type {Record<string, {type: string, text: (chat: Chat) => string}>} */

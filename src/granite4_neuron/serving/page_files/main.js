@@ -127,7 +127,7 @@ async function ask(asked, leaf, isContinuing = false) {
   await follow(answering);
   answerings.delete(asked.id);
   // Without an answer, what was shown before is shown again.
-  if (answering.isWaiting) asked.leaf = before;
+  if (answering.isWaiting && asked.leaf === leaf) asked.leaf = before;
   keep(asked);
   if (asked !== chat) return list.show(summaries, chat.id, isAnswering);
   draw();
@@ -139,23 +139,32 @@ async function ask(asked, leaf, isContinuing = false) {
  * @param {Answering} answering
  */
 async function follow(answering) {
-  const { chat: asked, message } = answering;
+  const asked = answering.chat;
   let saved = performance.now();
   try {
     await answering.run(() => {
-      if (asked.leaf !== message.id && !answering.isWaiting) {
-        add(asked, message);
-        if (asked === chat) draw();
-      }
+      takeUp(answering);
       if (asked === chat && !answering.isWaiting) conversation.grow(answering);
       if (performance.now() - saved < SAVE_EVERY) return;
       saved = performance.now();
       keep(asked);
     });
-    if (!answering.isWaiting && asked.leaf !== message.id) add(asked, message);
+    takeUp(answering);
   } catch (error) {
     fail(asked, /** @type {Error} */ (error));
   }
+}
+
+/**
+ * Make an answer a part of its chat, once it has a text. It is shown, unless the person looks at another version meanwhile.
+ * @param {Answering} answering
+ */
+function takeUp({ chat: asked, message, isWaiting }) {
+  if (isWaiting || asked.messages[message.id]) return;
+  const { leaf } = asked;
+  add(asked, message);
+  if (leaf !== message.parent) asked.leaf = leaf;
+  if (asked === chat) draw();
 }
 
 /**
@@ -176,8 +185,10 @@ function fail(asked, error) {
  * @param {string} id
  */
 async function stop(id) {
-  answerings.get(id)?.stop();
-  while (answerings.has(id)) await new Promise((resolve) => setTimeout(resolve, 10));
+  // Whoever waits here too may have begun another one.
+  for (let answering; (answering = answerings.get(id)); await new Promise((resolve) => setTimeout(resolve, 10))) {
+    answering.stop();
+  }
 }
 
 function settingsAreRight() {
@@ -199,7 +210,7 @@ function isAnswering(id) {
 async function connect() {
   try {
     modelNames = await models();
-    for (const name of ["away", "key"]) settle(name);
+    for (const name of ["away", "key", "models"]) settle(name);
     isAway = false;
     conversation.showAgain();
     parseMarkdown("").catch(() => {}); // starts the server's parser, so that the first answer does not wait for it
@@ -262,6 +273,7 @@ function modelOf(asked) {
  */
 async function open(id) {
   const kept = chats.get(id) ?? (id && storage ? await storage.load(id) : undefined);
+  if (location.hash.slice(1) !== id) return; // another one was opened meanwhile
   if (id && !kept) history.replaceState(null, "", location.pathname);
   chat = kept ?? newChat(lastSettings());
   if (kept) chats.set(id, chat);
