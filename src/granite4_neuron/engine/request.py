@@ -30,7 +30,8 @@ class Request(SamplingParams):
     tokens: the prompt; a list. A tensor or an array with one axis is taken too.
     max_tokens: new tokens at most.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
-        and an engine with a prefix cache keeps a snapshot. None for none.
+        or where it may be cut last before that (`Runtime.prompt_cuts`), and an engine with a prefix cache keeps a
+        snapshot. None for none.
     skip_special_tokens: whether special tokens are left out of the text.
     adapter: the name of an adapter of the runtime; None for the model without.
     priority: among the sequences that wait for a slot, those of a lower number start first.

@@ -87,10 +87,9 @@ class SlotPrefixCache:
         """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
         self._stats.queries += 1
         self._stats.query_tokens += len(tokens)
-        prefixes = [kept for kept in self._kept.values() if is_place(kept.length) and _begins_with(tokens, kept.tokens)]
-        if not prefixes:
+        longest = self._longest(tokens, is_place)
+        if longest is None:
             return None
-        longest = max(prefixes, key=lambda kept: kept.length)
         self._kept.move_to_end(longest.tokens)
         self._stats.hit_tokens += longest.length
         found = replace(longest)
@@ -101,8 +100,8 @@ class SlotPrefixCache:
         """Return where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones
         end.
         """
-        prefixes = [kept for kept in self._kept.values() if is_place(kept.length) and _begins_with(tokens, kept.tokens)]
-        found = max((kept.length for kept in prefixes), default=0)
+        longest = self._longest(tokens, is_place)
+        found = 0 if longest is None else longest.length
         shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
         branches = {shared} if shared - found >= SHORTEST_SHARED else set()
@@ -138,8 +137,15 @@ class SlotPrefixCache:
     def make_ready(self) -> None:
         """Do nothing: slots are there."""
 
+    def _longest(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> KeptSlot | None:
+        """Return the longest kept prefix of a sequence, with such a length."""
+        prefixes = [kept for kept in self._kept.values() if is_place(kept.length) and _begins_with(tokens, kept.tokens)]
+        return max(prefixes, key=lambda kept: kept.length, default=None)
+
     def _evict(self) -> None:
-        oldest = next(kept for kept in self._kept.values() if kept.tokens not in self._pinned)
+        # Where a prompt may not be cut at a pinned prefix's end, the longest beginning of it is kept instead.
+        pinned = [self._longest(prefix) for prefix in self._pinned]
+        oldest = next(kept for kept in self._kept.values() if kept not in pinned)
         del self._kept[oldest.tokens]
         self._stats.evictions += 1
 

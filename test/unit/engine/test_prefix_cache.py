@@ -12,7 +12,7 @@ from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.prefix_cache import common_length
-from granite4_neuron.runtime.prompt_cuts import Anywhere
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, Multiples, Pieces
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot
@@ -173,6 +173,31 @@ class TestHits:
         assert [row.start + len(row.tokens) for [row] in runtime.steps] == stops
         assert [cache.export(prompt[:length]) is not None for length in stops] == [True] * len(stops)
         assert cache.stats.snapshots == 1 + len(stops)
+
+    @pytest.mark.parametrize(
+        ("cuts", "kept", "hits"),
+        [
+            (Multiples(8), [16, 24, 30], [24, 30, 24, 24]),
+            (Pieces((4, CHUNK)), [16, 30], [16, 30, 16, 16]),
+            (ANYWHERE, [16, 30, 32, 45], [45, 30, 16, 16]),
+        ],
+        ids=str,
+    )
+    def test_a_prompt_begins_from_its_places_only(self, model, cuts, kept, hits):
+        """Elsewhere than on a CPU an answer is not kept, and another prompt's end is no place."""
+        runtime = ChunkRuntime(model)
+        runtime.prompt_cuts = cuts
+        cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
+        first = TOKENS[:30]
+        text = [*first, *new_tokens(runtime, cache, first, max_tokens=16)]
+        assert [length for length in range(1, len(text)) if cache.export(text[:length]) is not None] == kept
+        prompts = [text + OTHERS[:9], first, first[:28] + OTHERS[:9], first[:28] + OTHERS[9:20]]
+        found = []
+        for prompt in prompts:
+            before = cache.stats.hit_tokens
+            new_tokens(runtime, cache, prompt, max_tokens=1)
+            found.append(cache.stats.hit_tokens - before)
+        assert found == hits
 
     def test_only_requests_with_the_same_salt_share(self, runtime, cache):
         texts, found = [], []
