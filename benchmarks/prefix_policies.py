@@ -21,7 +21,7 @@ from granite4_neuron.engine.text import TextStream
 from granite4_neuron.neuron.analysis.roofline import minimum
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.runtime.prompt_cuts import ANYWHERE
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, PromptCuts, cost, pieces
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot
@@ -32,16 +32,28 @@ _BOOTSTRAP = 5
 
 
 class SizesOnly:
-    """A runtime as a prefix cache sees it. Its snapshots have the sizes of a model's in bfloat16, and no memory."""
+    """A runtime as a prefix cache sees it. Its snapshots have the sizes of a model's in bfloat16, and no memory.
 
-    tokens_per_step = CPURuntime.tokens_per_step
-    prompt_cuts = ANYWHERE  # as the fused kernels are
+    Args:
+        cuts: where prompts may be cut; as the fused kernels let them be.
+        buckets: tokens of pieces of prompts; None for steps of any tokens.
+    """
+
     cannot: Mapping[str, str] = {}
     dtype, state_dtype = torch.bfloat16, torch.float32
     fingerprint = Fingerprint.parse("")
 
+<<<<<<< HEAD
     def __init__(self, config: ModelConfig):
+=======
+    def __init__(
+        self, config: ModelConfig, cuts: PromptCuts = ANYWHERE, buckets: Sequence[int] | None = None
+    ):
+>>>>>>> a40e521 (benchmarks.prefix_traces --cuts prints what places for cuts cost, and the engine's page says where they are)
         self.config = config
+        self.prompt_cuts = cuts
+        self.buckets = buckets
+        self.tokens_per_step = buckets[-1] if buckets else CPURuntime.tokens_per_step
         self.logits = torch.empty(config.vocab_size, device="meta")
         self._recurrent = _bytes(sequence_bytes(config, self.dtype.itemsize))
         self._token_bytes = token_bytes(config, self.dtype.itemsize)
@@ -142,7 +154,8 @@ class MarconiCache(PrefixCache):
         cache._entries.alpha = alpha
         saved = 0.0
         for prompt, sequence in zip(self._prompts, self._sequences, strict=True):
-            saved += prefill_flops(runtime.config, _serve(cache, runtime, prompt, [*sequence[len(prompt) :], 0]))
+            found, _ = _serve(cache, runtime, prompt, [*sequence[len(prompt) :], 0])
+            saved += prefill_flops(runtime.config, found)
         return saved
 
 
@@ -160,13 +173,17 @@ POLICIES: Mapping[str, Callable[[Runtime, int | None], PrefixCache]] = {
 
 @dataclass
 class Savings:
-    """Totals over the prompts of a trace; num_bytes: of the cache at its end."""
+    """Totals over the prompts of a trace; num_bytes: of the cache at its end.
+
+    work: what the pieces of prompts cost that were run, in tokens; see `prompt_cuts.cost`.
+    """
 
     prompt_tokens: int = 0
     found_tokens: int = 0
     flops: float = 0.0
     saved_flops: float = 0.0
     num_bytes: int = 0
+    work: int = 0
 
     def add(self, config: ModelConfig, prompt_tokens: int, found_tokens: int) -> None:
         self.prompt_tokens += prompt_tokens
@@ -183,15 +200,34 @@ class Savings:
         return self.saved_flops / self.flops
 
 
+<<<<<<< HEAD
 def savings(turns: Sequence[Turn], policy: str, config: ModelConfig, max_bytes: int | None) -> Savings:
     """Replay a trace with a policy. Answers are random, the same for each policy."""
     runtime = SizesOnly(config)
+=======
+def savings(
+    turns: Sequence[Turn],
+    policy: str,
+    config: ModelConfig,
+    max_bytes: int | None,
+    cuts: PromptCuts = ANYWHERE,
+    buckets: Sequence[int] | None = None,
+) -> Savings:
+    """Replay a trace with a policy. Answers are random, the same for each policy.
+
+    Args:
+        cuts, buckets: as of `SizesOnly`.
+    """
+    runtime = SizesOnly(config, cuts, buckets)
+>>>>>>> a40e521 (benchmarks.prefix_traces --cuts prints what places for cuts cost, and the engine's page says where they are)
     cache, total = POLICIES[policy](runtime, max_bytes), Savings()
     generator = torch.Generator().manual_seed(0)
 
     def answer(prompt: Tokens, length: int) -> Tokens:
         tokens = torch.randint(3, config.vocab_size, (length,), generator=generator).tolist()
-        total.add(config, len(prompt), _serve(cache, runtime, prompt, tokens))
+        found, work = _serve(cache, runtime, prompt, tokens)
+        total.add(config, len(prompt), found)
+        total.work += work
         if isinstance(cache, MarconiCache):
             cache.tune()
         return tokens
@@ -207,25 +243,32 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     return minimum(config, 1, torch.bfloat16, 1, tokens, 0).flops if tokens else 0.0
 
 
-def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Tokens) -> int:
-    """Ask and fill a cache as `Engine` does for a sequence that runs alone; return how many tokens it had."""
-    limit = len(prompt) + len(answer)
-    sequence = RunningSequence(0, Request(prompt, len(answer)), limit, TextStream(None, [], prompt), AppliedAdapter())
-    prefix = cache.match_prefix(prompt)
-    sequence.cut_at(cache.new_branches(prompt))
+def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Tokens) -> tuple[int, int]:
+    """Ask and fill a cache as `Engine` does for a sequence that runs alone; return how many tokens it had, and the work
+    for the others.
+    """
+    limit, cuts, work = len(prompt) + len(answer), runtime.prompt_cuts, 0
+    request, text = Request(prompt, len(answer)), TextStream(None, [], prompt)
+    sequence = RunningSequence(0, request, limit, text, AppliedAdapter(), cuts)
+    prefix = cache.match_prefix(prompt, sequence.is_place)
+    sequence.cut_at(cache.new_branches(prompt, sequence.is_place))
+    if not isinstance(cuts, Anywhere):
+        sequence.cut_at([len(prompt) - 1])
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:
-        sequence.stored = sequence.next_cut(runtime.tokens_per_step)
+        before, sequence.stored = sequence.stored, sequence.next_cut(runtime.tokens_per_step)
+        if runtime.buckets is not None:
+            work += cost(pieces(sequence.stored - before, runtime.buckets))
         if sequence.is_kept(cache.interval):
             cache.insert(prompt[: sequence.stored], None, 0, runtime.logits)
     sequence.tokens += answer
-    while sequence.stored < limit - 1:  # the last token is chosen, and not run
+    while cuts.keeps_answers and sequence.stored < limit - 1:  # the last token is chosen, and not run
         interval = cache.interval or limit
         sequence.stored = min(limit - 1, (sequence.stored // interval + 1) * interval)
         cache.insert(sequence.tokens[: sequence.stored], None, 0, runtime.logits)
     if prefix is not None:
         cache.release(prefix)
-    return 0 if prefix is None else prefix.length
+    return 0 if prefix is None else prefix.length, work
 
 
 def _normalized(numbers: Sequence[float]) -> list[float]:

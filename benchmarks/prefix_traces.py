@@ -26,7 +26,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.llama_cpp import QUANTIZE
 from benchmarks.llama_server import LLAMA_CPP, SERVER, check_options
 from benchmarks.prefix_engines import ENGINES, Failed, answers, first_token_times
-from benchmarks.prefix_policies import MARCONI, POLICIES, savings
+from benchmarks.prefix_policies import MARCONI, OURS, POLICIES, savings
 from benchmarks.random_checkpoint import write_random
 from benchmarks.traces import TRACES, Sizes, Turn, trace
 from granite4_neuron.commands.options import at_least
@@ -34,6 +34,9 @@ from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, config_from_file
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
+from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
+from granite4_neuron.runtime.graphs import PREFILL_BUCKETS
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, Multiples, Pieces
 
 _MIB = 2**20
 
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traces = {name: trace(name, sizes, options.seed) for name in options.traces}
     sets = {name: savings(turns, MARCONI, config, None).num_bytes for name, turns in traces.items()}
     print_table(_savings(traces, sets, config, options))
+    if options.cuts:
+        print_table(_by_cuts(traces, config))
     if not options.measure and not options.compare:
         return 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -75,6 +80,28 @@ def _savings(
             table.add_row(name, _memory(sets[name], percent), *cells)
         table.add_section()
     return table
+
+
+def _by_cuts(traces: dict[str, list[Turn]], config: GraniteMoeHybridConfig) -> Table:
+    """Compare, with memory for all, what is found where prompts may only be cut at places, and what is to be run."""
+    title = "tokens found, % / work before first tokens, beside that with any cuts"
+    ways = {
+        "any cuts": ANYWHERE,
+        "any cuts, no answers": _AnyWithoutAnswers(True),
+        f"multiples of {CHUNK_SIZE}": Multiples(CHUNK_SIZE),
+        "pieces": Pieces(PREFILL_BUCKETS),
+    }
+    table = Table("", *ways, title=title, title_justify="left")
+    for name, turns in traces.items():
+        found = [savings(turns, OURS, config, None, cuts, PREFILL_BUCKETS) for cuts in ways.values()]
+        table.add_row(name, *(f"{100 * each.hit_rate:.1f} / {each.work / found[0].work:.2f}" for each in found))
+    return table
+
+
+class _AnyWithoutAnswers(Anywhere):
+    """Any cuts, but only prompts leave states that others may begin from."""
+
+    keeps_answers = False
 
 
 def _times(name: str, turns: Sequence[Turn], working_set: int, folder: Path, options: argparse.Namespace) -> Table:
@@ -148,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--measure", action="store_true", help="time first tokens at the smallest and the largest of these"
+    )
+    parser.add_argument(
+        "--cuts", action="store_true", help="also compare runtimes by where they may cut prompts without a difference"
     )
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of measurements (default: %(default)s)")
     parser.add_argument("--compare", nargs="*", choices=ENGINES, default=[], help="other engines on the same traces")

@@ -130,7 +130,12 @@ def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
         return padded
     filled = buckets[holding - 1]
     cut = [filled, *_pieces_of_rest(tokens - filled, buckets)]
-    return min(padded, cut, key=lambda each: sum(each) + len(each) * _TOKENS_PER_PIECE)
+    return min(padded, cut, key=cost)
+
+
+def cost(pieces: Sequence[int]) -> int:
+    """Return how many tokens of a long piece take as long as these pieces, as far as `pieces` knows."""
+    return sum(pieces) + len(pieces) * _TOKENS_PER_PIECE
 
 
 def as_json(cuts: PromptCuts) -> list[Any]:
