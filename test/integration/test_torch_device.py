@@ -28,6 +28,7 @@ from test.support.graph_contract import (
     Backend,
     DecodeContract,
     EngineContract,
+    OneTextContract,
     SlotContract,
     StepContract,
     VerifyContract,
@@ -102,8 +103,8 @@ class TestVerify(OnLayers, VerifyContract):
 
 class TestEngine(OnLayers, EngineContract):
     @pytest.mark.slow
-    def test_a_hit_gives_the_logits_of_a_run_without(self, backend, model):
-        super().test_a_hit_gives_the_logits_of_a_run_without(backend, model)
+    def test_a_hit_gives_the_bits_of_a_run_without(self, backend, model):
+        super().test_a_hit_gives_the_bits_of_a_run_without(backend, model)
 
     @pytest.mark.parametrize(
         "kind", ["n-gram", *(pytest.param(f"{kind} model", marks=pytest.mark.slow) for kind in ("same", "other"))]
@@ -114,6 +115,19 @@ class TestEngine(OnLayers, EngineContract):
     @pytest.mark.slow
     def test_both_add_a_constant_number_of_graphs(self, backend, model):
         super().test_both_add_a_constant_number_of_graphs(backend, model)
+
+
+class TestOneText(OneTextContract):
+    @pytest.fixture(
+        params=[
+            LAYER,
+            pytest.param(INDUCTOR, marks=pytest.mark.slow),
+            pytest.param(CUDA, marks=needs_gpu),
+        ],
+        ids=["cpu", "inductor", "cuda"],
+    )
+    def backend(self, request):
+        return request.param
 
 
 @pytest.mark.slow

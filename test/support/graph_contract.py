@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Row
+from granite4_neuron.runtime.prompt_cuts import Pieces
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, DENSE, NEMOTRON_CASES, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
@@ -467,3 +469,73 @@ class EngineContract:
         texts(REPEATED, PROMPTS[2], REPEATED + PROMPTS[0], PROMPTS[2] + PROMPTS[1])
         assert texts(PROMPTS[3] * 2, REPEATED[:29], PROMPTS[3] + PROMPTS[2], PROMPTS[3] * 3) == 0
         assert cache.stats.hit_tokens > 0 and engine.stats.drafted_tokens > 0
+
+
+@dataclass(frozen=True)
+class Planted(Pieces):
+    """A bug: a prompt may be cut anywhere, and so states of answers are kept, and found."""
+
+    keeps_answers: ClassVar[bool] = True
+
+    def last(self, most: int, length: int) -> int:
+        return min(most, length)
+
+
+class KeepsAnswers(Pieces):
+    """A bug: the right places, at which states of answers are kept too."""
+
+    keeps_answers: ClassVar[bool] = True
+
+
+class OneTextContract:
+    """With a fixed number of slots, a text does not depend on arrival, load, requested cuts and what was cached: tokens
+    and log-probabilities are the same bit by bit.
+    """
+
+    SLOTS, BUCKETS = 3, (16, 32)
+    PROMPTS: ClassVar = [random_tokens(VOCAB, length, seed=length).tolist() for length in (40, 41, 70)]
+    # The state of an answer's tokens is at a place of the next turn, and is another one than that of a prompt.
+    NEW_TOKENS = 30
+
+    def test_however_it_is_served(self, backend):
+        runtime = backend.make(engine_model(), self.BUCKETS)
+        runtime.generation_config = GenerationConfig(top_k=None)
+        alone = [self.text(runtime, [prompt])[0] for prompt in self.PROMPTS]
+        turns = [
+            [*prompt, *(token for token, _ in text), *self.PROMPTS[1][:9]]
+            for prompt, text in zip(self.PROMPTS, alone, strict=True)
+        ]
+        shared = [*self.PROMPTS[0][:35], *self.PROMPTS[2][:30]]
+        prompts = [*self.PROMPTS, *turns, shared]
+        alone += [self.text(runtime, [prompt])[0] for prompt in prompts[len(alone) :]]
+
+        def is_one_text(**options):
+            cache = self.cache(runtime)
+            served = self.text(runtime, prompts, prefix_cache=cache, **options)
+            return served == alone and cache.stats.hit_tokens
+
+        assert self.text(runtime, prompts) == self.text(runtime, prompts, arrivals=3) == alone
+        assert self.text(runtime, prompts, prompts_first=True, max_gap=1e-9) == alone
+        assert self.text(runtime, prompts, cuts=(7, 33)) == alone
+        assert is_one_text() and is_one_text(arrivals=20) and is_one_text(cuts=(17, 36), arrivals=5)
+        for cuts in (Planted(self.BUCKETS), KeepsAnswers(self.BUCKETS)):
+            runtime.prompt_cuts = cuts
+            assert not is_one_text(arrivals=self.NEW_TOKENS * len(prompts)), f"{cuts} would not be seen"
+
+    @staticmethod
+    def cache(runtime):
+        return PrefixCache(runtime, None, runtime.tokens_per_step, at_branches=True)
+
+    def text(self, runtime, prompts, arrivals=0, cuts=(), **options):
+        """Return each request's tokens and log-probabilities. A request comes `arrivals` steps after the one before."""
+        engine, outputs = Engine(runtime, self.SLOTS, max_length=200, **options), {}
+        waiting = [Request(prompt, self.NEW_TOKENS, temperature=0, logprobs=2, snapshots_at=cuts) for prompt in prompts]
+        ids, steps = [], 0
+        while waiting or engine.has_work:
+            while waiting and steps >= arrivals * len(ids):
+                ids.append(engine.add(waiting.pop(0)))
+            for output in engine.step():
+                assert output.error is None
+                outputs.setdefault(output.id, []).append((output.token, output.logprob))
+            steps += 1
+        return [outputs[id] for id in ids]
