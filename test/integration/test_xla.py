@@ -28,6 +28,7 @@ from test.support.graph_contract import (
     STEPS,
     Backend,
     EngineContract,
+    OneTextContract,
     SlotContract,
     StepContract,
     VerifyContract,
@@ -71,6 +72,10 @@ class TestVerify(VerifyContract):
 
 
 class TestEngine(EngineContract):
+    pass
+
+
+class TestOneText(OneTextContract):
     pass
 
 
