@@ -3,6 +3,7 @@ prompt in chunks, behind a prefix hit, with drafts and on other numbers of threa
 
     python -m benchmarks.one_text --compare transformers vllm
     python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
+    python -m benchmarks.one_text --backend torch --device cuda --random-weights h-350m --compare transformers
 
 Texts are greedy. A row is a token, and its number the log-probability that the implementation reports; those that it
 does not report, and rows behind the first token that differs, are not compared. vllm is vLLM without this package's
@@ -34,6 +35,7 @@ from benchmarks.llama_server import LLAMA_CPP, SERVER, check_options
 from benchmarks.one_text_engines import (
     NUMBERS,
     OURS,
+    RUNTIMES,
     VLLM,
     Failed,
     Ours,
@@ -47,11 +49,13 @@ from benchmarks.one_text_llama_cpp import LlamaServer
 from benchmarks.one_text_openvino import OpenVinoGenAI
 from benchmarks.products import measure_products
 from benchmarks.random_checkpoint import write_random
+from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import ModelConfig, config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
+from granite4_neuron.runtime.backends.torch_device import DEVICES
 
 OPENVINO = "openvino"
 ENGINES: dict[str, type[Served]] = {
@@ -112,6 +116,8 @@ def _check(options: argparse.Namespace) -> None:
         UserError: options do not go together.
     """
     check_options(options.compare, options.llama_cpp)
+    if options.slots is None and options.backend != "cpu" and (options.backend, options.device) != ("torch", "cuda"):
+        options.slots = max(way.batch for way in WAYS)
     if (OPENVINO in options.compare) != (options.openvino is not None):
         raise UserError(f"--compare {OPENVINO} needs --openvino, the folder of the exported model, and no other does.")
     if options.openvino is not None:
@@ -204,6 +210,17 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FOLDER",
         help=f"for --compare {OPENVINO}: the same weights, as `optimum-cli export openvino` has written them",
+    )
+    parser.add_argument("--backend", choices=RUNTIMES, default="cpu", help="of this package (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=DEVICES, default=DEVICES[0], help="of --backend torch (default: %(default)s)"
+    )
+    parser.add_argument("--compiler", help="of --backend torch, such as aot_eager (default: the device's)")
+    parser.add_argument(
+        "--slots",
+        type=at_least(1),
+        help="of the state, however many sequences run (default: as many on a CPU and a GPU, and "
+        f"{max(way.batch for way in WAYS)} on other devices, whose graphs have the sums of all slots)",
     )
     parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=["bfloat16"], help="default: %(default)s")
     parser.add_argument("--sequences", type=int, default=8, help="that are compared (default: %(default)s)")

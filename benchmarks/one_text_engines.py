@@ -22,8 +22,12 @@ import transformers
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import DraftRequest
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.runtime.torch_device import TorchRuntime
+from granite4_neuron.runtime.xla import XLARuntime
 
 OURS = "this package"
 # The dtype, and how weights are quantized.
@@ -46,13 +50,15 @@ Text = Sequence[Row]
 class Way:
     """A way to serve: how many sequences at a time, whether prompts run in chunks (of a third), whether their first
     half comes from a cache, whether drafts are verified, and on how many threads.
+
+    drafts: None without a drafter; False with one that never proposes anything.
     """
 
     name: str
     batch: int = 1
     in_chunks: bool = False
     from_cache: bool = False
-    drafts: bool = False
+    drafts: bool | None = None
     threads: int = 1
 
 
@@ -79,14 +85,19 @@ class Ours:
 
     def __init__(self, folder: Path, numbers: str, options: argparse.Namespace):
         dtype, quantize = NUMBERS[numbers]
-        model = load_model(folder, getattr(torch, dtype), quantize=quantize, operators=cpu.operators())
-        self._runtime = CPURuntime(model, transformers.GenerationConfig())
-        self._chunked = CPURuntime(model, transformers.GenerationConfig())
-        self._chunked.tokens_per_step = chunk_of(options)
-        self._new = options.output_length
+        is_cpu = options.backend == "cpu"
+        if quantize is not None and not is_cpu:
+            raise Failed(f"{quantize} weights are compared on the CPU's own backend only.")
+        operators = cpu.operators() if is_cpu else None
+        model = load_model(folder, getattr(torch, dtype), quantize=quantize, operators=operators)
+        self._runtime = RUNTIMES[options.backend](model, options)
+        self._chunk, self._slots, self._new = chunk_of(options), options.slots, options.output_length
+        self._has_threads = is_cpu
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
+        if way.threads != 1 and not self._has_threads:
+            raise Failed("the number of threads belongs to the device.")
         with _threads(way.threads):
             texts = [text for group in groups for text in self._group(way, group)]
         for prompt, text in zip(itertools.chain.from_iterable(groups), texts, strict=True):
@@ -94,20 +105,47 @@ class Ours:
         return texts
 
     def _group(self, way: Way, group: Sequence[Sequence[int]]) -> list[Text]:
-        runtime = self._chunked if way.in_chunks else self._runtime
+        runtime = self._runtime
         cache = PrefixCache(runtime, None, runtime.tokens_per_step) if way.from_cache else None
-        drafter = _Knowing(self._known, runtime.config.vocab_size) if way.drafts else None
+        drafter = None
+        if way.drafts is not None:
+            drafter = _Knowing(self._known if way.drafts else {}, runtime.config.vocab_size)
         length = max(map(len, group)) + self._new
         options = dict(max_length=length, prefix_cache=cache, drafter=drafter, draft_tokens=DRAFT_TOKENS)
-        engine = Engine(runtime, len(group), **options)
+        engine = Engine(runtime, self._slots or len(group), **options)
         if cache is not None:
-            _finish(engine, [Request(half_of(prompt), 1) for prompt in group])
-        texts = _finish(engine, [Request(prompt, self._new, temperature=0, logprobs=0) for prompt in group])
+            _finish(engine, [Request(self._beginning(prompt), 1) for prompt in group])
+        texts = _finish(engine, [self._request(prompt, way) for prompt in group])
         check_way(way, engine.stats.cached_tokens, engine.stats.drafted_tokens)
         return texts
 
+    def _request(self, prompt: Sequence[int], way: Way) -> Request:
+        cuts = range(self._chunk, len(prompt), self._chunk) if way.in_chunks else ()
+        return Request(prompt, self._new, temperature=0, logprobs=0, snapshots_at=cuts)
+
+    def _beginning(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Return the beginning that a cache has: half of a prompt, or more if it may not be cut so early."""
+        half = half_of(prompt)
+        return half if self._runtime.prompt_cuts.last(len(half), len(prompt)) else prompt[:-1]
+
     def close(self) -> None:
         pass
+
+
+def _cpu(model: GraniteMoeHybridForCausalLM, options: argparse.Namespace) -> Runtime:
+    return CPURuntime(model, transformers.GenerationConfig())
+
+
+def _torch(model: GraniteMoeHybridForCausalLM, options: argparse.Namespace) -> Runtime:
+    device = dict(device=options.device, compiler=options.compiler)
+    return TorchRuntime(model, transformers.GenerationConfig(), **device)
+
+
+def _xla(model: GraniteMoeHybridForCausalLM, options: argparse.Namespace) -> Runtime:
+    return XLARuntime(model, transformers.GenerationConfig())
+
+
+RUNTIMES = {"cpu": _cpu, "torch": _torch, "xla": _xla}
 
 
 class _Knowing:
@@ -120,6 +158,8 @@ class _Knowing:
         return [self._propose(request.tokens, request.most) for request in requests]
 
     def _propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        if not self._texts:
+            return []
         [(prompt, text)] = ((each, text) for each, text in self._texts.items() if tuple(tokens[: len(each)]) == each)
         done = len(tokens) - len(prompt)
         places = range(done, min(done + most, len(text)))
@@ -136,14 +176,16 @@ class Transformers:
         dtype, quantize = NUMBERS[numbers]
         if quantize is not None:
             raise Failed(f"it has no {quantize} weights of this kind.")
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self._device = options.device if options.backend == "torch" else "cpu"
+        self._model = model.eval().to(self._device)
         self._chunk, self._new = chunk_of(options), options.output_length
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
         if way.drafts:
             raise Failed("it refuses drafts for models with recurrent states.")
         with _threads(way.threads), torch.inference_mode():
-            return [text for group in groups for text in self._group(way, torch.tensor(group))]
+            return [text for group in groups for text in self._group(way, torch.tensor(group, device=self._device))]
 
     def _group(self, way: Way, prompts: torch.Tensor) -> list[Text]:
         length = prompts.shape[1]
