@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 MOST_BLOCKS = 128
+_FIRST_BLOCK = 1024  # entries
 
 
 def cached_attention(
@@ -32,7 +35,7 @@ def cached_attention(
         slots: [batch], the cache row of each sequence; None if that of row i is i + 1, so that none is looked up.
         scale: multiplies the scores.
         kv_length: how many cache entries to visit; above every real token's position.
-        block_size: entries per block; None for a number that suits the tokens.
+        block_size: entries per block; None for numbers that suit the tokens, see `blocks`.
 
     Returns:
         [batch, tokens, num_heads, head_dim] in query's dtype; finite also for padding and for rows of length 0.
@@ -40,10 +43,8 @@ def cached_attention(
     Source: the online softmax of Milakov and Gimelshein 2018, as in FlashAttention (Dao et al. 2022, algorithm 1).
     """
     attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
-    block_size = block_size or block_length(query.shape[1], kv_length)
-    for start in range(0, kv_length, block_size):
-        block = slice(start, min(start + block_size, kv_length))
-        attention.add(slot_rows(key_cache[:, :, block], slots), slot_rows(value_cache[:, :, block], slots), start)
+    for block in blocks(query.shape[1], kv_length, block_size):
+        attention.add(slot_rows(key_cache[:, :, block], slots), slot_rows(value_cache[:, :, block], slots), block.start)
     return attention.output()
 
 
@@ -101,11 +102,31 @@ def slot_rows(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
     return cache[1:] if slots is None else cache.index_select(0, _indices_of(cache, slots))
 
 
-def block_length(tokens: int, kv_length: int) -> int:
-    """Return the cache entries per block: fewer blocks where few tokens look at them, and at most 128, each of which is
-    a part of a compiled graph.
+def blocks(tokens: int, kv_length: int, block_size: int | None = None) -> Iterator[slice]:
+    """Return the blocks of a cache that attention visits, in order. Those of a longer part of the cache begin with
+    those of a shorter one: so a sequence's sums do not depend on how much of it others need. The first ones are short,
+    because most sequences are.
+
+    Args:
+        block_size: as in `cached_attention`.
     """
-    return max(1024, min(8192, 2**19 // tokens), -(-kv_length // MOST_BLOCKS))
+    most = block_size or block_length(tokens, kv_length)
+    start, size = 0, block_size or min(_FIRST_BLOCK, most)
+    while start < kv_length:
+        end = min(start // size * size + size, kv_length)
+        yield slice(start, end)
+        start = end
+        if start == size:
+            size = min(4 * size, most)
+
+
+def block_length(tokens: int, kv_length: int) -> int:
+    """Return the most cache entries per block: fewer blocks where few tokens look at them, and at most 128 in all, each
+    of which is a part of a compiled graph.
+    """
+    length = max(_FIRST_BLOCK, min(8192, 2**19 // tokens), -(-kv_length // MOST_BLOCKS))
+    # The first two blocks may be shorter, see `blocks`.
+    return length if length == _FIRST_BLOCK else max(length, -(-kv_length // (MOST_BLOCKS - 2)))
 
 
 def write_cache(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from granite4_neuron import ops
 from granite4_neuron.ops import xla
-from granite4_neuron.ops.attention import RunningSoftmax
+from granite4_neuron.ops.attention import RunningSoftmax, blocks
+from granite4_neuron.runtime.graphs import cache_buckets
 from test.support import oracles
 
 pytestmark = pytest.mark.versions
@@ -58,16 +59,25 @@ class TestAttention:
         exact = oracles.attention(query[0, 0], cache[1].transpose(0, 1), cache[1].transpose(0, 1), 1.0)
         assert torch.allclose(output[0, 0].double(), exact, atol=1e-4)
 
+    @pytest.mark.parametrize("tokens", [1, 4, 16, 512])
+    def test_blocks_of_a_longer_cache_begin_with_those_of_a_shorter_one(self, tokens):
+        """A sequence's sums would depend on the longest sequence beside it."""
+        shorter = []
+        for kv_length in cache_buckets(131072):
+            longer = list(blocks(tokens, kv_length))
+            assert longer[: len(shorter)] == shorter and longer[-1].stop == kv_length
+            shorter = longer
+
     @pytest.mark.parametrize("tokens", [1, 512, 2048])
     @pytest.mark.parametrize("kv_length", [131072, 2**20, 10**6 + 1])
     def test_a_graph_of_a_long_context_has_no_more_blocks(self, kv_length, tokens, monkeypatch):
         """On meta tensors, which have no values: each block of the cache is a part of a compiled graph."""
-        blocks = []
-        monkeypatch.setattr(RunningSoftmax, "add", lambda self, keys, *_: blocks.append(keys.shape[2]))
+        lengths = []
+        monkeypatch.setattr(RunningSoftmax, "add", lambda self, keys, *_: lengths.append(keys.shape[2]))
         query, slots = torch.empty(1, tokens, 2, 8, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
         cache = torch.empty(2, 1, kv_length, 8, device="meta")
         positions = torch.empty(1, tokens, dtype=torch.int32, device="meta")
         for attend in (ops.cached_attention, xla.cached_attention):
-            blocks.clear()
+            lengths.clear()
             attend(query, cache, cache, positions, slots, slots, 0.3, kv_length)
-            assert sum(blocks) == kv_length and len(blocks) <= 128
+            assert sum(lengths) == kv_length and len(lengths) <= 128

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from granite4_neuron.ops.attention import RunningSoftmax, block_length, cache_places, slot_rows, write_cache
+from granite4_neuron.ops.attention import RunningSoftmax, blocks, cache_places, slot_rows, write_cache
 
 
 def cached_attention(
@@ -23,13 +23,11 @@ def cached_attention(
 ) -> torch.Tensor:
     """Compute `ops.cached_attention`, one block after another."""
     attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
-    block_size = block_size or block_length(query.shape[1], kv_length)
-    for start in range(0, kv_length, block_size):
-        block = slice(start, min(start + block_size, kv_length))
+    for block in blocks(query.shape[1], kv_length, block_size):
         keys, values = (slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache))
-        if start and slots is None:
+        if block.start and slots is None:
             keys, values = (_once_known(attention.total, each) for each in (keys, values))
-        attention.add(keys, values, start)
+        attention.add(keys, values, block.start)
         if slots is not None:
             slots = _once_known(attention.total, slots)
     return attention.output()
