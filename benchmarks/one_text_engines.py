@@ -23,7 +23,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import DraftRequest
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import cpu
+from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.runtime.torch_device import TorchRuntime
@@ -88,7 +88,7 @@ class Ours:
         is_cpu = options.backend == "cpu"
         if quantize is not None and not is_cpu:
             raise Failed(f"{quantize} weights are compared on the CPU's own backend only.")
-        operators = cpu.operators() if is_cpu else None
+        operators = cpu.operators() if is_cpu else TORCH
         model = load_model(folder, getattr(torch, dtype), quantize=quantize, operators=operators)
         self._runtime = RUNTIMES[options.backend](model, options)
         self._chunk, self._slots, self._new = chunk_of(options), options.slots, options.output_length
