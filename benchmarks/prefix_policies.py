@@ -43,13 +43,7 @@ class SizesOnly:
     dtype, state_dtype = torch.bfloat16, torch.float32
     fingerprint = Fingerprint.parse("")
 
-<<<<<<< HEAD
-    def __init__(self, config: ModelConfig):
-=======
-    def __init__(
-        self, config: ModelConfig, cuts: PromptCuts = ANYWHERE, buckets: Sequence[int] | None = None
-    ):
->>>>>>> a40e521 (benchmarks.prefix_traces --cuts prints what places for cuts cost, and the engine's page says where they are)
+    def __init__(self, config: ModelConfig, cuts: PromptCuts = ANYWHERE, buckets: Sequence[int] | None = None):
         self.config = config
         self.prompt_cuts = cuts
         self.buckets = buckets
@@ -200,11 +194,6 @@ class Savings:
         return self.saved_flops / self.flops
 
 
-<<<<<<< HEAD
-def savings(turns: Sequence[Turn], policy: str, config: ModelConfig, max_bytes: int | None) -> Savings:
-    """Replay a trace with a policy. Answers are random, the same for each policy."""
-    runtime = SizesOnly(config)
-=======
 def savings(
     turns: Sequence[Turn],
     policy: str,
@@ -219,7 +208,6 @@ def savings(
         cuts, buckets: as of `SizesOnly`.
     """
     runtime = SizesOnly(config, cuts, buckets)
->>>>>>> a40e521 (benchmarks.prefix_traces --cuts prints what places for cuts cost, and the engine's page says where they are)
     cache, total = POLICIES[policy](runtime, max_bytes), Savings()
     generator = torch.Generator().manual_seed(0)
 
