@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,13 +24,15 @@ class SnapshotMemory:
 
     It keeps at most one free block: that of a snapshot that is gone, or one that `make_ready` has allocated. Writing to
     memory that the process has just got from the system takes several times as long as writing to it again, and ten
-    times as long as that in a virtual machine that has to get it from its host.
+    times as long as that in a virtual machine that has to get it from its host. So the process gets it on a thread of
+    its own, beside the steps that run meanwhile.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
         self._num_bytes = 0
         self._ready: torch.Tensor | None = None  # [_num_bytes], uint8
+        self._writing: threading.Thread | None = None  # to it
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return uninitialised tensors of these shapes and dtypes; none if they are small, where any memory is fast.
@@ -41,15 +44,25 @@ class SnapshotMemory:
             self._lay_out(like)
         if self._num_bytes < HUGE_PAGE:
             return {}
+        self.wait()
         block, self._ready = self._ready, None
         return self._lend(self._new() if block is None else block)
 
     def make_ready(self) -> None:
-        """Preallocate the next block. Before the first one has been taken its size is unknown, and nothing happens."""
+        """Begin to preallocate the next block. Before the first one has been taken its size is unknown, and nothing
+        happens.
+        """
         if self._ready is None and self._num_bytes >= HUGE_PAGE:
-            block = self._new()
-            block[:: mmap.PAGESIZE] = 0  # a byte of each page
-            self._ready = block
+            self.wait()
+            self._ready = self._new()
+            self._writing = threading.Thread(target=_write_to_pages, args=[self._ready])
+            self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until the process has the block that `make_ready` began to preallocate."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
 
     def give_back(self) -> None:
         """Free the block that no snapshot has."""
@@ -75,3 +88,8 @@ class SnapshotMemory:
     def _take_back(self, block: torch.Tensor) -> None:
         if self._ready is None:
             self._ready = block
+
+
+@torch.inference_mode()
+def _write_to_pages(block: torch.Tensor) -> None:
+    block[:: mmap.PAGESIZE].zero_()  # a byte of each; other threads run meanwhile

@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import threading
 import weakref
 from pathlib import Path
 
@@ -59,9 +60,25 @@ def test_what_is_ready_is_there(monkeypatch):
     memory.give_back()
     memory.make_ready()
     memory.make_ready()
+    memory.wait()
     assert len(made) == 2 and resident(made[0]) == 0 and resident(made[1]) > 2**22 - mmap.PAGESIZE
     assert memory.take(LIKE)["conv"].data_ptr() == made[1].data_ptr()
     memory.give_back()
+
+
+def test_a_block_is_not_lent_while_it_is_written_to(monkeypatch):
+    memory, may_write = SnapshotMemory(), threading.Event()
+    write = snapshot_memory._write_to_pages
+    monkeypatch.setattr(snapshot_memory, "_write_to_pages", lambda block: may_write.wait() and write(block))
+    memory.take(LIKE)
+    memory.give_back()
+    memory.make_ready()
+    threading.Timer(0.02, may_write.set).start()
+    tensors = memory.take(LIKE)
+    for tensor in tensors.values():
+        tensor.fill_(7)
+    memory.wait()
+    assert may_write.is_set() and all((tensor == 7).all() for tensor in tensors.values())
 
 
 def resident(block):
