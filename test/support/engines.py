@@ -90,13 +90,18 @@ def poison_state(state, free, stored) -> None:
                         tensor[slot, :, length:] = math.nan
 
 
+def sequences_with_slots(engine: Engine) -> list:
+    """Return those that run, and those of which a snapshot is still to be kept."""
+    return [*engine._live.running.values(), *engine._live.ended]
+
+
 def free_slots(engine: Engine) -> list[int]:
-    return engine._slots.free([sequence.slot for sequence in engine._live.running.values()])
+    return engine._slots.free([sequence.slot for sequence in sequences_with_slots(engine)])
 
 
 def poison_engine(engine: Engine) -> None:
     ahead = () if engine._ahead is None else engine._ahead.step.sequences
-    stored = {each.slot: each.stored + (each in ahead) for each in engine._live.running.values()}
+    stored = {each.slot: each.stored + (each in ahead) for each in sequences_with_slots(engine)}
     poison_state(engine._slots.state, free_slots(engine), stored)
 
 

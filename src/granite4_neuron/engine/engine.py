@@ -255,7 +255,7 @@ class Engine:
     @_one_at_a_time
     def _run_step(self) -> None:
         """Schedule, run, postprocess."""
-        self._prefixes.keep_due(self._live.running.values())  # the last step's new tokens have not waited for these
+        self._live.keep_due()  # the last step's new tokens have not waited for this
         self._scheduler.admit()
         started = self._clock()
         step = None if self._ahead is None else self._live_part(self._ahead)

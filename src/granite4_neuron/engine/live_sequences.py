@@ -32,6 +32,7 @@ class LiveSequences:
 
     waiting: by priority, those of the same one in order of arrival.
     running: by id, in the order in which they started; each has a slot.
+    ended: of which a prefix cache is to keep a snapshot before the next step; nobody gets their slots until then.
     outputs: that count, and that no step has returned yet.
 
     Args:
@@ -42,6 +43,7 @@ class LiveSequences:
     def __init__(self, prefixes: PrefixReuse, drafting: Drafting, stats: GenerationStats):
         self.waiting: deque[RunningSequence] = deque()
         self.running: dict[int, RunningSequence] = {}
+        self.ended: list[RunningSequence] = []
         self.outputs: list[Output] = []
         self.stats = stats
         self._prefixes = prefixes
@@ -75,8 +77,8 @@ class LiveSequences:
         logits: torch.Tensor | LogitsOnDevice,
         outputs: Sequence[Output],
     ) -> None:
-        """Have a step count for a sequence: its state has seen so many more tokens, and these are its outputs. If they
-        end it, keep a snapshot of it; else note whether one is due.
+        """Have a step count for a sequence: its state has seen so many more tokens, and these are its outputs. Note
+        whether a snapshot of it is due: the outputs of others do not wait until it is copied.
 
         Args:
             logits: [vocab_size], after the last of those tokens.
@@ -90,9 +92,17 @@ class LiveSequences:
             sequence.is_due = self._prefixes.is_due(sequence)
         else:
             if reason != "error" and sequence.id not in self._failed_ahead:
-                self._prefixes.keep(sequence)
+                sequence.is_due = True
+                self.ended.append(sequence)
             self.end(sequence)
         self._unfinished.pop(sequence.id, None)
+
+    def keep_due(self) -> None:
+        """Keep the snapshots that are due since the last step. It may be interrupted and done again."""
+        self._prefixes.keep_due([*self.ended, *self.running.values()])
+        for sequence in self.ended:
+            self._prefixes.release(sequence)
+        self.ended.clear()
 
     def end_unfinished(self) -> None:
         """End the sequences of a step that has been interrupted and does not count, or for which one has failed that
@@ -118,12 +128,15 @@ class LiveSequences:
 
     def end(self, sequence: RunningSequence) -> None:
         """Forget a sequence. It may be interrupted and done again."""
-        self._prefixes.release(sequence)
+        if sequence not in self.ended:
+            self._prefixes.release(sequence)
         self._drafting.end(sequence)
         if sequence.id not in self.running or (self.waiting and self.waiting[0] is sequence):
             self.waiting.remove(sequence)
         self.running.pop(sequence.id, None)
         self._failed_ahead.pop(sequence.id, None)
+        if not self.running and not self.waiting:  # perhaps no step follows
+            self.keep_due()
 
     def cancel(self, id: int) -> bool:
         """End a sequence and drop its outputs; return whether there was anything of it."""

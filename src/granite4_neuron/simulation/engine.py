@@ -174,7 +174,7 @@ class SimulatedEngine(Engine):
         comes, or even later ones if it could not begin because all slots are taken.
         """
         runtime, began = self.runtime, self.runtime.clock
-        self._prefixes.keep_due(self._live.running.values())
+        self._live.keep_due()
         self._scheduler.admit()
         waiting, started = len(self._live.waiting), runtime.clock
         step = self._scheduler.schedule()

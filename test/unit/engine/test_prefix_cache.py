@@ -375,6 +375,34 @@ class TestMemory:
             counts.append(cache.stats.snapshots)
         assert counts == [0, 1, 2]
 
+    def test_tokens_of_others_do_not_wait_for_the_snapshot_of_one_that_ends(self, runtime, cache):
+        """Not even for that of its whole sequence, whose slot goes to the next one afterwards."""
+        engine = engine_with(runtime, cache, num_sequences=2)
+        ends, goes_on, waits = [engine.add(Request(each, 3)) for each in (TOKENS[:5], OTHERS[:8], TOKENS[60:66])]
+        outputs, kept = [], []
+        while not any(output.id == ends and output.finish_reason for output in outputs):
+            outputs = engine.step()
+            kept.append(cache.stats.snapshots)
+        assert kept[-1] == 2 and {output.id for output in outputs} == {ends, goes_on}
+        engine.step()
+        assert cache.stats.snapshots == 4, "of both"
+        assert run(engine)[waits][-1].finish_reason == "length" and cache.stats.snapshots == 6
+        for prompt in (TOKENS[:5], OTHERS[:8], TOKENS[60:66]):
+            text = new_tokens(ChunkRuntime(runtime.model), None, prompt, 3)
+            later = [*prompt, *text[:-1], *TOKENS[100:104]]
+            assert cache.match_prefix(later).length == len(prompt) + 2
+            assert new_tokens(runtime, cache, later) == new_tokens(ChunkRuntime(runtime.model), None, later)
+
+    def test_the_snapshot_of_one_that_has_ended_is_kept_if_the_others_are_cancelled(self, runtime, cache):
+        engine = engine_with(runtime, cache, num_sequences=2)
+        ends, goes_on = engine.add(Request(TOKENS[:5], 2)), engine.add(Request(OTHERS[:8], 9))
+        while not any(output.id == ends and output.finish_reason for output in engine.step()):
+            pass
+        assert cache.export(TOKENS[:5] + new_tokens(runtime, None, TOKENS[:5], 2)[:1]) is None
+        engine.cancel(goes_on)
+        assert not engine.has_work
+        assert cache.export(TOKENS[:5] + new_tokens(runtime, None, TOKENS[:5], 2)[:1]) is not None
+
     def test_an_error_leaves_nothing(self, runtime, cache):
         engine = engine_with(runtime, cache)
         id = engine.add(Request(TOKENS[:20], 5))
