@@ -11,7 +11,13 @@ import torch
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.ops.gpu import GPU, token_layer
 from granite4_neuron.ops.gpu.attention import attend_token
+from granite4_neuron.ops.gpu.causal_conv1d import convolve_tokens
+from granite4_neuron.ops.gpu.flash_attention import attend_tokens
+from granite4_neuron.ops.gpu.fused_moe import multiply_by_experts
+from granite4_neuron.ops.gpu.norms import normalize
 from granite4_neuron.ops.gpu.operator import LAUNCHES
+from granite4_neuron.ops.gpu.products import multiply_tokens
+from granite4_neuron.ops.gpu.ssd_chunk_scan import scan_chunks
 from granite4_neuron.runtime import torch_device
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import small_config
@@ -55,4 +61,5 @@ def test_logits(sequences, kernels):
         assert (logits - expected).abs().max() <= LAYER.tolerance
     mixers = {token_layer.mixer_inputs, token_layer.advance_mixer, token_layer.project_heads, attend_token}
     experts = {token_layer.route, token_layer.activate_experts, token_layer.add_feed_forward}
-    assert mixers | experts | {token_layer.add_product} <= kernels
+    prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_tokens, multiply_by_experts}
+    assert mixers | experts | prompts | {token_layer.add_product} <= kernels

@@ -12,11 +12,12 @@ import torch
 
 from granite4_neuron.ops import attention
 from granite4_neuron.ops.gpu.operator import operator, register_launch
-from granite4_neuron.ops.gpu.products import input_precision
+from granite4_neuron.ops.gpu.products import input_precision, shared_memory
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 _BLOCK_M, _BLOCK_KV = 64, 64
 _BLOCK_KV_OF_FLOAT32 = 32
+_SHARED_MEMORY = 160 * 1024  # that all stages need at head dimensions of up to 128
 _LOG2_E = 1.4426950408889634
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -55,7 +56,7 @@ def _launch_attend_tokens(
     batch, tokens, num_heads, head_dim = query.shape
     kv_heads, max_length = key_cache.shape[1:3]
     output = torch.empty_like(query)
-    has_16_bits = query.itemsize == 2
+    block_kv, num_stages = (_BLOCK_KV, 3) if query.itemsize == 2 else (_BLOCK_KV_OF_FLOAT32, 2)
     _attend_tokens_kernel[triton.cdiv(tokens, _BLOCK_M), num_heads, batch](
         query,
         key_cache,
@@ -72,11 +73,11 @@ def _launch_attend_tokens(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_M=_BLOCK_M,
-        BLOCK_KV=_BLOCK_KV if has_16_bits else _BLOCK_KV_OF_FLOAT32,
+        BLOCK_KV=block_kv,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         PRECISION=input_precision("tf32x3"),
         num_warps=4,
-        num_stages=3 if has_16_bits else 2,
+        num_stages=num_stages if shared_memory(query) >= _SHARED_MEMORY else num_stages - 1,
     )
     return output
 

@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of prompts on a GPU, in plain torch that inductor compiles."""
+"""The Mamba-2 recurrence of prompts on a GPU in plain torch that inductor compiles, for the scan "quadratic"."""
 
 from __future__ import annotations
 

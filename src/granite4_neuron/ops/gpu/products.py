@@ -2,8 +2,7 @@
 
 A token's outputs have the same bits whatever the number of tokens, its place among them and the tiles: an output is one
 sum, over ascending columns, of the same instruction. For 16-bit numbers this is the tensor cores' wgmma, which adds 16
-columns at a time, for float32 one fused multiply-add after another. So tiles may suit the number of tokens. A kernel is
-compiled once for all numbers of tokens.
+columns at a time, for float32 one fused multiply-add after another. So tiles may suit the number of tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from granite4_neuron.ops.gpu.gemv import silu_and_mul
 from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-_MULTIPROCESSORS = 132  # of an H200
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) of 16-bit numbers, the largest first. BLOCK_M is at least 64, and there are
-# at least four warps: less has another instruction.
-_TILES = (128, 256, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 5), (64, 32, 4, 6)
+# The fewest tiles, where there are any larger ones: they keep most of an H200's 132 multiprocessors busy.
+_FEWEST_TILES = 96
+# (BLOCK_M, BLOCK_N, num_warps, num_stages) of 16-bit numbers, the largest first, as they were fastest on an H200 in the
+# layers of h-350m, h-1b and h-tiny. BLOCK_M is at least 64, and there are at least four warps: less has another
+# instruction.
+_TILES = (128, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (64, 32, 4, 6)
 _TILES_OF_FLOAT32 = (64, 64, 4, 2), (64, 32, 4, 2)
 _BLOCK_BYTES = 128  # of a row of a tile
 
@@ -115,27 +116,42 @@ def input_precision(highest: str = "ieee") -> str:
     return highest if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def shared_memory(x: torch.Tensor) -> int:
+    """Return the bytes of shared memory that a program may have on x's device; of an H200 where x is on none."""
+    if not x.is_cuda:
+        return 227 * 1024
+    device = torch.cuda.get_device_properties(x.device)
+    memory: int = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+    return memory
+
+
 def tiles(x: torch.Tensor, tokens: int, n: int, num_weights: int) -> dict[str, Any]:
     """Return tiles and launch options of a product.
 
     Args:
         x: in the weight's dtype.
         n: outputs of a token.
-        num_weights: weights that a program reads BLOCK_N rows of: 2 for gate and up.
+        num_weights: weights that a program reads rows of: 2 for gate and up.
     """
-    choices = _TILES if x.itemsize == 2 else _TILES_OF_FLOAT32
-    for choice in choices:
-        block_m, block_n, num_warps, num_stages = choice
-        block_n //= num_weights
-        if triton.cdiv(tokens, block_m) * triton.cdiv(n, block_n) >= _MULTIPROCESSORS:
+    for choice in _TILES if x.itemsize == 2 else _TILES_OF_FLOAT32:
+        options = tile_options(x, *choice, num_weights)
+        if triton.cdiv(tokens, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"]) >= _FEWEST_TILES:
             break
+    return options
+
+
+def tile_options(
+    x: torch.Tensor, block_m: int, rows_of_weights: int, num_warps: int, num_stages: int, num_weights: int
+) -> dict[str, Any]:
+    """Return launch options of tiles of block_m tokens and of rows of all weights, with as many stages as fit."""
+    stage = (block_m + rows_of_weights) * _BLOCK_BYTES
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "BLOCK_N": rows_of_weights // num_weights,
         "BLOCK_K": _BLOCK_BYTES // x.itemsize,
         "PRECISION": input_precision(),
         "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_stages": max(1, min(num_stages, shared_memory(x) // stage)),
     }
 
 

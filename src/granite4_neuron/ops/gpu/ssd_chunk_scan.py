@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.ops.gpu.operator import operator, register_launch
-from granite4_neuron.ops.gpu.products import input_precision
+from granite4_neuron.ops.gpu.products import input_precision, shared_memory
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.mamba_kernels import chunked_scan
 from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
 
-_MOST_ROWS = 64  # tokens whose outputs a program computes
+# Tokens whose outputs a program computes; fewer where a program has less shared memory.
+_MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024
 _BLOCK_H = 4
 _BLOCK_STATE = 64
 
@@ -67,7 +68,7 @@ def _launch_scan_chunks(
     )
 
     block_n = max(16, triton.next_power_of_2(d_state))
-    rows = min(_MOST_ROWS, size)
+    rows = min(_MOST_ROWS if shared_memory(x) >= _SHARED_MEMORY else _FEWER_ROWS, size)
     scores = dt.new_empty(batch, chunks, n_groups, size, size)
     _score_chunks_kernel[chunks * (size // rows), n_groups, batch](
         B,

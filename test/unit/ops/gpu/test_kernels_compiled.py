@@ -1,6 +1,7 @@
 """The Triton kernels are compiled for a GPU, at real sizes, also where there is none: the interpreter takes more."""
 
 import os
+import re
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
-from granite4_neuron.ops.gpu import attention, launch, linear, mamba, token_layer  # noqa: E402
+from granite4_neuron.ops.gpu import attention, launch, linear, mamba, products, token_layer  # noqa: E402
 from granite4_neuron.ops.gpu.experts import choose_experts  # noqa: E402
 from granite4_neuron.ops.gpu.operator import LAUNCHES  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
@@ -168,3 +169,21 @@ def test_tokens_of_several_sequences(config, compiled):
     assert len(compiled) == (7 if experts else 5)
     overlapping = [each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"]]
     assert len(overlapping) == 2 and not reads_before_waiting(overlapping)
+
+
+def tiles_of_products():
+    """Return all of 16-bit numbers as parameters; those between the largest and the smallest are slow."""
+    largest, *others, smallest = products._TILES
+    return [largest, smallest, *(pytest.param(tile, marks=pytest.mark.slow) for tile in others)]
+
+
+@pytest.mark.parametrize("tile", tiles_of_products(), ids=str)
+def test_products_of_prompts_have_one_instruction(tile, compiled, monkeypatch):
+    """Of all tiles it is wgmma, which adds 16 columns in the same order for any number of rows and outputs."""
+    monkeypatch.setattr(products, "_TILES", (tile,))
+    LAUNCHES[products.multiply_tokens](empty(512, 768), empty(3376, 768), None, False, False)
+    [kernel] = compiled
+    instructions = re.findall(r"mma[._a-z]*sync\.aligned\.(m\d+n\d+k\d+\.\S+?)[\s;]", kernel.asm["ptx"])
+    [instruction] = set(instructions)
+    assert re.fullmatch(r"m64n\d+k16\.f32\.bf16\.bf16", instruction)
+    assert len(instructions) % 4 == 0  # 64 columns, one instruction after another

@@ -80,12 +80,11 @@ class TestProducts:
     def test_tiles_suit_the_number_of_tokens(self):
         x = torch.empty(1, 1, dtype=torch.bfloat16)
         sizes = [products.tiles(x, tokens, 4096, 1) for tokens in (128, 512, 8192)]
-        assert [(each["BLOCK_M"], each["BLOCK_N"]) for each in sizes] == [(64, 32), (64, 128), (128, 256)]
+        assert [(each["BLOCK_M"], each["BLOCK_N"]) for each in sizes] == [(64, 64), (128, 128), (128, 128)]
 
 
 @DTYPES
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("is_gated", "groups"), [(False, 1), (True, 2)], ids=["plain", "gated"])
 def test_norms(is_gated, groups, dtype):
     """The gate's rows lie in a wider tensor."""
     x, z = random(5, 80), random(5, 90, dtype=dtype)[:, 3:83] if is_gated else None
@@ -99,8 +98,7 @@ def test_norms(is_gated, groups, dtype):
 
 class TestConvolution:
     @DTYPES
-    @pytest.mark.parametrize("width", [2, 4])
-    @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+    @pytest.mark.parametrize(("has_bias", "width"), [(False, 2), (True, 4)], ids=["no bias", "bias"])
     def test_numbers(self, has_bias, width, dtype):
         """Of rows of a wider tensor; lengths from none to all tokens."""
         x = random(4, 37, 90, dtype=dtype)[..., :70]
@@ -135,7 +133,11 @@ class TestScan:
 
     @pytest.mark.parametrize(
         ("tokens", "sizes", "largest_A"),
-        [(5, {"batch": 2}, 16.0), (300, {}, 16.0), (130, {"groups": 1, "head_dim": 32, "d_state": 128}, 300.0)],
+        [
+            (5, {"batch": 2}, 16.0),
+            (300, {"heads": 2}, 16.0),
+            (130, {"heads": 2, "groups": 1, "head_dim": 32, "d_state": 128}, 300.0),
+        ],
         ids=["few tokens", "three chunks", "decays that vanish"],
     )
     def test_numbers(self, tokens, sizes, largest_A):
@@ -145,15 +147,14 @@ class TestScan:
             assert relative_error(ours, expected) <= 2e-6
 
     def test_cuts_and_padding_do_not_matter(self):
-        """300 tokens: in pieces of 128, the last one padded; or all, padded to 400."""
-        arguments, state = self.inputs(400)
-        arguments[1][:, 300:] = 0
-        (x, dt, A, B, C, D), pieces = arguments, []
-        whole, last = launch(scan_chunks, *arguments, state)
+        """300 tokens, and these in pieces of 128, of which the last one is padded."""
+        (x, dt, A, B, C, D), state = self.inputs(384, heads=2)
+        dt[:, 300:], pieces = 0, []
+        whole, last = launch(scan_chunks, x[:, :300], dt[:, :300], A, B[:, :300], C[:, :300], D, state)
         for part in (slice(0, 128), slice(128, 256), slice(256, 384)):
             piece, state = launch(scan_chunks, x[:, part], dt[:, part], A, B[:, part], C[:, part], D, state)
             pieces.append(piece)
-        assert same_bits(torch.cat(pieces, 1), whole[:, :384]) and same_bits(state, last)
+        assert same_bits(torch.cat(pieces, 1)[:, :300], whole) and same_bits(state, last)
 
     def test_states_do_not_matter_where_nothing_is_added(self):
         arguments, state = self.inputs(130)
@@ -171,10 +172,11 @@ class TestAttention:
             for row, end in enumerate(ends, 1):
                 cache[row, :, end:] = math.nan
             cache[0] = math.nan
-        return random(len(ends), tokens, 6, 24, dtype=dtype), key, value, positions.int()
+        return random(len(ends), tokens, 4, 24, dtype=dtype), key, value, positions.int()
 
-    @DTYPES
-    @pytest.mark.parametrize("slots", [[2, 1, 3], None], ids=str)
+    @pytest.mark.parametrize(
+        ("slots", "dtype"), [([2, 1, 3], torch.float32), ([2, 1, 3], BFLOAT16), (None, BFLOAT16)], ids=str
+    )
     def test_numbers(self, slots, dtype):
         """The third sequence has no tokens."""
         query, key, value, positions = self.inputs([150, 150, 150] if slots else [150, 70, 70], 70, dtype)
@@ -189,12 +191,12 @@ class TestAttention:
         query, key, value, positions = self.inputs([150], 150, dtype)
         slots, longer = torch.tensor([1]), torch.full((2, 2, 700, 24), math.nan, dtype=dtype)
         whole = launch(attend_tokens, query, key, value, positions, torch.tensor([150]), slots, 0.3)
-        for part in (slice(0, 128), slice(128, 150), slice(20, 60)):
+        for part in (slice(0, 128), slice(128, 150)):
             where = positions[:, part], torch.tensor([part.stop - part.start]), slots
             assert same_bits(launch(attend_tokens, query[:, part], key, value, *where, 0.3), whole[:, part])
         longer_key, longer_value = longer.clone(), longer.clone()
         longer_key[:, :, :160], longer_value[:, :, :160] = key, value
-        padded = torch.cat([query, torch.zeros(1, 40, 6, 24, dtype=dtype)], 1), longer_key, longer_value
+        padded = torch.cat([query, torch.zeros(1, 40, 4, 24, dtype=dtype)], 1), longer_key, longer_value
         where = torch.arange(190, dtype=torch.int32)[None], torch.tensor([150]), slots
         assert same_bits(launch(attend_tokens, *padded, *where, 0.3)[:, :150], whole)
 
@@ -210,7 +212,7 @@ class TestExperts:
         return random(tokens, hidden, dtype=dtype), *matrices, *chosen
 
     @DTYPES
-    @pytest.mark.parametrize(("tokens", "spread"), [(3, 1.0), (150, 0.0)], ids=str)
+    @pytest.mark.parametrize(("tokens", "spread"), [(3, 1.0), (80, 0.0)], ids=str)
     def test_numbers(self, tokens, spread, dtype):
         """Where all choose the same two experts these have several blocks."""
         arguments = self.inputs(tokens, dtype, spread)
@@ -226,9 +228,9 @@ class TestExperts:
 
     def test_other_tokens_do_not_matter(self):
         """Neither their number, nor their experts, nor their values."""
-        x, w1, w2, *chosen = self.inputs(150, BFLOAT16)
+        x, w1, w2, *chosen = self.inputs(80, BFLOAT16, spread=0.0)
         together = launch(multiply_by_experts, x, w1, w2, *chosen)
-        for rows in (slice(0, 128), slice(128, 150)):
+        for rows in (slice(0, 64), slice(64, 80)):
             some = x[rows], w1, w2, *(each[rows] for each in chosen)
             assert same_bits(launch(multiply_by_experts, *some), together[rows])
         x[1::2] = math.nan
