@@ -18,7 +18,7 @@ from granite4_neuron.ops.gpu.products import multiply_tokens
 from granite4_neuron.ops.gpu.ssd_chunk_scan import scan_chunks
 from test.support.oracles import relative_error, ssm_recurrence
 from test.support.unwritten import unwritten_memory_is_nan
-from test.unit.ops.gpu.test_kernels import DEVICE, DTYPES, copied, random, seed
+from test.unit.ops.gpu.test_kernels import DEVICE, copied, random, seed
 from test.unit.ops.gpu.test_token_kernels import products_of_bfloat16
 
 pytestmark = pytest.mark.versions
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.versions
 pytest.importorskip("triton", reason="Triton is not installed")
 __all__ = ["products_of_bfloat16", "seed"]  # fixtures
 BFLOAT16 = torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BFLOAT16, marks=pytest.mark.slow)], ids=str)
 # Triton's interpreter cuts digits off where a GPU rounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
 
@@ -175,7 +176,12 @@ class TestAttention:
         return random(len(ends), tokens, 4, 24, dtype=dtype), key, value, positions.int()
 
     @pytest.mark.parametrize(
-        ("slots", "dtype"), [([2, 1, 3], torch.float32), ([2, 1, 3], BFLOAT16), (None, BFLOAT16)], ids=str
+        ("slots", "dtype"),
+        [
+            ([2, 1, 3], torch.float32),
+            *(pytest.param(each, BFLOAT16, marks=pytest.mark.slow) for each in ([2, 1, 3], None)),
+        ],
+        ids=str,
     )
     def test_numbers(self, slots, dtype):
         """The third sequence has no tokens."""
