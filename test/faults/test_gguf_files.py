@@ -86,7 +86,7 @@ def header(names, part, *values):
     return damage
 
 
-NORM, AFTER_IT = "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"  # [128] in F32
+NORM, AFTER_IT = "blk.0.attn_norm.weight", "blk.0.ssm_conv1d.weight"  # [128] in F32
 IN_PROJ = "blk.0.ssm_in.weight"
 CASES = {
     "empty": (lambda good, to: to.write_bytes(b""), "is not a GGUF file, whose first four bytes are GGUF."),

@@ -38,7 +38,7 @@ def python_functions(source: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_triton(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
 
 
 def cpp_functions(source: str) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GraniteMoeHybridForCausalLM as Reference
+from transformers import AutoModelForCausalLM as Reference
 
 from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model

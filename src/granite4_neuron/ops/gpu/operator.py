@@ -6,6 +6,7 @@ the kernels. Operators with kernels of their own for several sequences have a se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ def operator(mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Cu
 
     def decorate(definition: Callable[..., Any]) -> CustomOpDef:
         name = f"granite4_neuron::{definition.__name__}"
-        return torch.library.custom_op(name, definition, mutates_args=mutates, device_types="cpu")
+        made = torch.library.custom_op(name, definition, mutates_args=mutates, device_types="cpu")
+        return functools.update_wrapper(made, definition, updated=())
 
     return decorate
 

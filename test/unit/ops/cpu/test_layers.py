@@ -212,7 +212,7 @@ def test_states_of_other_layers_are_refused():
     model = bound_model("moe", torch.float32)
     step, *_ = steps(state := poisoned_state(model, 2, 30))
     x = torch.randn(2, 20, model.config.hidden_size)
-    with pytest.raises(RuntimeError, match="states of 1 layers of"):
+    with pytest.raises(RuntimeError, match="states of 1 mixers of"):
         model.model.stack(x, step, dataclasses.replace(state, layers=state.layers[:1]), None)
     with pytest.raises(RuntimeError, match="inputs of 0 Mamba layers only"):
         model.model.stack.advance([], step, state)

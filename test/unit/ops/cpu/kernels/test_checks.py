@@ -44,6 +44,7 @@ MADE_OF = {
     ),
     "FeedForward": (
         "norm", "input", "output", "router", "expert_input", "expert_output", "top_k", "eps", "residual_multiplier",
+        "correction_bias", "n_group", "topk_group", "norm_topk_prob", "scaling_factor",
     ),
 }  # fmt: skip
 
@@ -130,7 +131,7 @@ GOOD = {
     "FeedForward.step": lambda: dict(
         hidden_states=torch.randn(1, 3, 8), norm=torch.ones(8), input=packed(12, 8), output=packed(8, 6),
         router=packed(4, 8), expert_input=packed(4, 20, 8), expert_output=packed(4, 8, 10), top_k=2, eps=1e-5,
-        residual_multiplier=1.0,
+        residual_multiplier=1.0, correction_bias=None, n_group=1, topk_group=1, norm_topk_prob=True, scaling_factor=1.0,
     ),
     "packed_bytes": lambda: dict(shape=[5, 8], format="plain", dtype=torch.float32),
 }  # fmt: skip
