@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     config = GraniteMoeHybridConfig.from_family(options.random_weights)
     model = random_model(config, dtype=torch.bfloat16)
-    runtime = CountingRuntime(model, GenerationConfig(), device=options.device, graphs=options.graphs)
+    choices = dict(device=options.device, graphs=options.graphs, batch_invariant=options.batch_invariant)
+    runtime = CountingRuntime(model, GenerationConfig(), **choices)
     table = Table("", "ms, median", "launches", "copies to device", "bytes", "copies to host", "bytes")
 
     def add(name: str, digits: int, ms: float) -> None:
@@ -191,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model_and_device(parser)
     parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
+    parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
     parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")
     return parser
 

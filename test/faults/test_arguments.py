@@ -90,6 +90,7 @@ LOADS = {
     "compiler": ("gcc",),
     "kv_write": ("fast", None),
     "prefill_by_view": ("no", 1),
+    "batch_invariant": ("yes", 1),
     "prefill_buckets": (128, "128", [], [0], [1.5], ["128"], [True]),
 }
 

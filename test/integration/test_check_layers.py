@@ -198,8 +198,8 @@ class TestOperatorsThatRan:
     def test_token_kernels(self, monkeypatch):
         runtime = self.torch_runtime(monkeypatch, GPU)
         mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
-        assert {"ops.gpu.token_layer.advance_mixer", "ops.gpu.mamba._chunked"} <= set(mamba)
-        assert "ops.gpu.token_layer.project_heads" in attention and "ops.gpu.mamba._single_token" not in mamba
+        assert {"ops.gpu.single_token_layer.advance_mixer", "ops.gpu.mamba._chunked"} <= set(mamba)
+        assert "ops.gpu.single_token_layer.project_heads" in attention and "ops.gpu.mamba._single_token" not in mamba
 
     def test_nki_kernels(self):
         pytest.importorskip("nki", reason="NKI is not installed")

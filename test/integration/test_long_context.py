@@ -223,7 +223,7 @@ class TestMoreThan32Bits:
 
     @needs_gpu
     def test_a_head_with_more_on_a_gpu(self):
-        from granite4_neuron.ops.gpu.attention import attend_token
+        from granite4_neuron.ops.gpu.attention import attend_tokens
 
         head_dim, length = 128, 2**24 + 2**16
         cache = torch.zeros(2, 2, 1, length, head_dim, dtype=torch.bfloat16, device="cuda")
@@ -232,5 +232,5 @@ class TestMoreThan32Bits:
         keys[1, 0, -1], values[1, 0, -1] = 1.0, 3.0
         positions = torch.tensor([[length - 1]], dtype=torch.int32, device="cuda")
         lengths = torch.ones(1, dtype=torch.int32, device="cuda")
-        output = attend_token(query, keys, values, positions, lengths, 1.0, length)
+        output = attend_tokens(query, keys, values, positions, lengths, 1.0, length)
         assert torch.equal(output, torch.full_like(output, 3.0))

@@ -7,24 +7,30 @@ import os
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.gpu import GPU, token_layer
-from granite4_neuron.ops.gpu.attention import attend_token
+from granite4_neuron.ops.gpu import GPU, single_token_layer, token_layer
+from granite4_neuron.ops.gpu.attention import attend_tokens
 from granite4_neuron.ops.gpu.causal_conv1d import convolve_tokens
-from granite4_neuron.ops.gpu.flash_attention import attend_tokens
+from granite4_neuron.ops.gpu.flash_attention import attend_prompt
 from granite4_neuron.ops.gpu.fused_moe import multiply_by_experts
+from granite4_neuron.ops.gpu.head import score_tokens
 from granite4_neuron.ops.gpu.norms import normalize
 from granite4_neuron.ops.gpu.operator import LAUNCHES
 from granite4_neuron.ops.gpu.products import multiply_tokens
 from granite4_neuron.ops.gpu.ssd_chunk_scan import scan_chunks
 from granite4_neuron.runtime import torch_device
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS, STEPS, run_steps
 from test.support.unwritten import unwritten_memory_is_nan
+from test.unit.ops.gpu.test_token_kernels import products_of_bfloat16
 
 pytestmark = pytest.mark.versions
+__all__ = ["products_of_bfloat16"]  # a fixture
 
 if torch.cuda.is_available() or "TRITON_INTERPRET" not in os.environ:
     pytest.skip("for Triton's interpreter, where there is no GPU", allow_module_level=True)
@@ -59,7 +65,43 @@ def test_logits(sequences, kernels):
         our_logits = run_steps(ours, steps, sequences, 200, LAYER.poison)
     for expected, logits in zip(expected_logits, our_logits, strict=True):
         assert (logits - expected).abs().max() <= LAYER.tolerance
-    mixers = {token_layer.mixer_inputs, token_layer.advance_mixer, token_layer.project_heads, attend_token}
-    experts = {token_layer.route, token_layer.activate_experts, token_layer.add_feed_forward}
-    prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_tokens, multiply_by_experts}
-    assert mixers | experts | prompts | {token_layer.add_product} <= kernels
+    operators = single_token_layer if sequences == 1 else token_layer
+    mixers = {operators.mixer_inputs, operators.advance_mixer, operators.project_heads, attend_tokens}
+    experts = {operators.route, operators.activate_experts, operators.add_feed_forward}
+    prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_prompt, multiply_by_experts}
+    assert mixers | experts | prompts | {operators.add_product, score_tokens} <= kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verified_tokens_have_the_bits_of_decode(dtype, kernels):
+    """Of a state of three sequences, and of one of two: logits, and the state behind what is accepted."""
+    config = small_config(**FEW_LAYERS)
+    runtime = TorchRuntime(
+        random_model(config, dtype=dtype), GenerationConfig(), [128], compiler="eager", batch_invariant=True
+    )
+    starts, tokens, accepted = (40, 9, 70), [[5, 6, 7], [8, 9, 10], [11, 12, 13]], 2
+
+    def begun(slots):
+        state = runtime.allocate(slots, 100)
+        for slot in range(1, slots + 1):
+            generator = torch.Generator().manual_seed(slot)
+            for view in state.slot_views(slot).values():
+                view.copy_(0.3 * torch.randn(view.shape, generator=generator))
+        return state
+
+    def recurrent(state, slot):
+        return [view.clone() for name, view in state.slot_views(slot).items() if name.endswith("_state")]
+
+    state, decoded = begun(3), []
+    for number in range(3):
+        rows = [Row(slot + 1, starts[slot] + number, [tokens[slot][number]]) for slot in range(3)]
+        decoded.append(runtime.step(state, rows).clone())
+        if number + 1 == accepted:
+            expected = [recurrent(state, slot) for slot in (1, 2)]
+    state = begun(2)
+    verification = runtime.verify(state, [Row(slot + 1, starts[slot], tokens[slot]) for slot in range(2)])
+    assert torch.equal(verification.logits, torch.stack(decoded, 1)[:2])
+    runtime.commit(state, verification, [accepted] * 2)
+    for slot in (1, 2):
+        assert all(map(torch.equal, recurrent(state, slot), expected[slot - 1]))

@@ -1,4 +1,4 @@
-"""A decoder layer with kernels for one token of each of few sequences, which fuse products with their neighbours."""
+"""A decoder layer with kernels for a few tokens of few sequences, which fuse products with their neighbours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaS
 
 
 class TokenLayer(DecoderLayer):
-    """A layer that uses `Operators.token_layer` in decode, up to the number of sequences that these are for."""
+    """A layer that uses `Operators.token_layer` in decode and verification, up to so many sequences as that is for.
+
+    A verified token gets the bits that decode of several sequences gives it.
+    """
 
     @staticmethod
     def why_not(layer: DecoderLayer) -> str | None:
@@ -30,12 +33,6 @@ class TokenLayer(DecoderLayer):
             return f"they normalise all channels together, and here are {groups} groups"
         return why_not_fusible(layer.input_layernorm)
 
-    @property
-    def _kernels(self) -> ModuleType | SimpleNamespace:
-        kernels = self.operators.token_layer
-        assert kernels is not None  # `forms_of`
-        return kernels
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -44,17 +41,48 @@ class TokenLayer(DecoderLayer):
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute `DecoderLayer.forward`; of decode there are no inputs of `advance`."""
-        if step.verifies or not step.is_decode or len(hidden_states) > self._kernels.MOST_SEQUENCES:
+        operators = self._operators_of(step)
+        if operators is None:
             return super().forward(hidden_states, step, state, rotary)
-        x = hidden_states[:, 0]
+        inputs = None
         if isinstance(state, MambaState):
-            x = self._mamba(x, step, state)
+            if step.verifies:
+                x, inputs = self._verified_mamba(operators, hidden_states, step, state)
+            else:
+                x = self._mamba(operators, hidden_states[:, 0], step, state)
         elif isinstance(state, KeyValueState):
-            x = self._attention(x, step, state, rotary)
-        return self._feed_forward(x, step.lengths).view(hidden_states.shape), None
+            x = self._attention(operators, hidden_states, step, state, rotary)
+        # A row for each token.
+        lengths = step.is_real.flatten().to(step.lengths.dtype) if step.verifies else step.lengths
+        return self._feed_forward(operators, x, lengths).view(hidden_states.shape), inputs
 
-    def _mamba(self, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        operators, weights = self._kernels, self.mamba_weights()
+    def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
+        kernels = self.operators.token_layer
+        assert kernels is not None  # `forms_of`
+        if not step.in_order or len(inputs) > kernels.MOST_SEQUENCES:
+            super().advance(inputs, step, state)
+            return
+        mixer = self.mamba_weights().mixer
+        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias
+        states = state.conv_state, state.ssm_state
+        of_heads = mixer.dt_bias, mixer.A_log, mixer.D
+        kernels.advance_verified(
+            inputs, *convolution, *of_heads, *states, step.starts, step.lengths, *mixer.time_step_limit
+        )
+
+    def _operators_of(self, step: Step) -> ModuleType | SimpleNamespace | None:
+        """Return the operators of a kind of step, or None if they are not for it."""
+        kernels, of_one = self.operators.token_layer, self.operators.single_token_layer
+        assert kernels is not None  # `forms_of`
+        sequences = len(step.lengths)
+        if not (step.is_decode or (step.verifies and step.in_order)) or sequences > kernels.MOST_SEQUENCES:
+            return None
+        return of_one if of_one is not None and sequences == 1 and not step.verifies else kernels
+
+    def _mamba(
+        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, step: Step, state: MambaState
+    ) -> torch.Tensor:
+        weights = self.mamba_weights()
         mixer = weights.mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
         constants = dict(num_heads=len(mixer.dt_bias), eps=weights.eps)
@@ -64,19 +92,42 @@ class TokenLayer(DecoderLayer):
         product = weights.gated_norm, weights.out_proj, weights.residual_multiplier, weights.eps
         return operators.add_product(x, gated, *product)
 
+    def _verified_mamba(
+        self, operators: ModuleType | SimpleNamespace, hidden_states: torch.Tensor, step: Step, state: MambaState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `_mamba` does of one token after another, and the inputs of `advance`; state stays as it is."""
+        x, weights = hidden_states.flatten(0, 1), self.mamba_weights()
+        mixer = weights.mixer
+        projected = operators.project(x, weights.norm, weights.in_proj, weights.eps)
+        projected = projected.view(*hidden_states.shape[:2], -1)
+        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
+        inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias))
+        of_heads, where = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
+        gated = operators.scan_verified(inputs, *of_heads, state.ssm_state, *where, *mixer.time_step_limit)
+        product = weights.gated_norm, weights.out_proj, weights.residual_multiplier, weights.eps
+        return operators.add_product(x, gated, *product), projected[..., gated.shape[1] :]
+
     def _attention(
-        self, x: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
+        self,
+        operators: ModuleType | SimpleNamespace,
+        hidden_states: torch.Tensor,
+        step: Step,
+        state: KeyValueState,
+        rotary: RotaryTables | None,
     ) -> torch.Tensor:
-        operators, weights = self._kernels, self.attention_weights()
+        x, weights = hidden_states.flatten(0, 1), self.attention_weights()
         matrices = weights.q_proj, weights.k_proj, weights.v_proj
         widths = [matrix.shape[0] for matrix in matrices]
-        projected = operators.project_heads(x, weights.norm, *matrices, weights.eps).split(widths, 1)
-        output = self.self_attn.attend([part[:, None] for part in projected], step, state, rotary)
+        projected = operators.project_heads(x, weights.norm, *matrices, weights.eps)
+        parts = projected.view(*hidden_states.shape[:2], -1).split(widths, 2)
+        output = self.self_attn.attend(parts, step, state, rotary)
         product = None, weights.o_proj, weights.residual_multiplier, weights.eps
-        return operators.add_product(x, output[:, 0], *product)
+        return operators.add_product(x, output.flatten(0, 1), *product)
 
-    def _feed_forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        operators, weights = self._kernels, self.feed_forward_weights()
+    def _feed_forward(
+        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        weights = self.feed_forward_weights()
         norm, eps, alpha = weights.norm, weights.eps, weights.residual_multiplier
         if weights.router is None:
             activated = operators.activate(x, norm, weights.input, eps)

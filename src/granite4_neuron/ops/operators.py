@@ -50,8 +50,10 @@ class Operators:
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
-    token_layer: `ops.gpu.token_layer`, where decode of few sequences has operators that fuse products with their
-        neighbours; None where it is computed as other steps are.
+    token_layer: `ops.gpu.token_layer`, where decode and verification of few sequences have operators that fuse products
+        with their neighbours; None where they are computed as other steps are.
+    single_token_layer: `ops.gpu.single_token_layer`, where decode of one sequence has faster ones, whose sums have
+        another order; None where it has those of several.
     launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: makes matrices of fewer bits, where weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
@@ -80,6 +82,7 @@ class Operators:
     round_state: Operator = stochastic_round
     fused_layers: ModuleType | SimpleNamespace | None = None
     token_layer: ModuleType | SimpleNamespace | None = None
+    single_token_layer: ModuleType | SimpleNamespace | None = None
     launch_parameters: LaunchParameters = HEURISTIC
     quantize: Quantize = quantize
     pack: Pack | None = None

@@ -103,6 +103,9 @@ class TorchRuntime(GraphRuntime):
         kv_write: how keys and values are written to their cache, see `ops.xla.write_cache_as`.
         prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
             device's choice. Not on a GPU: a CUDA graph has the addresses of its inputs.
+        batch_invariant: on a GPU, decode a state of one sequence with the kernels of several, so that a token has the
+            same bits in both, and when it is verified. Otherwise a state of one sequence has kernels of its own, which
+            take less time and add up in another order. None for the device's choice, which is the latter.
         prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for the device's own.
 
     Raises:
@@ -122,6 +125,7 @@ class TorchRuntime(GraphRuntime):
         compiler: str | Compiler | None = None,
         kv_write: str = KV_WRITES[0],
         prefill_by_view: bool | None = None,
+        batch_invariant: bool | None = None,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
         experts_decode: str | None = None,
@@ -140,6 +144,10 @@ class TorchRuntime(GraphRuntime):
         degree = model.parallel.degree
         operators = select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
+        if batch_invariant is not None and operators.single_token_layer is None:
+            raise UserError("batch_invariant is for a GPU, whose kernels for one sequence are others than for several.")
+        if batch_invariant:
+            operators = replace(operators, single_token_layer=None)
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
         if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
@@ -147,7 +155,7 @@ class TorchRuntime(GraphRuntime):
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
         self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
-        self.kernels = *self.kernels, experts_decode
+        self.kernels = *self.kernels, experts_decode, bool(batch_invariant)
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = where.type == "cuda"
@@ -558,7 +566,7 @@ def run_group(
     """Compute some layers; return the output of the last, and what `through_layers` keeps."""
     # Steps that differ in what a function does not need share its graph.
     mamba_key = key._replace(kv_length=0, all_logits=False, chooses=False)
-    attention_key = key._replace(looks_up=False, all_logits=False, verifies=False, chooses=False)
+    attention_key = key._replace(looks_up=False, all_logits=False, chooses=False)
 
     def compute(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors

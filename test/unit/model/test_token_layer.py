@@ -8,7 +8,10 @@ from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.token_layer import TokenLayer
 from granite4_neuron.ops.gpu import GPU
-from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.runtime.graphs import graph_inputs
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.torch_device import GraphKey, call_inline, run_step, state_tensors
+from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES
 from test.support.stepping import random_tokens
 
@@ -30,6 +33,7 @@ def taken(monkeypatch):
         monkeypatch.setattr(TokenLayer, name, noted)
 
     note("_mamba")
+    note("_verified_mamba")
     note("_attention")
     return layers
 
@@ -67,6 +71,43 @@ def test_logits_and_state(case, batch, dtype, taken):
     # For two steps. Biases of projections are for the plain operators, and so is a norm of groups.
     plain = {"projection_bias": {"mamba", "attention"}, "two_groups": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(case for case in CASES if case.name in ("rope", "dense"))], ids=lambda case: case.name
+)
+def test_verification(case):
+    """Of rows with all tokens, with some and with none; then a part of them is accepted."""
+    model = random_model(case.config(), max_A=case.max_A)
+    tokens = random_tokens(model.config.vocab_size, 3, 14)
+    lengths, accepted = torch.tensor([4, 3, 0]), torch.tensor([4, 1, 0])
+    positions = torch.arange(10, 14).expand(3, 4)
+    outcomes = []
+    for each in (model, model.bind(GPU)):
+        state = HybridState.allocate(model.config, 3, 64, model.dtype, has_null_slot=False)
+        before = torch.arange(10).expand(3, 10)
+        model(tokens[:, :10], before, torch.full((3,), 10), None, state)
+        recurrent = [
+            tensor.clone() for layer in state.layers if isinstance(layer, MambaState) for tensor in vars(layer).values()
+        ]
+        logits, kept = each.verify(tokens[:, 10:], positions, lengths, None, state)
+        now = [tensor for layer in state.layers if isinstance(layer, MambaState) for tensor in vars(layer).values()]
+        assert all(map(torch.equal, recurrent, now))
+        each.advance(kept, positions, accepted, None, state)
+        outcomes.append([logits[0], logits[1, :3], *now])
+    torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-5)
+
+
+def test_all_layers_of_a_verification_are_computed_with_them(taken):
+    """As graphs compute it, which share some constants of a step."""
+    model = random_model(CASES[0].config()).bind(GPU)
+    state = HybridState.allocate(model.config, 2, 64, model.dtype, has_null_slot=False)
+    for tensor in state.tensors():
+        tensor.zero_()
+    inputs = graph_inputs([Row(1, 9, [5] * 3), Row(2, 0, [])], 4)
+    key = GraphKey(64, in_order=True, all_logits=True, verifies=True)
+    run_step(call_inline, model, key, [inputs], state_tensors(state))
+    assert len(taken) == len(model.config.layer_types)
 
 
 @pytest.mark.parametrize("batch", [32, 33])

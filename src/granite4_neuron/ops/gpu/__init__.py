@@ -1,12 +1,21 @@
 """The operators of graphs on a GPU: Triton kernels for prompts and for a token of each sequence; the rest is as on XLA.
 
 Each file has operators whole: definition, shapes, launch and kernels (`operator.py`). `token_layer.py` lists those that
-decode of few sequences uses; the others are for any number of them.
+decode and verification of few sequences use; the others are for any number of them.
 """
 
 from dataclasses import replace
 
-from granite4_neuron.ops.gpu import attention, experts, linear, mamba, norms, token_layer
+from granite4_neuron.ops.gpu import (
+    attention,
+    experts,
+    head,
+    linear,
+    mamba,
+    norms,
+    single_token_layer,
+    token_layer,
+)
 from granite4_neuron.ops.xla import XLA
 
 GPU = replace(
@@ -22,7 +31,9 @@ GPU = replace(
     mamba_prefill=mamba.CHUNKED,
     mamba_quadratic=mamba.QUADRATIC,
     mamba_decode=mamba.SINGLE_TOKEN,
+    logits=head.logits,
     token_layer=token_layer,
+    single_token_layer=single_token_layer,
 )
 
 __all__ = ["GPU"]

@@ -1,6 +1,7 @@
-"""Attention of one token of each sequence over the written part of its cache, and no more.
+"""Attention of a few tokens of each sequence over the part of the cache that each sees, and no more.
 
-The cache is cut into splits that programs attend to side by side, as in flash decoding; a second kernel combines them.
+This part is cut into splits that programs attend to side by side, as in flash decoding; a second kernel combines them.
+A token's own position decides how it is cut, so that its sums have one order whatever else is in the step.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.ops import attention
-from granite4_neuron.ops.gpu.flash_attention import attend_tokens
+from granite4_neuron.ops.gpu.flash_attention import attend_prompt
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.sums import EXACT_PRODUCTS
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# Entries of the cache that a program reads together. Where there would be more programs or splits than these, a program
-# reads several such blocks, one after another.
+# Entries of the cache that a program reads together, and of the smallest split: it reads several such blocks, one after
+# another. A token has at most _MAX_SPLITS splits.
 _BLOCK_KV = 16
-_MAX_PROGRAMS = 2048
+_SMALLEST_SPLIT = 32
 _MAX_SPLITS = 128
+_SPLITS_AT_ONCE = 16  # that are combined together
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -32,14 +35,13 @@ def cached_attention(
     kv_length: int,
 ) -> torch.Tensor:
     """Compute `ops.cached_attention`."""
-    caches, where = (key_cache, value_cache), (positions, lengths)
-    if query.shape[1] > 1 or slots is not None:
-        return attend_tokens(query, *caches, *where, slots, scale)
-    return attend_token(query, *caches, *where, scale, kv_length)
+    if slots is not None:
+        return attend_prompt(query, key_cache, value_cache, positions, lengths, slots, scale)
+    return attend_tokens(query, key_cache, value_cache, positions, lengths, scale, kv_length)
 
 
 @operator()
-def attend_token(
+def attend_tokens(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -48,18 +50,21 @@ def attend_token(
     scale: float,
     kv_length: int,
 ) -> torch.Tensor:
-    """Compute `ops.cached_attention` of one token of each sequence, in the order of their slots."""
+    """Compute `ops.cached_attention` of a few tokens of each sequence, in the order of their slots.
+
+    A token's bits depend on its own position only: not on kv_length, nor on the number of sequences or of tokens.
+    """
     return attention.cached_attention(
         query, key_cache, value_cache, positions, lengths, None, scale, kv_length
     ).contiguous()
 
 
-@attend_token.register_fake
+@attend_tokens.register_fake
 def _(query, *others):
     return query.new_empty(query.shape)
 
 
-def _launch_attend_token(
+def _launch_attend_tokens(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -69,48 +74,60 @@ def _launch_attend_token(
     kv_length: int,
 ) -> torch.Tensor:
     query = query.contiguous()
-    batch, _, num_heads, head_dim = query.shape
+    batch, tokens, num_heads, head_dim = query.shape
     num_kv_heads, max_length = key_cache.shape[1:3]
-    heads_per_kv_head = num_heads // num_kv_heads
-    max_splits = max(1, min(_MAX_SPLITS, _MAX_PROGRAMS // (batch * num_kv_heads)))
-    split_size = max(_BLOCK_KV, triton.next_power_of_2(triton.cdiv(kv_length, max_splits)))
-    num_splits, block_d = triton.cdiv(kv_length, split_size), triton.next_power_of_2(head_dim)
+    heads_per_kv_head, rows = num_heads // num_kv_heads, batch * tokens
+    most_splits, block_d = min(_MAX_SPLITS, triton.cdiv(kv_length, _SMALLEST_SPLIT)), triton.next_power_of_2(head_dim)
+    splits = dict(MAX_SPLITS=_MAX_SPLITS, SMALLEST_SPLIT=_SMALLEST_SPLIT)
     # For each split the weighted sum of values, the sum of weights, and the score that they are relative to.
-    partial = query.new_empty(batch, num_heads, num_splits, head_dim + 2, dtype=torch.float32)
+    partial = query.new_empty(most_splits, rows, num_heads, head_dim + 2, dtype=torch.float32)
     output = torch.empty_like(query)
-    _attend_to_split_kernel[num_kv_heads, batch, num_splits](
+    where = positions.contiguous(), lengths
+    _attend_to_split_kernel[num_kv_heads, rows, most_splits](
         query,
         key_cache,
         value_cache,
-        positions,
-        lengths,
+        *where,
         partial,
         scale,
         max_length,
+        tokens,
         HEADS_PER_KV_HEAD=heads_per_kv_head,
         BLOCK_H=triton.next_power_of_2(heads_per_kv_head),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        SPLIT_SIZE=split_size,
         BLOCK_KV=_BLOCK_KV,
+        **splits,
         **launch_options(query, 1),
+        **EXACT_PRODUCTS,
     )
-    _combine_splits_kernel[num_heads, batch](
+    _combine_splits_kernel[num_heads, rows](
         partial,
+        *where,
         output,
-        num_splits,
+        tokens,
         HEAD_DIM=head_dim,
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         BLOCK_D=block_d,
+        SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
+        **splits,
         **launch_options(query, NUM_WARPS_SMALL),
+        **EXACT_PRODUCTS,
     )
     return output
 
 
-register_launch(attend_token, _launch_attend_token)
+register_launch(attend_tokens, _launch_attend_tokens)
 
 
 @triton.jit
+def _visible(positions, lengths, row, tokens, MAX_SPLITS: tl.constexpr, SMALLEST_SPLIT: tl.constexpr):
+    """Return how many entries a token sees, and how many of them are in each of its splits."""
+    is_real = row % tokens < tl.load(lengths + row // tokens)
+    visible = tl.where(is_real, tl.load(positions + row) + 1, 0)
+    return visible, tl.cdiv(visible, MAX_SPLITS * SMALLEST_SPLIT) * SMALLEST_SPLIT
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _attend_to_split_kernel(
     query,
     key_cache,
@@ -120,86 +137,105 @@ def _attend_to_split_kernel(
     partial,
     scale,
     max_length,
+    tokens,
     HEADS_PER_KV_HEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SMALLEST_SPLIT: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Attend with the heads that share a key and value head to one split of a sequence's cache.
+    """Attend with the heads that share a key and value head to one split of a token's part of the cache.
 
-    Grid: (kv heads, batch, splits).
+    Grid: (kv heads, batch * tokens, most splits of a token).
 
     Args:
-        query: [batch, heads, HEAD_DIM].
+        query: [batch, tokens, heads, HEAD_DIM].
         key_cache, value_cache: [1 + batch, kv heads, max_length, HEAD_DIM]; the first slot is unused.
-        positions, lengths: [batch] int32; a sequence of length 0 attends to nothing.
-        partial: [batch, heads, splits, HEAD_DIM + 2] in float32: the weighted sum of values, the sum of weights, and
-            the largest score, which both are relative to.
+        positions: [batch, tokens] int32.
+        lengths: [batch] int32, how many of the tokens are real; the others attend to nothing.
+        partial: [most splits, batch * tokens, heads, HEAD_DIM + 2] in float32: the weighted sum of values, the sum of
+            weights, and the largest score, which both are relative to; not written where a split is empty.
     """
     gdc_launch_dependents(USE_GDC)
     gdc_wait(USE_GDC)
-    pid_b = tl.program_id(1).to(tl.int64)
-    kv_head = pid_b * tl.num_programs(0) + tl.program_id(0)
-    offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    mask_h, mask_d = offs_h < HEADS_PER_KV_HEAD, offs_d < HEAD_DIM
-    head = kv_head * HEADS_PER_KV_HEAD + offs_h
-    mask = mask_h[:, None] & mask_d[None]
-    q = tl.load(query + head[:, None] * HEAD_DIM + offs_d[None], mask, other=0.0).to(tl.float32) * scale
-    visible = tl.where(tl.load(lengths + pid_b) > 0, tl.load(positions + pid_b) + 1, 0)
-    start = tl.program_id(2) * SPLIT_SIZE
-    entries = tl.minimum(SPLIT_SIZE, visible - start)
-    # In 64 bits; from here on 32 suffice. The first sequence's part is behind an unused one.
-    first = ((tl.num_programs(0) + kv_head) * max_length + start) * HEAD_DIM
+    row, num_kv_heads = tl.program_id(1), tl.num_programs(0)
+    visible, split_size = _visible(positions, lengths, row, tokens, MAX_SPLITS, SMALLEST_SPLIT)
+    start = tl.program_id(2) * split_size
+    entries = tl.minimum(split_size, visible - start)
+    if entries > 0:
+        offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+        mask_h, mask_d = offs_h < HEADS_PER_KV_HEAD, offs_d < HEAD_DIM
+        head = (row.to(tl.int64) * num_kv_heads + tl.program_id(0)) * HEADS_PER_KV_HEAD + offs_h
+        mask = mask_h[:, None] & mask_d[None]
+        q = tl.load(query + head[:, None] * HEAD_DIM + offs_d[None], mask, other=0.0).to(tl.float32) * scale
+        # In 64 bits; from here on 32 suffice. The first sequence's part is behind an unused one.
+        slot = 1 + row.to(tl.int64) // tokens
+        first = ((slot * num_kv_heads + tl.program_id(0)) * max_length + start) * HEAD_DIM
 
-    m_i, l_i = tl.full([BLOCK_H], _LOWEST, tl.float32), tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for start_kv in range(0, entries, BLOCK_KV):
-        offs_kv = start_kv + tl.arange(0, BLOCK_KV)[None]
-        mask_kv = offs_kv < entries
-        offs = first + offs_kv[:, :, None] * HEAD_DIM + offs_d[None, None]
-        mask_entry = mask_kv[:, :, None] & mask_d[None, None]
-        k = tl.load(key_cache + offs, mask_entry, other=0.0)
-        v = tl.load(value_cache + offs, mask_entry, other=0.0)  # while the keys are being loaded
-        scores = tl.where(mask_kv, tl.sum(k.to(tl.float32) * q[:, None], 2), _LOWEST)
-        m_new = tl.maximum(m_i, tl.max(scores, 1))
-        p = tl.exp(scores - m_new[:, None])
-        rescale = tl.exp(m_i - m_new)
-        l_i = l_i * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
-        m_i = m_new
-    partial += (head * tl.num_programs(2) + tl.program_id(2)) * (HEAD_DIM + 2)
-    tl.store(partial[:, None] + offs_d[None], acc, mask)
-    tl.store(partial + HEAD_DIM, l_i, mask_h)
-    tl.store(partial + HEAD_DIM + 1, m_i, mask_h)
+        m_i, l_i = tl.full([BLOCK_H], _LOWEST, tl.float32), tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        for start_kv in range(0, entries, BLOCK_KV):
+            offs_kv = start_kv + tl.arange(0, BLOCK_KV)[None]
+            mask_kv = offs_kv < entries
+            offs = first + offs_kv[:, :, None] * HEAD_DIM + offs_d[None, None]
+            mask_entry = mask_kv[:, :, None] & mask_d[None, None]
+            k = tl.load(key_cache + offs, mask_entry, other=0.0)
+            v = tl.load(value_cache + offs, mask_entry, other=0.0)  # while the keys are being loaded
+            scores = tl.where(mask_kv, tl.sum(k.to(tl.float32) * q[:, None], 2), _LOWEST)
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            p = tl.exp(scores - m_new[:, None])
+            rescale = tl.exp(m_i - m_new)
+            l_i = l_i * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
+            m_i = m_new
+        num_rows = tl.num_programs(1).to(tl.int64)
+        ptrs = partial + (tl.program_id(2) * num_rows * num_kv_heads * HEADS_PER_KV_HEAD + head) * (HEAD_DIM + 2)
+        tl.store(ptrs[:, None] + offs_d[None], acc, mask)
+        tl.store(ptrs + HEAD_DIM, l_i, mask_h)
+        tl.store(ptrs + HEAD_DIM + 1, m_i, mask_h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _combine_splits_kernel(
     partial,
+    positions,
+    lengths,
     output,
-    num_splits,
+    tokens,
     HEAD_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SMALLEST_SPLIT: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Combine the splits of one head: partial [batch, heads, splits, HEAD_DIM + 2] to output [batch, heads, HEAD_DIM].
+    """Combine the splits of one head, some after the other: partial, as above, to output [batch * tokens, heads,
+    HEAD_DIM].
 
-    Grid: (heads, batch).
+    Grid: (heads, batch * tokens).
     """
     gdc_launch_dependents(USE_GDC)
     gdc_wait(USE_GDC)
-    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    offs_s, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
-    mask_s, mask_d = offs_s < num_splits, offs_d < HEAD_DIM
-    ptrs = partial + (head * num_splits + offs_s) * (HEAD_DIM + 2)
-    m = tl.load(ptrs + HEAD_DIM + 1, mask_s, other=_LOWEST)
-    rescale = tl.exp(m - tl.max(m, 0))
-    total = tl.sum(tl.load(ptrs + HEAD_DIM, mask_s, other=0.0) * rescale, 0)
-    acc = tl.load(ptrs[:, None] + offs_d[None], mask_s[:, None] & mask_d[None], other=0.0) * rescale[:, None]
+    row = tl.program_id(1)
+    visible, split_size = _visible(positions, lengths, row, tokens, MAX_SPLITS, SMALLEST_SPLIT)
+    num_splits = tl.cdiv(visible, tl.maximum(split_size, 1))
+    head, num_heads = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), tl.num_programs(1) * tl.num_programs(0)
+    every, offs_d = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    tops = partial + (every.to(tl.int64) * num_heads + head) * (HEAD_DIM + 2) + HEAD_DIM + 1
+    top = tl.max(tl.load(tops, every < num_splits, other=_LOWEST), 0)
+    total, acc = tl.zeros([1], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_splits, SPLITS_AT_ONCE):
+        offs_s = first + tl.arange(0, SPLITS_AT_ONCE)
+        mask_s = offs_s < num_splits
+        ptrs = partial + (offs_s.to(tl.int64) * num_heads + head) * (HEAD_DIM + 2)
+        rescale = tl.exp(tl.load(ptrs + HEAD_DIM + 1, mask_s, other=_LOWEST) - top)
+        total += tl.sum(tl.load(ptrs + HEAD_DIM, mask_s, other=0.0) * rescale, 0)
+        values = tl.load(ptrs[:, None] + offs_d[None], mask_s[:, None] & mask_d[None], other=0.0)
+        acc += tl.sum(values * rescale[:, None], 0)
     # The weight of the largest score is 1, so that the total is below 1 only where nothing is visible.
-    combined = tl.sum(acc, 0) / tl.where(total < 1.0, 1.0, total)
+    combined = acc / tl.where(total < 1.0, 1.0, total)
     tl.store(output + head * HEAD_DIM + offs_d, combined.to(output.dtype.element_ty), mask_d)

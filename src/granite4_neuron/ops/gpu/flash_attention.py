@@ -23,7 +23,7 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @operator()
-def attend_tokens(
+def attend_prompt(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -38,12 +38,12 @@ def attend_tokens(
     return output.contiguous()
 
 
-@attend_tokens.register_fake
+@attend_prompt.register_fake
 def _(query, *others):
     return query.new_empty(query.shape)
 
 
-def _launch_attend_tokens(
+def _launch_attend_prompt(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -57,7 +57,7 @@ def _launch_attend_tokens(
     kv_heads, max_length = key_cache.shape[1:3]
     output = torch.empty_like(query)
     block_kv, num_stages = (_BLOCK_KV, 3) if query.itemsize == 2 else (_BLOCK_KV_OF_FLOAT32, 2)
-    _attend_tokens_kernel[triton.cdiv(tokens, _BLOCK_M), num_heads, batch](
+    _attend_prompt_kernel[triton.cdiv(tokens, _BLOCK_M), num_heads, batch](
         query,
         key_cache,
         value_cache,
@@ -82,11 +82,11 @@ def _launch_attend_tokens(
     return output
 
 
-register_launch(attend_tokens, _launch_attend_tokens)
+register_launch(attend_prompt, _launch_attend_prompt)
 
 
 @triton.jit(do_not_specialize=["tokens", "stride_positions", "max_length"])
-def _attend_tokens_kernel(
+def _attend_prompt_kernel(
     query,
     key_cache,
     value_cache,

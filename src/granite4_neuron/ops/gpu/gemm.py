@@ -1,7 +1,13 @@
-"""Products of matrices with the vectors of several sequences, on tensor cores: block sizes, norms, loops.
+"""Products of matrices with several vectors, on tensor cores: block sizes, norms, loops.
 
-A program computes BLOCK_N outputs of all M vectors from rows of a weight [N, K], BLOCK_K columns at a time, so that
-tensor cores work on some columns while the next ones are being loaded. A kernel of its own normalises vectors before.
+A program computes BLOCK_N outputs of BLOCK_M of M vectors from rows of a weight [N, K], BLOCK_K columns at a time, so
+that tensor cores work on some columns while the next ones are being loaded. A kernel of its own normalises vectors
+before.
+
+An output has the same bits for any number of vectors, wherever its own is among them. Every configuration adds up in
+one order: one instruction of tensor cores, mma.sync of 16 columns (in float32 a fused multiply-add of one), from the
+first column to the last. The larger instruction of newer GPUs, wgmma, which Triton takes for 64 rows and 4 warps, adds
+in another one; so no configuration may have both. Norms have one program for a vector, the same for any number.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from granite4_neuron.ops.gpu.launch import gdc_launch_dependents, gdc_wait, laun
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 _NUM_WARPS_OF_NORM = 8
+_MOST_OF_A_PROGRAM = 32  # vectors
 _MULTIPROCESSORS = 132  # of an H200
 
 
@@ -44,12 +51,17 @@ def _config(n: int, batch: int, num_weights: int) -> tuple[int, int, int, int]:
         return 16, 512, 1 if batch <= 16 else 2, 5 - num_weights
     if batch <= 16:
         return 32, 512, 2, 3
-    return (32, 512, 4, 3) if n < 64 * _MULTIPROCESSORS else (64, 256, 4, 4)
+    return (32, 512, 4, 3) if n < 64 * _MULTIPROCESSORS else (64, 256, 2, 4)
 
 
 def padded_batch(batch: int) -> int:
-    """Return BLOCK_M: how many vectors tensor cores multiply for so many sequences."""
-    return max(8, triton.next_power_of_2(batch))
+    """Return BLOCK_M: how many vectors the tensor cores of a program multiply, of so many."""
+    return min(_MOST_OF_A_PROGRAM, max(8, triton.next_power_of_2(batch)))
+
+
+def gemm_grid(batch: int, num_programs: int) -> tuple[int, int]:
+    """Return the grid of so many vectors, and of so many programs for BLOCK_M of them. Neighbours read one weight."""
+    return triton.cdiv(batch, padded_batch(batch)), num_programs
 
 
 def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -70,6 +82,15 @@ def _rms_norm_kernel(x, weight, y, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, 
     gdc_wait(USE_GDC)
     values = rms_norm(load_vector(x + pid_m * K, offs_k, K), weights, eps, K)
     tl.store(y + pid_m * K + offs_k[None], values.to(y.dtype.element_ty), (offs_k < K)[None])
+
+
+@triton.jit
+def rows_of_program(M: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return which of M vectors a program of `gemm_grid` has, [BLOCK_M], also those beyond the last one."""
+    offs_m = tl.arange(0, BLOCK_M)
+    if M > BLOCK_M:  # otherwise a compiler may know which of them there are
+        offs_m += tl.program_id(0) * BLOCK_M
+    return offs_m
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Operators of graphs on a GPU: a definition, which runs on a CPU, and launches of Triton kernels.
 
 Read an operator's file from top to bottom: the definition, the shapes of its results (`register_fake`), its launch,
-the kernels. Operators with kernels of their own for several sequences have a second launch.
+the kernels. A second operator with the same definition may have kernels of its own for one row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.library import CustomOpDef
 
 # The launch of each operator on a GPU.
 LAUNCHES: dict[CustomOpDef, Callable[..., Any]] = {}
+_DEFINITIONS: dict[CustomOpDef, tuple[Callable[..., Any], tuple[str, ...]]] = {}  # and what they update in place
 
 
 def operator(mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -25,27 +26,28 @@ def operator(mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Cu
     """
 
     def decorate(definition: Callable[..., Any]) -> CustomOpDef:
-        name = f"granite4_neuron::{definition.__name__}"
-        made = torch.library.custom_op(name, definition, mutates_args=mutates, device_types="cpu")
-        return functools.update_wrapper(made, definition, updated=())
+        return _operator(definition.__name__, definition, mutates)
 
     return decorate
 
 
-def register_launch(
-    operator: CustomOpDef, launch: Callable[..., Any], launch_batch: Callable[..., Any] | None = None
-) -> None:
-    """Let an operator launch Triton kernels on a GPU; launches have its arguments and results.
+def register_launch(operator: CustomOpDef, launch: Callable[..., Any]) -> None:
+    """Let an operator launch Triton kernels on a GPU; the launch has its arguments and results."""
+    LAUNCHES[operator] = launch
+    operator.register_kernel("cuda")(launch)
 
-    Args:
-        launch: for any number of sequences, or for one if there is `launch_batch`.
-        launch_batch: for several sequences. Each is a row of the operator's first argument.
-    """
 
-    def launch_by_rows(*arguments: Any, **options: Any) -> Any:
-        if launch_batch is not None and len(arguments[0]) > 1:
-            return launch_batch(*arguments, **options)
-        return launch(*arguments, **options)
+def for_one_row(operator: CustomOpDef, launch: Callable[..., Any]) -> CustomOpDef:
+    """Make a second operator with the same definition, whose launch is for a first argument of one row only."""
+    definition, mutates = _DEFINITIONS[operator]
+    of_one = _operator(f"{definition.__name__}_of_one", definition, mutates)
+    of_one.register_fake(lambda *arguments, **options: operator(*arguments, **options))
+    register_launch(of_one, launch)
+    return of_one
 
-    LAUNCHES[operator] = launch_by_rows
-    operator.register_kernel("cuda")(launch_by_rows)
+
+def _operator(name: str, definition: Callable[..., Any], mutates: tuple[str, ...]) -> CustomOpDef:
+    made = torch.library.custom_op(f"granite4_neuron::{name}", definition, mutates_args=mutates, device_types="cpu")
+    functools.update_wrapper(made, definition, updated=())
+    _DEFINITIONS[made] = definition, mutates
+    return made

@@ -17,11 +17,11 @@ from granite4_neuron.ops.gpu.experts import (
     topk_of_keys,
     without_key,
 )
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, padded_batch
+from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rows_of_program
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.linear import multiply_rows
-from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.operator import for_one_row, operator, register_launch
 from granite4_neuron.ops.gpu.token_mlp import activate_rows, activate_tiles
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.xla.topk import topk_softmax
@@ -57,13 +57,13 @@ def _(x, norm_weight, weight, eps):
     return norm_weight.new_empty(x.shape), x.new_empty(len(x), len(weight))
 
 
-def _launch_route(
+def _launch_route_of_one(
     x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_experts, columns = weight.shape
     normed, logits = norm_weight.new_empty(x.shape), x.new_empty(1, num_experts)
     # There are few rows, so the time of one counts: each has a program of its own.
-    _route_kernel[num_experts,](
+    _route_of_one_kernel[num_experts,](
         x,
         norm_weight,
         weight,
@@ -77,14 +77,14 @@ def _launch_route(
     return normed, logits
 
 
-def _launch_route_batch(
+def _launch_route(
     x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (num_experts, columns), batch = weight.shape, len(x)
     normed, logits = norm_weight.new_empty(x.shape), x.new_empty(batch, num_experts)
     block_k = triton.next_power_of_2(columns)
     block_e = max(1, min(_ROUTER_BLOCK_SIZE // block_k, triton.next_power_of_2(num_experts)))
-    _route_batch_kernel[triton.cdiv(num_experts, block_e), batch](
+    _route_kernel[triton.cdiv(num_experts, block_e), batch](
         x,
         norm_weight,
         weight,
@@ -100,11 +100,12 @@ def _launch_route_batch(
     return normed, logits
 
 
-register_launch(route, _launch_route, _launch_route_batch)
+register_launch(route, _launch_route)
+route_of_one = for_one_row(route, _launch_route_of_one)
 
 
 @triton.jit
-def _route_kernel(
+def _route_of_one_kernel(
     x, norm_weight, weight, normed, logits, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, USE_GDC: tl.constexpr
 ):
     """Compute one expert's logit of one sequence; the first program also stores the normalised vector.
@@ -131,7 +132,7 @@ def _route_kernel(
 
 
 @triton.jit
-def _route_batch_kernel(
+def _route_kernel(
     x,
     norm_weight,
     weight,
@@ -201,7 +202,7 @@ def _(normed, weight, w1, router_logits, lengths, top_k):
     return normed.new_empty(tokens, len(weight) // 2), normed.new_empty(tokens * top_k, w1.shape[1] // 2)
 
 
-def _launch_activate_experts(
+def _launch_activate_experts_of_one(
     normed: torch.Tensor,
     weight: torch.Tensor,
     w1: torch.Tensor,
@@ -215,7 +216,7 @@ def _launch_activate_experts(
     block_k = triton.next_power_of_2(columns)
     block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2)
     size = block_n * num_tiles
-    _activate_experts_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
+    _activate_experts_of_one_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
         normed,
         weight,
         w1,
@@ -236,7 +237,7 @@ def _launch_activate_experts(
     return activated, expert_activated
 
 
-def _launch_activate_experts_batch(
+def _launch_activate_experts(
     normed: torch.Tensor,
     weight: torch.Tensor,
     w1: torch.Tensor,
@@ -249,7 +250,7 @@ def _launch_activate_experts_batch(
     activated, expert_activated = weight.new_empty(batch, rows), weight.new_empty(batch * top_k, expert_rows)
     block_n, block_k, options = gemm_config(normed, rows + min(num_experts, batch * top_k) * expert_rows, 2)
     num_programs = triton.cdiv(rows, block_n) + num_experts * triton.cdiv(expert_rows, block_n)
-    _activate_experts_batch_kernel[num_programs,](
+    _activate_experts_kernel[gemm_grid(batch, num_programs)](
         normed,
         weight,
         w1,
@@ -272,11 +273,12 @@ def _launch_activate_experts_batch(
     return activated, expert_activated
 
 
-register_launch(activate_experts, _launch_activate_experts, _launch_activate_experts_batch)
+register_launch(activate_experts, _launch_activate_experts)
+activate_experts_of_one = for_one_row(activate_experts, _launch_activate_experts_of_one)
 
 
 @triton.jit
-def _activate_experts_kernel(
+def _activate_experts_of_one_kernel(
     normed,
     weight,
     w1,
@@ -343,7 +345,7 @@ def _expert_of_rank(router_logits, rank, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.
 
 
 @triton.jit
-def _activate_experts_batch_kernel(
+def _activate_experts_kernel(
     x,
     weight,
     w1,
@@ -363,9 +365,9 @@ def _activate_experts_batch_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N activations of the shared MLP for M sequences, or of an expert for those that chose it.
+    """Compute BLOCK_N activations of the shared MLP for BLOCK_M of M tokens, or of an expert for those that chose it.
 
-    Grid: (cdiv(N, BLOCK_N) + NUM_EXPERTS * cdiv(EXPERT_N, BLOCK_N),).
+    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N) + NUM_EXPERTS * cdiv(EXPERT_N, BLOCK_N)).
 
     Args:
         x: [M, K] in the weights' dtype, normalised.
@@ -379,7 +381,7 @@ def _activate_experts_batch_kernel(
     gdc_launch_dependents(USE_GDC)
     SHARED_PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     EXPERT_PROGRAMS: tl.constexpr = (EXPERT_N + BLOCK_N - 1) // BLOCK_N
-    pid, offs_m = tl.program_id(0), tl.arange(0, BLOCK_M)
+    pid, offs_m = tl.program_id(1), rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
     is_real = tl.load(lengths + offs_m, mask_m, 0) > 0
     gdc_wait(USE_GDC)
@@ -448,7 +450,7 @@ def _(residual, *others):
     return torch.empty_like(residual)
 
 
-def _launch_add_feed_forward(
+def _launch_add_feed_forward_of_one(
     residual: torch.Tensor,
     activated: torch.Tensor,
     weight: torch.Tensor,
@@ -460,7 +462,7 @@ def _launch_add_feed_forward(
 ) -> torch.Tensor:
     (rows, columns), (top_k, expert_columns), num_experts = weight.shape, expert_activated.shape, len(w2)
     y = torch.empty_like(residual)
-    _add_feed_forward_kernel[rows,](
+    _add_feed_forward_of_one_kernel[rows,](
         residual,
         activated,
         weight,
@@ -483,7 +485,7 @@ def _launch_add_feed_forward(
     return y
 
 
-def _launch_add_feed_forward_batch(
+def _launch_add_feed_forward(
     residual: torch.Tensor,
     activated: torch.Tensor,
     weight: torch.Tensor,
@@ -498,7 +500,7 @@ def _launch_add_feed_forward_batch(
     shared, chosen, y = weight.new_empty(batch, rows), weight.new_empty(choices, rows), torch.empty_like(residual)
     block_n, block_k, options = gemm_config(activated, rows * (1 + min(num_experts, choices)))
     block_e = triton.next_power_of_2(num_experts)
-    _multiply_outputs_kernel[triton.cdiv(rows, block_n) * (1 + num_experts),](
+    _multiply_outputs_kernel[gemm_grid(batch, triton.cdiv(rows, block_n) * (1 + num_experts))](
         activated,
         weight,
         expert_activated,
@@ -539,11 +541,12 @@ def _launch_add_feed_forward_batch(
     return y
 
 
-register_launch(add_feed_forward, _launch_add_feed_forward, _launch_add_feed_forward_batch)
+register_launch(add_feed_forward, _launch_add_feed_forward)
+add_feed_forward_of_one = for_one_row(add_feed_forward, _launch_add_feed_forward_of_one)
 
 
 @triton.jit
-def _add_feed_forward_kernel(
+def _add_feed_forward_of_one_kernel(
     residual,
     activated,
     weight,
@@ -621,9 +624,9 @@ def _multiply_outputs_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of the shared MLP for M sequences, or of an expert for those that chose it.
+    """Compute BLOCK_N outputs of the shared MLP for BLOCK_M of M tokens, or of an expert for those that chose it.
 
-    Grid: ((1 + NUM_EXPERTS) * cdiv(N, BLOCK_N),).
+    Grid: (cdiv(M, BLOCK_M), (1 + NUM_EXPERTS) * cdiv(N, BLOCK_N)).
 
     Args:
         activated: [M, K].
@@ -636,9 +639,9 @@ def _multiply_outputs_kernel(
         chosen: [M * TOP_K, N].
     """
     PROGRAMS_PER_WEIGHT: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    pid_weight = tl.program_id(0) // PROGRAMS_PER_WEIGHT  # the shared MLP's, then the experts'
-    offs_n = tl.program_id(0) % PROGRAMS_PER_WEIGHT * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_m = tl.arange(0, BLOCK_M)
+    pid_weight = tl.program_id(1) // PROGRAMS_PER_WEIGHT  # the shared MLP's, then the experts'
+    offs_n = tl.program_id(1) % PROGRAMS_PER_WEIGHT * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
     is_real = tl.load(lengths + offs_m, mask_m, 0) > 0
     gdc_wait(USE_GDC)

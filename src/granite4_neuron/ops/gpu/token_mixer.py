@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, padded_batch, rms_norm_rows
+from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rms_norm_rows, rows_of_program
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.mamba import (
@@ -21,7 +21,8 @@ from granite4_neuron.ops.gpu.mamba import (
     load_convolution,
     shift_window,
 )
-from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.operator import for_one_row, operator, register_launch
+from granite4_neuron.ops.gpu.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 # A program's rows of a head's state.
@@ -66,7 +67,7 @@ def _(x, norm_weight, weight, *others, **constants):
     return x.new_empty(len(x), len(weight))
 
 
-def _launch_mixer_inputs(
+def _launch_mixer_inputs_of_one(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     weight: torch.Tensor,
@@ -82,7 +83,7 @@ def _launch_mixer_inputs(
     y = x.new_empty(1, rows)
     block_k = triton.next_power_of_2(columns)
     block_n, num_tiles, num_warps = gemv_config(rows, block_k)
-    _mixer_inputs_kernel[triton.cdiv(rows, block_n * num_tiles),](
+    _mixer_inputs_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
         x,
         norm_weight,
         weight,
@@ -107,7 +108,7 @@ def _launch_mixer_inputs(
     return y
 
 
-def _launch_mixer_inputs_batch(
+def _launch_mixer_inputs(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     weight: torch.Tensor,
@@ -123,7 +124,7 @@ def _launch_mixer_inputs_batch(
     y = x.new_empty(batch, rows)
     normed = rms_norm_rows(x, norm_weight, eps)
     block_n, block_k, options = gemm_config(normed, rows)
-    _mixer_inputs_batch_kernel[triton.cdiv(rows, block_n),](
+    _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, block_n))](
         normed,
         weight,
         conv_weight,
@@ -146,11 +147,12 @@ def _launch_mixer_inputs_batch(
     return y
 
 
-register_launch(mixer_inputs, _launch_mixer_inputs, _launch_mixer_inputs_batch)
+register_launch(mixer_inputs, _launch_mixer_inputs)
+mixer_inputs_of_one = for_one_row(mixer_inputs, _launch_mixer_inputs_of_one)
 
 
 @triton.jit
-def _mixer_inputs_kernel(
+def _mixer_inputs_of_one_kernel(
     x,
     norm_weight,
     weight,
@@ -210,7 +212,7 @@ def _mixer_inputs_kernel(
 
 
 @triton.jit
-def _mixer_inputs_batch_kernel(
+def _mixer_inputs_kernel(
     x,
     weight,
     conv_weight,
@@ -230,9 +232,9 @@ def _mixer_inputs_batch_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of M sequences. Those from FIRST_CHANNEL on are CHANNELS to convolve.
+    """Compute BLOCK_N outputs of BLOCK_M of M sequences. Those from FIRST_CHANNEL on are CHANNELS to convolve.
 
-    Grid: (cdiv(N, BLOCK_N),).
+    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
     Args:
         x: [M, K] in weight's dtype, normalised.
@@ -243,7 +245,8 @@ def _mixer_inputs_batch_kernel(
         y: [M, N] in float32.
     """
     gdc_launch_dependents(USE_GDC)
-    offs_n, offs_m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
     offs_c, offs_w = offs_n - FIRST_CHANNEL, tl.arange(0, BLOCK_W)[None, None]
     mask_c = (offs_c >= 0) & (offs_c < CHANNELS)
@@ -330,92 +333,147 @@ def _launch_advance_mixer(
     lowest_dt: float,
     highest_dt: float,
 ) -> torch.Tensor:
-    batch, num_heads, head_dim, d_state = ssm_state.shape
-    d_inner = num_heads * head_dim
-    y = inputs.new_empty(batch, d_inner)
-    n_groups = (inputs.shape[1] - 2 * d_inner - num_heads) // (2 * d_state)
-    block_d = min(_BLOCK_D, triton.next_power_of_2(head_dim))
-    _advance_mixer_kernel[num_heads, triton.cdiv(head_dim, block_d), batch](
-        inputs,
-        dt_bias,
-        A_log,
-        D,
-        ssm_state,
-        lengths,
-        y,
-        lowest_dt,
-        highest_dt,
-        NUM_HEADS=num_heads,
-        HEADS_PER_GROUP=num_heads // n_groups,
-        HEAD_DIM=head_dim,
-        D_STATE=d_state,
-        BLOCK_D=block_d,
-        BLOCK_DSTATE=triton.next_power_of_2(d_state),
-        **launch_options(inputs, NUM_WARPS_SMALL),
-    )
+    y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
+    of_heads = dt_bias, A_log, D
+    launch_recurrence(inputs, *of_heads, ssm_state, None, lengths, y, (lowest_dt, highest_dt), writes_state=True)
     return y
 
 
 register_launch(advance_mixer, _launch_advance_mixer)
 
 
+def launch_recurrence(
+    inputs: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor,
+    y: torch.Tensor | None,
+    limits: tuple[float, float],
+    *,
+    writes_state: bool,
+) -> None:
+    """Launch the kernel of the recurrence, for as many tokens of each sequence as `inputs` has; see it for arguments.
+
+    Args:
+        inputs: [batch * tokens, columns].
+    """
+    batch, num_heads, head_dim, d_state = ssm_state.shape
+    d_inner = num_heads * head_dim
+    group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
+    block_d = min(_BLOCK_D, triton.next_power_of_2(head_dim))
+    _recurrence_kernel[num_heads, triton.cdiv(head_dim, block_d), batch](
+        inputs,
+        dt_bias,
+        A_log,
+        D,
+        ssm_state,
+        starts,
+        0 if starts is None else starts.stride(0),
+        lengths,
+        lengths.stride(0),
+        y,
+        *limits,
+        len(inputs) // batch,
+        NUM_HEADS=num_heads,
+        HEADS_PER_GROUP=num_heads // (group_columns // (2 * d_state)),
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        BLOCK_D=block_d,
+        BLOCK_DSTATE=triton.next_power_of_2(d_state),
+        WRITES_STATE=writes_state,
+        **launch_options(inputs, NUM_WARPS_SMALL),
+        **EXACT_PRODUCTS,
+    )
+
+
 @triton.jit
-def _advance_mixer_kernel(
+def _recurrence_kernel(
     inputs,
     dt_bias,
     A_log,
     D,
     ssm_state,
+    starts,
+    stride_starts,
     lengths,
+    stride_lengths,
     y,
     lowest_dt,
     highest_dt,
+    tokens,
     NUM_HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_STATE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DSTATE: tl.constexpr,
+    WRITES_STATE: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Advance BLOCK_D rows of one head's state by one token.
+    """Advance BLOCK_D rows of one head's state, token by token.
 
     Grid: (NUM_HEADS, cdiv(HEAD_DIM, BLOCK_D), batch).
 
     Args:
-        inputs: [batch, D_INNER + D_INNER + groups * D_STATE + groups * D_STATE + NUM_HEADS] in float32: gate, x, B, C
-            and dt.
+        inputs: [batch * tokens, D_INNER + D_INNER + groups * D_STATE + groups * D_STATE + NUM_HEADS] in float32: gate,
+            x, B, C and dt; without y there is no gate.
         dt_bias, A_log, D: [NUM_HEADS].
         ssm_state: [batch, NUM_HEADS, HEAD_DIM, D_STATE] in float32.
-        lengths: [batch] int32.
-        y: [batch, D_INNER] in float32.
+        starts: [batch] int32, with its stride; where it is 0 a sequence starts from zeros. None if none does.
+        lengths: [batch] int32, with its stride: how many of a sequence's tokens are real, its first ones.
+        y: [batch * tokens, D_INNER] in float32; unspecified where a token is not real. None if none is wanted.
+        tokens: of each sequence. If the state is written, y is wanted of one token at most.
+        WRITES_STATE: whether the state is written, with the real tokens of each sequence.
     """
     gdc_launch_dependents(USE_GDC)
     pid_b, pid_h = tl.program_id(2).to(tl.int64), tl.program_id(0)
     D_INNER: tl.constexpr = NUM_HEADS * HEAD_DIM
     GROUP_WIDTH: tl.constexpr = NUM_HEADS // HEADS_PER_GROUP * D_STATE
+    COLUMNS: tl.constexpr = (D_INNER if y is None else 2 * D_INNER) + 2 * GROUP_WIDTH + NUM_HEADS
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_DSTATE)
     mask_d, mask_n = offs_d < HEAD_DIM, offs_n < D_STATE
     offs_inner = pid_h * HEAD_DIM + offs_d
     offs = offs_inner[:, None] * D_STATE + offs_n[None]
-    is_real = tl.load(lengths + pid_b) > 0
-    mask = mask_d[:, None] & mask_n[None] & is_real  # an idle sequence's state is neither read nor written
+    length = tl.load(lengths + pid_b * stride_lengths)
+    mask = mask_d[:, None] & mask_n[None] & (length > 0)  # an idle sequence's state is neither read nor written
+    has_state = mask
+    if starts is not None:
+        gdc_wait(USE_GDC)
+        has_state = mask & (tl.load(starts + pid_b * stride_starts) > 0)
     ssm_state += pid_b * D_INNER * D_STATE
-    state = tl.load(ssm_state + offs, mask, 0.0)
+    state = tl.load(ssm_state + offs, has_state, 0.0)
     bias, A = tl.load(dt_bias + pid_h).to(tl.float32), -tl.exp(tl.load(A_log + pid_h).to(tl.float32))
     skip = tl.load(D + pid_h).to(tl.float32)
-    gdc_wait(USE_GDC)
-
-    inputs += pid_b * (2 * D_INNER + 2 * GROUP_WIDTH + NUM_HEADS)
-    gate = tl.load(inputs + offs_inner, mask_d, 0.0)
-    inputs += D_INNER
-    x = tl.load(inputs + offs_inner, mask_d, 0.0)
-    inputs += D_INNER
     offs_group = (pid_h // HEADS_PER_GROUP) * D_STATE + offs_n
-    b = tl.load(inputs + offs_group, mask_n, 0.0)
-    c = tl.load(inputs + GROUP_WIDTH + offs_group, mask_n, 0.0)
-    dt = tl.load(inputs + 2 * GROUP_WIDTH + pid_h) + bias
+    if starts is None:
+        gdc_wait(USE_GDC)
+
+    for token in range(0, length if y is None else tokens):
+        row = pid_b * tokens + token
+        ptrs = inputs + row * COLUMNS
+        if y is not None:
+            gate = tl.load(ptrs + offs_inner, mask_d, 0.0)
+            ptrs += D_INNER
+        x = tl.load(ptrs + offs_inner, mask_d, 0.0)
+        ptrs += D_INNER
+        b = tl.load(ptrs + offs_group, mask_n, 0.0)
+        c = tl.load(ptrs + GROUP_WIDTH + offs_group, mask_n, 0.0)
+        dt = _time_step(tl.load(ptrs + 2 * GROUP_WIDTH + pid_h) + bias, lowest_dt, highest_dt)
+        state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
+        if y is not None:
+            outputs = (sum_of_pairs(state * c[None]) + x * skip) * gate * tl.sigmoid(gate)
+            tl.store(y + row * D_INNER + offs_inner, outputs, mask_d)
+    if WRITES_STATE:
+        tl.store(ssm_state + offs, state, mask)
+
+
+@triton.jit
+def _time_step(dt, lowest_dt, highest_dt):
+    """Compute softplus, and clamp it."""
     # log(1 + exp(dt)), with the digits of exp(dt) that are lost in a sum with 1.
     e = tl.exp(tl.minimum(dt, 20.0))
     one_plus_e = 1.0 + e
@@ -423,9 +481,4 @@ def _advance_mixer_kernel(
         one_plus_e == 1.0, e, tl.log(one_plus_e) * e / tl.where(one_plus_e == 1.0, 1.0, one_plus_e - 1.0)
     )
     dt = tl.where(dt <= 20.0, softplus, dt)
-    dt = tl.minimum(tl.maximum(dt, lowest_dt, tl.PropagateNan.ALL), highest_dt, tl.PropagateNan.ALL)
-
-    state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
-    tl.store(ssm_state + offs, state, mask)
-    ptrs = y + pid_b * D_INNER + offs_inner
-    tl.store(ptrs, (tl.sum(state * c[None], 1) + x * skip) * gate * tl.sigmoid(gate), mask_d)
+    return tl.minimum(tl.maximum(dt, lowest_dt, tl.PropagateNan.ALL), highest_dt, tl.PropagateNan.ALL)

@@ -9,10 +9,17 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import moe, norm
-from granite4_neuron.ops.gpu.gemm import gemm_config, gemm_gate_up, padded_batch, rms_norm_rows
+from granite4_neuron.ops.gpu.gemm import (
+    gemm_config,
+    gemm_gate_up,
+    gemm_grid,
+    padded_batch,
+    rms_norm_rows,
+    rows_of_program,
+)
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm, silu_and_mul
 from granite4_neuron.ops.gpu.launch import gdc_launch_dependents, gdc_wait, launch_options
-from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.operator import for_one_row, operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 
@@ -35,12 +42,14 @@ def _(x, norm_weight, weight, eps):
     return weight.new_empty(len(x), len(weight) // 2)
 
 
-def _launch_activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _launch_activate_of_one(
+    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     rows, columns = len(weight) // 2, x.shape[1]
     y = weight.new_empty(1, rows)
     block_k = triton.next_power_of_2(columns)
     block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2)
-    _activate_kernel[triton.cdiv(rows, block_n * num_tiles),](
+    _activate_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
         x,
         norm_weight,
         weight,
@@ -56,14 +65,12 @@ def _launch_activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.T
     return y
 
 
-def _launch_activate_batch(
-    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _launch_activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     (batch, columns), rows = x.shape, len(weight) // 2
     y = weight.new_empty(batch, rows)
     normed = rms_norm_rows(x, norm_weight, eps)
     block_n, block_k, options = gemm_config(normed, rows, 2)
-    _activate_batch_kernel[triton.cdiv(rows, block_n),](
+    _activate_kernel[gemm_grid(batch, triton.cdiv(rows, block_n))](
         normed,
         weight,
         y,
@@ -78,11 +85,12 @@ def _launch_activate_batch(
     return y
 
 
-register_launch(activate, _launch_activate, _launch_activate_batch)
+register_launch(activate, _launch_activate)
+activate_of_one = for_one_row(activate, _launch_activate_of_one)
 
 
 @triton.jit
-def _activate_kernel(
+def _activate_of_one_kernel(
     x,
     norm_weight,
     weight,
@@ -137,7 +145,7 @@ def activate_tiles(gate, up, x, weight, y, offs_n, N, offs_k, K, BLOCK_N: tl.con
 
 
 @triton.jit
-def _activate_batch_kernel(
+def _activate_kernel(
     x,
     weight,
     y,
@@ -149,9 +157,9 @@ def _activate_batch_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N activations of M sequences.
+    """Compute BLOCK_N activations of BLOCK_M of M tokens.
 
-    Grid: (cdiv(N, BLOCK_N),).
+    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
     Args:
         x: [M, K] in weight's dtype, normalised.
@@ -159,7 +167,8 @@ def _activate_batch_kernel(
         y: [M, N].
     """
     gdc_launch_dependents(USE_GDC)
-    offs_n, offs_m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
     gdc_wait(USE_GDC)
     activate_rows(x, weight, y, offs_n, N, offs_m, offs_m, offs_m < M, K, BLOCK_K)
 

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, padded_batch, rms_norm_rows
+from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rms_norm_rows, rows_of_program
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.ops.gpu.launch import gdc_launch_dependents, gdc_wait, launch_options
-from granite4_neuron.ops.gpu.operator import operator, register_launch
+from granite4_neuron.ops.gpu.operator import for_one_row, operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 # -- norm, and queries, keys and values
@@ -33,7 +33,7 @@ def _(x, norm_weight, query, key, value, eps):
     return query.new_empty(len(x), len(query) + len(key) + len(value))
 
 
-def _launch_project_heads(
+def _launch_project_heads_of_one(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     query: torch.Tensor,
@@ -46,7 +46,7 @@ def _launch_project_heads(
     block_k = triton.next_power_of_2(columns)
     block_n, _, num_warps = gemv_config(query_rows, block_k)
     num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
-    _project_heads_kernel[num_programs,](
+    _project_heads_of_one_kernel[num_programs,](
         x,
         norm_weight,
         query,
@@ -64,7 +64,7 @@ def _launch_project_heads(
     return y
 
 
-def _launch_project_heads_batch(
+def _launch_project_heads(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     query: torch.Tensor,
@@ -78,7 +78,7 @@ def _launch_project_heads_batch(
     normed = rms_norm_rows(x, norm_weight, eps)
     block_n, block_k, options = gemm_config(normed, query_rows)
     num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
-    _project_heads_batch_kernel[num_programs,](
+    _project_heads_kernel[gemm_grid(batch, num_programs)](
         normed,
         query,
         key,
@@ -96,11 +96,12 @@ def _launch_project_heads_batch(
     return y
 
 
-register_launch(project_heads, _launch_project_heads, _launch_project_heads_batch)
+register_launch(project_heads, _launch_project_heads)
+project_heads_of_one = for_one_row(project_heads, _launch_project_heads_of_one)
 
 
 @triton.jit
-def _project_heads_kernel(
+def _project_heads_of_one_kernel(
     x,
     norm_weight,
     query,
@@ -147,7 +148,7 @@ def _project_heads_kernel(
 
 
 @triton.jit
-def _project_heads_batch_kernel(
+def _project_heads_kernel(
     x,
     query,
     key,
@@ -162,9 +163,9 @@ def _project_heads_batch_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of M sequences with one of the weights.
+    """Compute BLOCK_N outputs of BLOCK_M of M tokens with one of the weights.
 
-    Grid: (cdiv(QUERY_ROWS, BLOCK_N) + 2 * cdiv(KEY_ROWS, BLOCK_N),).
+    Grid: (cdiv(M, BLOCK_M), cdiv(QUERY_ROWS, BLOCK_N) + 2 * cdiv(KEY_ROWS, BLOCK_N)).
 
     Args:
         x: [M, K] in the weights' dtype, normalised.
@@ -174,7 +175,7 @@ def _project_heads_batch_kernel(
     gdc_launch_dependents(USE_GDC)
     QUERY_PROGRAMS: tl.constexpr = (QUERY_ROWS + BLOCK_N - 1) // BLOCK_N
     KEY_PROGRAMS: tl.constexpr = (KEY_ROWS + BLOCK_N - 1) // BLOCK_N
-    pid_n, weight, rows = tl.program_id(0), query, QUERY_ROWS
+    pid_n, weight, rows = tl.program_id(1), query, QUERY_ROWS
     y_ptrs = y
     if pid_n >= QUERY_PROGRAMS + KEY_PROGRAMS:
         pid_n -= QUERY_PROGRAMS + KEY_PROGRAMS
@@ -184,7 +185,8 @@ def _project_heads_batch_kernel(
         pid_n -= QUERY_PROGRAMS
         weight, rows = key, KEY_ROWS
         y_ptrs += QUERY_ROWS
-    offs_n, offs_m = pid_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
     gdc_wait(USE_GDC)
     acc = gemm(weight, offs_n, rows, x, offs_m, mask_m, K, BLOCK_K)
@@ -220,7 +222,7 @@ def _(residual, *others):
     return torch.empty_like(residual)
 
 
-def _launch_add_product(
+def _launch_add_product_of_one(
     residual: torch.Tensor,
     x: torch.Tensor,
     norm_weight: torch.Tensor | None,
@@ -232,7 +234,7 @@ def _launch_add_product(
     y = torch.empty_like(residual)
     block_k = triton.next_power_of_2(columns)
     block_n, num_tiles, num_warps = gemv_config(rows, block_k)
-    _add_product_kernel[triton.cdiv(rows, block_n * num_tiles),](
+    _add_product_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
         residual,
         x,
         norm_weight,
@@ -250,7 +252,7 @@ def _launch_add_product(
     return y
 
 
-def _launch_add_product_batch(
+def _launch_add_product(
     residual: torch.Tensor,
     x: torch.Tensor,
     norm_weight: torch.Tensor | None,
@@ -262,7 +264,7 @@ def _launch_add_product_batch(
     y = torch.empty_like(residual)
     x = x if norm_weight is None else rms_norm_rows(x, norm_weight, eps)
     block_n, block_k, options = gemm_config(x, rows)
-    _add_product_batch_kernel[triton.cdiv(rows, block_n),](
+    _add_product_kernel[gemm_grid(batch, triton.cdiv(rows, block_n))](
         residual,
         x,
         weight,
@@ -279,11 +281,12 @@ def _launch_add_product_batch(
     return y
 
 
-register_launch(add_product, _launch_add_product, _launch_add_product_batch)
+register_launch(add_product, _launch_add_product)
+add_product_of_one = for_one_row(add_product, _launch_add_product_of_one)
 
 
 @triton.jit
-def _add_product_kernel(
+def _add_product_of_one_kernel(
     residual,
     x,
     norm_weight,
@@ -330,7 +333,7 @@ def _add_product_kernel(
 
 
 @triton.jit
-def _add_product_batch_kernel(
+def _add_product_kernel(
     residual,
     x,
     weight,
@@ -344,9 +347,9 @@ def _add_product_batch_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of M sequences.
+    """Compute BLOCK_N outputs of BLOCK_M of M tokens.
 
-    Grid: (cdiv(N, BLOCK_N),).
+    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
     Args:
         residual, y: [M, N] in float32.
@@ -354,7 +357,8 @@ def _add_product_batch_kernel(
         weight: [N, K].
     """
     gdc_launch_dependents(USE_GDC)
-    offs_n, offs_m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
     offs = offs_m[None] * N + offs_n[:, None]
     mask = (offs_n < N)[:, None] & mask_m[None]

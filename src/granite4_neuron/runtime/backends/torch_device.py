@@ -69,6 +69,13 @@ OPTIONS = (
         "slot's number (default: they get one)",
         is_flag=True,
     ),
+    Option(
+        "batch_invariant",
+        "for --backend torch on a GPU: give a sequence the same tokens alone, beside others and with drafts; decode of "
+        "a single sequence takes longer (default: one whose state has no other slots has kernels of its own, which may "
+        "give other tokens)",
+        is_flag=True,
+    ),
 )
 
 

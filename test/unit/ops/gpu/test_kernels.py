@@ -102,7 +102,7 @@ def test_choice_of_experts(tokens, experts, top_k):
 
 @DTYPES
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
-@pytest.mark.parametrize("max_splits", [128, 3])
+@pytest.mark.parametrize("max_splits", [128, 4])
 def test_attention(max_splits, kv_length, dtype, monkeypatch):
     """Sequences with one entry, with some and with all; an idle one. What none has written is NaN."""
     monkeypatch.setattr(attention, "_MAX_SPLITS", max_splits)
@@ -114,4 +114,22 @@ def test_attention(max_splits, kv_length, dtype, monkeypatch):
         cache[0] = math.nan
     lengths = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
     query = random(4, 1, 6, 24, dtype=dtype)
-    compare(attention.attend_token, query, key, value, positions, lengths, 0.3, kv_length, dtype=dtype)
+    compare(attention.attend_tokens, query, key, value, positions, lengths, 0.3, kv_length, dtype=dtype)
+
+
+@DTYPES
+def test_a_tokens_attention_does_not_depend_on_the_step(dtype):
+    """Each of several tokens of several sequences has the bits that it has alone, with the shortest cache."""
+    key, value = random(4, 2, 640, 24, dtype=dtype), random(4, 2, 640, 24, dtype=dtype)
+    starts, tokens = (5, 30, 255), 3
+    positions = torch.tensor([[start + token for token in range(tokens)] for start in starts], dtype=torch.int32)
+    query, lengths = random(3, tokens, 6, 24, dtype=dtype), torch.tensor([3, 2, 3], dtype=torch.int32)
+    launch = LAUNCHES[attention.attend_tokens]
+    together = launch(*(each.to(DEVICE) for each in (query, key, value, positions, lengths)), 0.3, 640)
+    for row, start in enumerate(starts):
+        for token in range(lengths[row]):
+            caches = [cache[[0, row + 1]] for cache in (key, value)]
+            where = torch.tensor([[start + token]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+            arguments = query[row : row + 1, token : token + 1], *caches, *where
+            alone = launch(*(each.to(DEVICE) for each in arguments), 0.3, start + token + 1)
+            assert torch.equal(alone[0, 0], together[row, token])

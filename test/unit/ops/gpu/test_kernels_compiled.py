@@ -12,7 +12,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
-from granite4_neuron.ops.gpu import attention, launch, linear, mamba, products, token_layer  # noqa: E402
+from granite4_neuron.ops.gpu import (  # noqa: E402
+    attention,
+    head,
+    launch,
+    linear,
+    mamba,
+    products,
+    single_token_layer,
+    token_layer,
+)
 from granite4_neuron.ops.gpu.experts import choose_experts  # noqa: E402
 from granite4_neuron.ops.gpu.operator import LAUNCHES  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
@@ -77,6 +86,7 @@ def config(request):
 
 @pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
 def test_decode(batch, kernels, expert_kernels, config, compiled):
+    operators = single_token_layer if batch == 1 else token_layer
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
@@ -84,25 +94,25 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
     x, norm, lengths = float32(batch, hidden), empty(hidden), int32(batch)
     convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths
     sizes = dict(num_heads=heads, eps=EPS)
-    inputs = LAUNCHES[token_layer.mixer_inputs](x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
+    inputs = LAUNCHES[operators.mixer_inputs](x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
     of_heads = [empty(heads) for _ in range(3)]
-    y = LAUNCHES[token_layer.advance_mixer](
+    y = LAUNCHES[operators.advance_mixer](
         inputs, *of_heads, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf")
     )
-    LAUNCHES[token_layer.add_product](x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
-    LAUNCHES[token_layer.add_product](x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
+    LAUNCHES[operators.add_product](x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
+    LAUNCHES[operators.add_product](x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
     key_rows = config.num_key_value_heads * config.head_dim
-    LAUNCHES[token_layer.project_heads](
+    LAUNCHES[operators.project_heads](
         x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS
     )
-    LAUNCHES[token_layer.activate](x, norm, empty(2 * shared, hidden), EPS)
+    LAUNCHES[operators.activate](x, norm, empty(2 * shared, hidden), EPS)
     if experts := config.num_local_experts:
         width, top_k = config.intermediate_size, config.num_experts_per_tok
-        normed, logits = LAUNCHES[token_layer.route](x, norm, empty(experts, hidden), EPS)
+        normed, logits = LAUNCHES[operators.route](x, norm, empty(experts, hidden), EPS)
         w1, w2 = empty(experts, 2 * width, hidden), empty(experts, hidden, width)
         first, second = empty(2 * shared, hidden), empty(hidden, shared)
-        activated, expert_activated = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, top_k)
-        LAUNCHES[token_layer.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
+        activated, expert_activated = LAUNCHES[operators.activate_experts](normed, first, w1, logits, lengths, top_k)
+        LAUNCHES[operators.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
     assert len(compiled) == (expert_kernels if experts else kernels)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
     reads = reads_before_waiting(compiled)
@@ -114,11 +124,51 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
 
 def reads_before_waiting(compiled):
     """Return what kernels may read before those before them have ended: (argument, instruction)."""
-    return {
-        ([name for name, kind in each.src.signature.items() if kind != "constexpr"][number], instruction)
-        for each in compiled
-        for number, instruction in reads_before_wait(each.asm["ptx"])
-    }
+    found = set()
+    for each in compiled:
+        kinds = [(name, kind) for name, kind in each.src.signature.items() if kind != "constexpr"]
+        reads = [(*kinds[number], instruction) for number, instruction in reads_before_wait(each.asm["ptx"])]
+        found |= {(name, instruction) for name, kind, instruction in reads if kind.startswith("*")}  # not of strides
+    return found
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_verification(tokens, config, compiled):
+    batch, hidden, d_state = 8, config.hidden_size, config.mamba_d_state
+    heads, head_dim = config.mamba_n_heads, config.mamba_d_head
+    inner = heads * head_dim
+    channels = inner + 2 * config.mamba_n_groups * d_state
+    columns, where = inner + channels + heads, [int32(batch), int32(batch)]
+    projected = LAUNCHES[token_layer.project](
+        float32(batch * tokens, hidden), empty(hidden), empty(columns, hidden), EPS
+    )
+    convolution = empty(channels, 4), empty(channels)
+    conv_state, ssm_state = empty(batch, channels, 3), float32(batch, heads, head_dim, d_state)
+    of_heads, limits = [empty(heads) for _ in range(3)], (0.0, float("inf"))
+    projected = projected.view(batch, tokens, columns)
+    inputs = LAUNCHES[token_layer.convolve_verified](projected, *convolution, conv_state, where[0], heads)
+    LAUNCHES[token_layer.scan_verified](inputs, *of_heads, ssm_state, *where, *limits)
+    kept = projected[..., inner:]
+    LAUNCHES[token_layer.advance_verified](kept, *convolution, *of_heads, conv_state, ssm_state, *where, *limits)
+    caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
+    query = empty(batch, tokens, config.num_attention_heads, config.head_dim)
+    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, tokens), where[1], 0.1, 1024)
+    LAUNCHES[head.score_tokens](empty(batch * tokens, hidden), empty(config.vocab_size, hidden), 3.0)
+    assert len(compiled) == 9
+    assert {name for name, _ in reads_before_waiting(compiled)} <= {*FIXED_IN_A_STEP, "starts"}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 32, 128])
+def test_every_number_of_rows_has_one_instruction(rows, config, compiled):
+    """wgmma adds up in another order than mma.sync."""
+    x = empty(rows, config.hidden_size)
+    for outputs in (config.hidden_size, 2 * config.shared_intermediate_size, config.vocab_size):
+        LAUNCHES[head.score_tokens](x, empty(outputs, config.hidden_size), 3.0)
+        LAUNCHES[token_layer.activate](
+            float32(*x.shape), empty(config.hidden_size), empty(2 * outputs, x.shape[1]), EPS
+        )
+    instructions = {found for each in compiled for found in re.findall(r"w?g?mma\.\S+", each.asm["ptx"])}
+    assert instructions == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -159,7 +209,7 @@ def test_tokens_of_several_sequences(config, compiled):
     LAUNCHES[mamba.advance_token](empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, 1, config.num_attention_heads, config.head_dim)
-    LAUNCHES[attention.attend_token](query, *caches, int32(batch, 1), lengths, 0.1, 1024)
+    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, 1), lengths, 0.1, 1024)
     x = empty(batch, config.hidden_size)
     LAUNCHES[linear.multiply_rows](x, empty(100, config.hidden_size), None, False)
     if experts := config.num_local_experts:

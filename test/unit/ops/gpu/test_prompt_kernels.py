@@ -10,7 +10,7 @@ import torch
 from granite4_neuron import ops
 from granite4_neuron.ops.gpu import flash_attention, fused_moe, products
 from granite4_neuron.ops.gpu.causal_conv1d import convolve_tokens
-from granite4_neuron.ops.gpu.flash_attention import attend_tokens
+from granite4_neuron.ops.gpu.flash_attention import attend_prompt
 from granite4_neuron.ops.gpu.fused_moe import multiply_by_experts
 from granite4_neuron.ops.gpu.norms import normalize
 from granite4_neuron.ops.gpu.operator import LAUNCHES
@@ -194,7 +194,7 @@ class TestAttention:
         query, key, value, positions = self.inputs([150, 150, 150] if slots else [150, 70, 70], 70, dtype)
         lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
         where = positions, lengths, None if slots is None else torch.tensor(slots, dtype=torch.int32)
-        output = launch(attend_tokens, query, key, value, *where, 0.3)
+        output = launch(attend_prompt, query, key, value, *where, 0.3)
         expected = ops.cached_attention(*exact(query, key, value), *where, 0.3, key.shape[2])
         assert output.dtype == dtype and output.isfinite().all()
         assert relative_error(output[:2], expected[:2]) <= TOLERANCE[dtype]
@@ -202,15 +202,15 @@ class TestAttention:
     def test_cuts_padding_and_the_caches_length_do_not_matter(self, dtype=OF_BITS):
         query, key, value, positions = self.inputs([150], 150, dtype)
         slots, longer = torch.tensor([1]), torch.full((2, 2, 700, 24), math.nan, dtype=dtype)
-        whole = launch(attend_tokens, query, key, value, positions, torch.tensor([150]), slots, 0.3)
+        whole = launch(attend_prompt, query, key, value, positions, torch.tensor([150]), slots, 0.3)
         for part in (slice(0, 128), slice(128, 150)):
             where = positions[:, part], torch.tensor([part.stop - part.start]), slots
-            assert same_bits(launch(attend_tokens, query[:, part], key, value, *where, 0.3), whole[:, part])
+            assert same_bits(launch(attend_prompt, query[:, part], key, value, *where, 0.3), whole[:, part])
         longer_key, longer_value = longer.clone(), longer.clone()
         longer_key[:, :, :160], longer_value[:, :, :160] = key, value
         padded = torch.cat([query, torch.zeros(1, 40, 4, 24, dtype=dtype)], 1), longer_key, longer_value
         where = torch.arange(190, dtype=torch.int32)[None], torch.tensor([150]), slots
-        assert same_bits(launch(attend_tokens, *padded, *where, 0.3)[:, :150], whole)
+        assert same_bits(launch(attend_prompt, *padded, *where, 0.3)[:, :150], whole)
 
     def test_blocks_of_keys_are_at_multiples_of_their_size(self):
         assert 128 % flash_attention._BLOCK_M == 128 % flash_attention._BLOCK_KV == 0
