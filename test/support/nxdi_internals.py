@@ -7,6 +7,7 @@ a function says so.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -176,7 +177,9 @@ def attributes() -> set[str]:
     """
     bases = {base for cls in _port_classes() for base in cls.__mro__ if _is_theirs(base)}
     theirs = {name for cls in bases | {resolve_name(owner) for owner in page("Attributes")} for name in members(cls)}
-    ours = {node.name for node in _nodes(_trees(SOURCE), ast.FunctionDef)} | {*GraniteMoeHybridConfig.__annotations__}
+    ours = {node.name for node in _nodes(_trees(SOURCE), ast.FunctionDef)} | {
+        each.name for each in dataclasses.fields(GraniteMoeHybridConfig)
+    }
     ours |= {name for cls in _port_classes(is_derived=False) for name in _on_self(cls, (ast.Store,))}
     others = {name for value in _NOT_UPSTREAM for name in dir(value)}
     others |= options() | flat(imported())

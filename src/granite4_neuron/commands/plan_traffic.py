@@ -230,9 +230,8 @@ def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
 def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOptions) -> tuple[dict[str, Any], str]:
     from granite4_neuron.neuron.analysis.plan import check_ranks
     from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_token_buckets
-    from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
     from granite4_neuron.runtime.graphs import cache_buckets
-    from granite4_neuron.runtime.prompt_cuts import Continued, Pieces, PromptCuts
+    from granite4_neuron.runtime.prompt_cuts import Anywhere, Pieces, PromptCuts
     from granite4_neuron.simulation.predicted_steps import PredictedSteps
 
     check_ranks(options.instance, options.tp_degree)
@@ -244,7 +243,7 @@ def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOp
     cuts: PromptCuts = Pieces(tuple(prompts))
     if isinstance(graphs, GraphOptions):  # NxD Inference keeps the state in slots, and cuts prompts itself
         caches, tokens, own_slots = list(graphs.token_buckets or default_token_buckets(longest)), longest, slots
-        cuts = Continued(prompts[-1], min(prompts[-1], CONTINUATION_TOKENS))
+        cuts = Anywhere(is_exact=False)
     else:
         caches, tokens, own_slots = cache_buckets(graphs.cache_length(config, longest)), prompts[-1], 0
     if caches[-1] < longest:

@@ -86,21 +86,6 @@ class Pieces:
         return whole
 
 
-@dataclass(frozen=True)
-class Continued:
-    """Places are a prompt's end, the end of its first piece, and then every `further` tokens."""
-
-    first: int
-    further: int
-    keeps_answers: ClassVar[bool] = False
-
-    def last(self, most: int, length: int) -> int:
-        """Implement `PromptCuts.last`."""
-        if most >= length:
-            return length
-        return self.first + (most - self.first) // self.further * self.further if most >= self.first else 0
-
-
 # A piece of a prompt takes as long as if it had about this many tokens more, because it reads all weights. With 167
 # TFLOPS and 725 GB/s a core of a Trainium2 multiplies 230 tokens by a weight in bfloat16 while it reads the weight; an
 # H200 multiplies 206.
@@ -151,8 +136,6 @@ def as_json(cuts: PromptCuts) -> list[Any]:
             return ["multiples", number]
         case Pieces(buckets):
             return ["pieces", *buckets]
-        case Continued(first, further):
-            return ["continued", first, further]
     raise TypeError(f"{cuts} cannot be written.")
 
 
@@ -169,6 +152,4 @@ def from_json(value: Any) -> PromptCuts:
             return Multiples(number)
         case ["pieces", *buckets] if buckets and all(type(each) is int and each > 0 for each in buckets):
             return Pieces(tuple(sorted(buckets)))
-        case ["continued", int(first), int(further)] if first > 0 and further > 0:
-            return Continued(first, further)
     raise ValueError(f"{value!r} are no cuts of prompts.")

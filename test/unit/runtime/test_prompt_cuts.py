@@ -7,7 +7,6 @@ import pytest
 from granite4_neuron.runtime.prompt_cuts import (
     ANYWHERE,
     Anywhere,
-    Continued,
     Multiples,
     Pieces,
     as_json,
@@ -16,7 +15,7 @@ from granite4_neuron.runtime.prompt_cuts import (
 )
 
 BUCKETS = [(128, 512), (128, 512, 2048), (16, 64), (7,), (64, 100), (3, 50, 51, 52)]
-ALL = [ANYWHERE, Anywhere(False), Multiples(128), Continued(512, 128), *map(Pieces, BUCKETS)]
+ALL = [ANYWHERE, Anywhere(False), Multiples(128), *map(Pieces, BUCKETS)]
 
 
 @pytest.mark.parametrize("buckets", BUCKETS, ids=str)
@@ -43,7 +42,6 @@ def test_a_state_that_one_prompt_has_and_another_has_not():
     cuts = Pieces((128, 512))
     assert [cuts.last(640, length) for length in (640, 641, 1100)] == [640, 512, 512]
     assert Multiples(128).last(700, 1100) == 640 and Multiples(128).last(700, 700) == 700
-    assert [Continued(512, 128).last(most, 800) for most in (511, 639, 640)] == [0, 512, 640]
 
 
 def test_in_a_file():

@@ -24,7 +24,6 @@ from granite4_neuron.neuron.nxdi.fused_speculation import NUM_RESULTS, FusedSpec
 from granite4_neuron.neuron.nxdi.slot_graphs import SlotOperations
 from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
-from granite4_neuron.runtime.prompt_cuts import Continued, PromptCuts
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
 
@@ -78,14 +77,6 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         if self.neuron_config.enable_fused_speculation:
             return NUM_RESULTS
         return (2 if self.neuron_config.output_logits else 1) + self._get_captured_tensors_offset()
-
-    @property
-    def prompt_cuts(self) -> PromptCuts:
-        """Where a prompt may be cut without changing its numbers: where its first graph ends, and each further one."""
-        graph, longest = self.prefill_continuation_model, self.neuron_config.max_length
-        if graph is None:
-            return Continued(longest, longest)
-        return Continued(self._context_tokens, graph.neuron_config.n_active_tokens)
 
     def to_cpu(self) -> None:
         """Load the weights and run on the CPU; tensor_capture_config holds there as well."""

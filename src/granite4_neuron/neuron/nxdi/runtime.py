@@ -21,6 +21,7 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     require,
 )
+from granite4_neuron.runtime.prompt_cuts import Anywhere
 from granite4_neuron.state.snapshot import Snapshot
 
 
@@ -37,6 +38,7 @@ class NeuronRuntime:
 
     rows_per_step = 1
     packs_rows = False
+    prompt_cuts = Anywhere(is_exact=False)
     adapters: Mapping[str, Adapter] = {}
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
@@ -57,7 +59,6 @@ class NeuronRuntime:
         if model.copy_model is None:
             cannot["copy"] = "the model was compiled for one sequence; there is no other slot to copy it to."
         self.cannot: Mapping[Ability, str] = cannot
-        self.prompt_cuts = model.prompt_cuts
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
