@@ -1,5 +1,5 @@
 """No function takes more than eight positional arguments, in Python and in C++. Kernels in Triton may: there each
-number is an argument.
+number is an argument. So may operators of a graph and their launches: there each tensor is one.
 """
 
 import ast
@@ -32,13 +32,14 @@ NOT_OURS = {
 def python_functions(source: str) -> Iterator[tuple[str, int]]:
     """Yield names, and numbers of positional arguments other than self and cls."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not _is_triton(node):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not _may_take_more(node):
             arguments = [argument.arg for argument in node.args.posonlyargs + node.args.args]
             yield node.name, len([name for name in arguments if name not in ("self", "cls")])
 
 
-def _is_triton(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
+def _may_take_more(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = tuple(ast.unparse(decorator) for decorator in node.decorator_list)
+    return node.name.startswith("_launch_") or any(each.startswith(("triton.jit", "operator(")) for each in decorators)
 
 
 def cpp_functions(source: str) -> Iterator[tuple[str, int]]:

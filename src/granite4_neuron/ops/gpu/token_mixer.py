@@ -335,7 +335,7 @@ def _launch_advance_mixer(
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
     of_heads = dt_bias, A_log, D
-    launch_recurrence(inputs, *of_heads, ssm_state, None, lengths, y, (lowest_dt, highest_dt), writes_state=True)
+    launch_recurrence(inputs, *of_heads, ssm_state, None, lengths, y, limits=(lowest_dt, highest_dt), writes_state=True)
     return y
 
 
@@ -351,8 +351,8 @@ def launch_recurrence(
     starts: torch.Tensor | None,
     lengths: torch.Tensor,
     y: torch.Tensor | None,
-    limits: tuple[float, float],
     *,
+    limits: tuple[float, float],
     writes_state: bool,
 ) -> None:
     """Launch the kernel of the recurrence, for as many tokens of each sequence as `inputs` has; see it for arguments.

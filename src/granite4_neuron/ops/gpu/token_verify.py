@@ -334,7 +334,7 @@ def _launch_scan_verified(
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
     where, limits = (starts, lengths), (lowest_dt, highest_dt)
-    launch_recurrence(inputs, dt_bias, A_log, D, ssm_state, *where, y, limits, writes_state=False)
+    launch_recurrence(inputs, dt_bias, A_log, D, ssm_state, *where, y, limits=limits, writes_state=False)
     return y
 
 
@@ -395,9 +395,9 @@ def _launch_advance_verified(
     lowest_dt: float,
     highest_dt: float,
 ) -> None:
-    of_heads = dt_bias, A_log, D
+    of_heads, limits = (dt_bias, A_log, D), (lowest_dt, highest_dt)
     inputs = _launch_convolution(projected, conv_weight, conv_bias, conv_state, starts, lengths, len(dt_bias))
-    launch_recurrence(inputs, *of_heads, ssm_state, starts, lengths, None, (lowest_dt, highest_dt), writes_state=True)
+    launch_recurrence(inputs, *of_heads, ssm_state, starts, lengths, None, limits=limits, writes_state=True)
 
 
 register_launch(advance_verified, _launch_advance_verified)
