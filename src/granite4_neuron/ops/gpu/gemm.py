@@ -23,22 +23,24 @@ _MOST_OF_A_PROGRAM = 32  # vectors
 _MULTIPROCESSORS = 132  # of an H200
 
 
-def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> tuple[int, int, dict[str, bool | int]]:
-    """Return (BLOCK_N, BLOCK_K, launch options) of a product.
+def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> dict[str, bool | int]:
+    """Return the options of a product's launch: M, BLOCK_M, K, BLOCK_N, BLOCK_K and those of `launch_options`.
 
     Args:
         x: [M, K], in the weight's dtype.
         n: outputs of a vector in all programs.
         num_weights: weights that a program reads BLOCK_N rows of: 2 for gate and up.
     """
-    block_n, num_bytes, num_warps, num_stages = _config(n, len(x), num_weights)
-    block_k = min(num_bytes // x.itemsize, max(16, triton.next_power_of_2(x.shape[1])))
+    batch, columns = x.shape
+    block_n, num_bytes, num_warps, num_stages = _config(n, batch, num_weights)
+    block_m, block_k = padded_batch(batch), min(num_bytes // x.itemsize, max(16, triton.next_power_of_2(columns)))
     if x.is_cuda:
         device = torch.cuda.get_device_properties(x.device)
         memory = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
-        stage = (num_weights * block_n + padded_batch(len(x))) * block_k * x.itemsize
+        stage = (num_weights * block_n + block_m) * block_k * x.itemsize
         num_stages = max(1, min(num_stages, memory // stage))
-    return block_n, block_k, launch_options(x, num_warps) | {"num_stages": num_stages}
+    shape = dict(M=batch, BLOCK_M=block_m, K=columns, BLOCK_N=block_n, BLOCK_K=block_k)
+    return {**shape, **launch_options(x, num_warps), "num_stages": num_stages}
 
 
 def _config(n: int, batch: int, num_weights: int) -> tuple[int, int, int, int]:
@@ -82,6 +84,52 @@ def _rms_norm_kernel(x, weight, y, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, 
     gdc_wait(USE_GDC)
     values = rms_norm(load_vector(x + pid_m * K, offs_k, K), weights, eps, K)
     tl.store(y + pid_m * K + offs_k[None], values.to(y.dtype.element_ty), (offs_k < K)[None])
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
+    """Write the products of x [M, K] with a weight [N, K] to y [M, N], rounded to the weight's dtype and then divided
+    by `scaling`, if there is one. Return y.
+    """
+    options = gemm_config(x, len(weight))
+    programs = triton.cdiv(len(weight), options["BLOCK_N"])
+    _multiply_kernel[gemm_grid(len(x), programs)](x, weight, y, scaling, N=len(weight), **options)
+    return y
+
+
+@triton.jit
+def _multiply_kernel(
+    x,
+    weight,
+    y,
+    scaling,
+    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of BLOCK_M of M vectors.
+
+    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
+
+    Args:
+        x: [M, K] in weight's dtype.
+        weight: [N, K].
+        y: [M, N].
+        scaling: what an output is divided by, in float32; or None.
+    """
+    gdc_launch_dependents(USE_GDC)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
+    mask_m = offs_m < M
+    gdc_wait(USE_GDC)
+    outputs = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
+    if scaling is not None:
+        outputs = outputs.to(tl.float32) / scaling
+    offs = offs_m[None].to(tl.int64) * N + offs_n[:, None]
+    tl.store(y + offs, outputs.to(y.dtype.element_ty), (offs_n < N)[:, None] & mask_m[None])
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from granite4_neuron.ops.gpu.experts import (
     topk_of_keys,
     without_key,
 )
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rows_of_program
+from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, rows_of_program
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.linear import multiply_rows
@@ -245,11 +245,11 @@ def _launch_activate_experts(
     lengths: torch.Tensor,
     top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (num_experts, expert_rows, columns), rows, batch = w1.shape, len(weight) // 2, len(normed)
+    (num_experts, expert_rows, _), rows, batch = w1.shape, len(weight) // 2, len(normed)
     expert_rows //= 2
     activated, expert_activated = weight.new_empty(batch, rows), weight.new_empty(batch * top_k, expert_rows)
-    block_n, block_k, options = gemm_config(normed, rows + min(num_experts, batch * top_k) * expert_rows, 2)
-    num_programs = triton.cdiv(rows, block_n) + num_experts * triton.cdiv(expert_rows, block_n)
+    options = gemm_config(normed, rows + min(num_experts, batch * top_k) * expert_rows, 2)
+    num_programs = triton.cdiv(rows, options["BLOCK_N"]) + num_experts * triton.cdiv(expert_rows, options["BLOCK_N"])
     _activate_experts_kernel[gemm_grid(batch, num_programs)](
         normed,
         weight,
@@ -258,16 +258,11 @@ def _launch_activate_experts(
         lengths,
         activated,
         expert_activated,
-        M=batch,
-        BLOCK_M=padded_batch(batch),
         N=rows,
         EXPERT_N=expert_rows,
-        K=columns,
         NUM_EXPERTS=num_experts,
         BLOCK_E=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
         **options,
     )
     return activated, expert_activated
@@ -495,12 +490,12 @@ def _launch_add_feed_forward(
     lengths: torch.Tensor,
     alpha: float,
 ) -> torch.Tensor:
-    (batch, columns), (choices, expert_columns) = activated.shape, expert_activated.shape
+    batch, (choices, expert_columns) = len(activated), expert_activated.shape
     (num_experts, rows, _), top_k = w2.shape, choices // batch
     shared, chosen, y = weight.new_empty(batch, rows), weight.new_empty(choices, rows), torch.empty_like(residual)
-    block_n, block_k, options = gemm_config(activated, rows * (1 + min(num_experts, choices)))
+    options = gemm_config(activated, rows * (1 + min(num_experts, choices)))
     block_e = triton.next_power_of_2(num_experts)
-    _multiply_outputs_kernel[gemm_grid(batch, triton.cdiv(rows, block_n) * (1 + num_experts))](
+    _multiply_outputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]) * (1 + num_experts))](
         activated,
         weight,
         expert_activated,
@@ -509,16 +504,11 @@ def _launch_add_feed_forward(
         lengths,
         shared,
         chosen,
-        M=batch,
-        BLOCK_M=padded_batch(batch),
         N=rows,
-        K=columns,
         EXPERT_K=expert_columns,
         NUM_EXPERTS=num_experts,
         BLOCK_E=block_e,
         TOP_K=top_k,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
         **options,
     )
     sum_block_n = min(_SUM_BLOCK_N, triton.next_power_of_2(rows))

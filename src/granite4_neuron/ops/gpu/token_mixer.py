@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rms_norm_rows, rows_of_program
+from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.mamba import (
@@ -120,11 +120,11 @@ def _launch_mixer_inputs(
     num_heads: int,
     eps: float,
 ) -> torch.Tensor:
-    (rows, columns), (channels, d_conv), batch = weight.shape, conv_weight.shape, len(x)
+    rows, (channels, d_conv), batch = len(weight), conv_weight.shape, len(x)
     y = x.new_empty(batch, rows)
     normed = rms_norm_rows(x, norm_weight, eps)
-    block_n, block_k, options = gemm_config(normed, rows)
-    _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, block_n))](
+    options = gemm_config(normed, rows)
+    _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
         normed,
         weight,
         conv_weight,
@@ -132,16 +132,11 @@ def _launch_mixer_inputs(
         conv_state,
         lengths,
         y,
-        M=batch,
-        BLOCK_M=padded_batch(batch),
         N=rows,
-        K=columns,
         FIRST_CHANNEL=rows - channels - num_heads,
         CHANNELS=channels,
         D_CONV=d_conv,
         BLOCK_W=triton.next_power_of_2(d_conv),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
         **options,
     )
     return y

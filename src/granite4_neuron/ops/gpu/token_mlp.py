@@ -13,7 +13,6 @@ from granite4_neuron.ops.gpu.gemm import (
     gemm_config,
     gemm_gate_up,
     gemm_grid,
-    padded_batch,
     rms_norm_rows,
     rows_of_program,
 )
@@ -66,20 +65,15 @@ def _launch_activate_of_one(
 
 
 def _launch_activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    (batch, columns), rows = x.shape, len(weight) // 2
+    batch, rows = len(x), len(weight) // 2
     y = weight.new_empty(batch, rows)
     normed = rms_norm_rows(x, norm_weight, eps)
-    block_n, block_k, options = gemm_config(normed, rows, 2)
-    _activate_kernel[gemm_grid(batch, triton.cdiv(rows, block_n))](
+    options = gemm_config(normed, rows, 2)
+    _activate_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
         normed,
         weight,
         y,
-        M=batch,
-        BLOCK_M=padded_batch(batch),
         N=rows,
-        K=columns,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
         **options,
     )
     return y

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rms_norm_rows, rows_of_program
+from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
 from granite4_neuron.ops.gpu.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.ops.gpu.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.operator import for_one_row, operator, register_launch
@@ -72,25 +72,20 @@ def _launch_project_heads(
     value: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    batch, columns = x.shape
+    batch = len(x)
     query_rows, key_rows = len(query), len(key)
     y = query.new_empty(batch, query_rows + 2 * key_rows)
     normed = rms_norm_rows(x, norm_weight, eps)
-    block_n, block_k, options = gemm_config(normed, query_rows)
-    num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
+    options = gemm_config(normed, query_rows)
+    num_programs = triton.cdiv(query_rows, options["BLOCK_N"]) + 2 * triton.cdiv(key_rows, options["BLOCK_N"])
     _project_heads_kernel[gemm_grid(batch, num_programs)](
         normed,
         query,
         key,
         value,
         y,
-        M=batch,
-        BLOCK_M=padded_batch(batch),
         QUERY_ROWS=query_rows,
         KEY_ROWS=key_rows,
-        K=columns,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
         **options,
     )
     return y
@@ -260,22 +255,17 @@ def _launch_add_product(
     alpha: float,
     eps: float,
 ) -> torch.Tensor:
-    (rows, columns), batch = weight.shape, len(x)
+    rows, batch = len(weight), len(x)
     y = torch.empty_like(residual)
     x = x if norm_weight is None else rms_norm_rows(x, norm_weight, eps)
-    block_n, block_k, options = gemm_config(x, rows)
-    _add_product_kernel[gemm_grid(batch, triton.cdiv(rows, block_n))](
+    options = gemm_config(x, rows)
+    _add_product_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
         residual,
         x,
         weight,
         y,
         alpha,
-        M=batch,
-        BLOCK_M=padded_batch(batch),
         N=rows,
-        K=columns,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
         **options,
     )
     return y

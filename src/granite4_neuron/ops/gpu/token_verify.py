@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.gpu.gemm import gemm, gemm_config, gemm_grid, padded_batch, rms_norm_rows, rows_of_program
+from granite4_neuron.ops.gpu.gemm import multiply, rms_norm_rows
 from granite4_neuron.ops.gpu.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.ops.gpu.mamba import convolve_token
 from granite4_neuron.ops.gpu.operator import operator, register_launch
@@ -36,58 +36,10 @@ def _(x, norm_weight, weight, eps):
 
 
 def _launch_project(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    (outputs, columns), rows = weight.shape, len(x)
-    y = weight.new_empty(rows, outputs)
-    normed = rms_norm_rows(x, norm_weight, eps)
-    block_n, block_k, options = gemm_config(normed, outputs)
-    _project_kernel[gemm_grid(rows, triton.cdiv(outputs, block_n))](
-        normed,
-        weight,
-        y,
-        M=rows,
-        BLOCK_M=padded_batch(rows),
-        N=outputs,
-        K=columns,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        **options,
-    )
-    return y
+    return multiply(rms_norm_rows(x, norm_weight, eps), weight, weight.new_empty(len(x), len(weight)))
 
 
 register_launch(project, _launch_project)
-
-
-@triton.jit
-def _project_kernel(
-    x,
-    weight,
-    y,
-    M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    USE_GDC: tl.constexpr,
-):
-    """Compute BLOCK_N outputs of BLOCK_M of M tokens.
-
-    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
-
-    Args:
-        x: [M, K] in weight's dtype, normalised.
-        weight: [N, K].
-        y: [M, N] in weight's dtype.
-    """
-    gdc_launch_dependents(USE_GDC)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_m = rows_of_program(M, BLOCK_M)
-    mask_m = offs_m < M
-    gdc_wait(USE_GDC)
-    acc = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K)
-    tl.store(y + offs_m[None] * N + offs_n[:, None], acc.to(y.dtype.element_ty), (offs_n < N)[:, None] & mask_m[None])
-
 
 # -- convolution
 
