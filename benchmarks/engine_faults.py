@@ -68,6 +68,9 @@ _LONG_NAMES = {  # whose tokens are forced
 }
 _ENGINE_FILES = str(Path(granite4_neuron.engine.__file__).parent)
 _MOST_LINES = 5000  # of the engine's files, within which an interrupt comes
+# A trace can raise where Python handles no signal: between the last two lines of `Engine.step`, and where the wrapper
+# that `Engine.add` and other methods share releases the engine's lock.
+_WITHOUT_SIGNALS = (Engine.step.__code__, Engine.add.__code__)
 
 
 class TargetRuntime(CPURuntime):
@@ -187,8 +190,7 @@ class Faults:
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal lines
-            # No signal is handled between the last two lines of `Engine.step`, where a trace could come.
-            if not frame.f_code.co_filename.startswith(_ENGINE_FILES) or frame.f_code is Engine.step.__code__:
+            if not frame.f_code.co_filename.startswith(_ENGINE_FILES) or frame.f_code in _WITHOUT_SIGNALS:
                 return None
             lines -= event == "line"
             if lines == 0:
