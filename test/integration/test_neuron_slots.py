@@ -280,6 +280,30 @@ class TestEngine:
         outputs = run(engine)
         return [[output.token for output in outputs[id]] for id in ids]
 
+    def test_numbers_do_not_depend_on_others(self, runtime, expected):
+        """With a fixed number of slots, tokens and log-probabilities are the same bit by bit, whoever comes and goes."""
+        prompts, _ = expected
+
+        def served(prompts, arrivals=0, **options):
+            """Return each text's tokens and log-probabilities. A request comes `arrivals` steps after the one before."""
+            engine = Engine(runtime, SLOTS, max_length=nxdi.MAX_LENGTH, **options)
+            ids, outputs = [], {}
+            for prompt in prompts:
+                ids.append(engine.add(Request(prompt, 20, temperature=0, logprobs=2)))
+                for _ in range(arrivals):
+                    for output in engine.step():
+                        outputs.setdefault(output.id, []).append(output)
+            for id, rest in run(engine).items():
+                outputs.setdefault(id, []).extend(rest)
+            return [[(output.token, output.logprob) for output in outputs[id]] for id in ids]
+
+        alone = [served([prompt])[0] for prompt in prompts]
+        assert served(prompts) == alone
+        assert served(prompts, arrivals=3) == alone
+        assert served(prompts, prompts_first=True, max_gap=1e-9) == alone
+        with_drafts = served(prompts, drafter=NgramDrafter(1, 3), draft_tokens=TOKENS - 1)
+        assert with_drafts != alone, "another order of sums would not be seen"
+
     def test_prompt_lookup(self, runtime, expected):
         prompts, texts = expected
         engine = Engine(runtime, 3, max_length=nxdi.MAX_LENGTH, drafter=NgramDrafter(1, 3), draft_tokens=TOKENS - 1)
