@@ -281,11 +281,11 @@ class TestEngine:
         return [[output.token for output in outputs[id]] for id in ids]
 
     def test_numbers_do_not_depend_on_others(self, runtime, expected):
-        """With a fixed number of slots, tokens and log-probabilities are the same bit by bit, whoever comes and goes."""
+        """With a fixed number of slots, tokens and log-probabilities are the same bit by bit, whoever else runs."""
         prompts, _ = expected
 
         def served(prompts, arrivals=0, **options):
-            """Return each text's tokens and log-probabilities. A request comes `arrivals` steps after the one before."""
+            """Return each text's tokens and log-probabilities. A request comes `arrivals` steps after the last."""
             engine = Engine(runtime, SLOTS, max_length=nxdi.MAX_LENGTH, **options)
             ids, outputs = [], {}
             for prompt in prompts:
