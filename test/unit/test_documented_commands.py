@@ -51,7 +51,7 @@ def commands_of(line: str) -> Iterator[tuple[str, ...]]:
 
 def documented_commands() -> list[tuple[str, ...]]:
     found = set()
-    for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for line in lines_of_code(file.read_text(encoding="utf-8")):
             if any(name in line for name in PARSERS):
                 found.update(tuple(word for word in each if word not in VARIABLES) for each in commands_of(line))

@@ -137,7 +137,7 @@ def test_a_core_has_23_and_a_half_gibibytes(monkeypatch):
 
 TABLE = re.findall(
     r"^\| (\S+) \| ([\d.]+) \| ([\d,]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([a-z ]+) \| ([\d,]+) \|$",
-    "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))),
+    "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))),
     re.MULTILINE,
 )
 
