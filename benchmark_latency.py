@@ -32,13 +32,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.errors import reports_errors
-from benchmarks.implementations import LLAMA_CPP, draws_weights
-from benchmarks.latency import measure_all
-from benchmarks.latency_options import check, check_lengths, is_reuse, parser
-from benchmarks.latency_report import report
-from benchmarks.llama_cpp import gguf_of
-from benchmarks.profiles import print_profiles
-from benchmarks.reuse_report import measure_reuse
+from benchmarks.latency.implementations import LLAMA_CPP, draws_weights
+from benchmarks.latency.measurement import measure_all
+from benchmarks.latency.options import check, check_lengths, is_reuse, parser
+from benchmarks.latency.profiles import print_profiles
+from benchmarks.latency.report import report
+from benchmarks.latency.reuse_report import measure_reuse
+from benchmarks.other_engines.llama_cpp import gguf_of
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model

@@ -1,4 +1,4 @@
-"""The end of a benchmark that cannot run."""
+"""The end of a benchmark, or of a part of it, that cannot run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from granite4_neuron.errors import UserError
 
 Main = Callable[[Sequence[str] | None], int]
+
+
+class Failed(Exception):
+    """An engine cannot do a part of a benchmark; the message says why."""
 
 
 def reports_errors(main: Main) -> Main:

@@ -13,16 +13,17 @@ import torch
 import transformers
 
 import benchmark_latency
-from benchmarks import implementations, random_checkpoint
-from benchmarks.bound import Rates, decode_bytes, prefill_flops
+from benchmarks import random_checkpoint
 from benchmarks.gguf_checkpoint import write_gguf
-from benchmarks.implementations import Point, Run, draws_weights
-from benchmarks.latency import Sample, least_seconds, result_of
-from benchmarks.latency_options import parser
-from benchmarks.latency_report import machine_rates
-from benchmarks.profiles import ALL, profile
-from benchmarks.round_trip import load_round_trip
-from benchmarks.states import compare_in_states
+from benchmarks.latency import implementations
+from benchmarks.latency.bound import Rates, decode_bytes, prefill_flops
+from benchmarks.latency.implementations import Point, Run, draws_weights
+from benchmarks.latency.measurement import Sample, least_seconds, result_of
+from benchmarks.latency.options import parser
+from benchmarks.latency.profiles import ALL, profile
+from benchmarks.latency.report import machine_rates
+from benchmarks.latency.round_trip import load_round_trip
+from benchmarks.latency.states import compare_in_states
 from granite4_neuron import cli
 from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.folder import bundled_checkpoint

@@ -1,8 +1,8 @@
-"""benchmarks.device_logits prints the errors of a device and of the CPU runtime, both in bfloat16, for each batch."""
+"""benchmarks.devices.logits prints the errors of a device and of the CPU runtime, both in bfloat16, for each batch."""
 
 import pytest
 
-from benchmarks import device_logits
+from benchmarks.devices import logits as device_logits
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS

@@ -1,8 +1,8 @@
-"""benchmarks.device_steps prints a row for each number of sequences and each length of prompt."""
+"""benchmarks.devices.steps prints a row for each number of sequences and each length of prompt."""
 
 import pytest
 
-from benchmarks import device_steps
+from benchmarks.devices import steps as device_steps
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.runtime import torch_device
 from test.support.checkpoints import DENSE, small_config

@@ -1,4 +1,4 @@
-"""benchmarks/one_text.py: what it counts, and that it counts nothing for this package."""
+"""benchmarks/one_text: what it counts, and that it counts nothing for this package."""
 
 import importlib.util
 import re
@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import one_text, one_text_llama_cpp, products
-from benchmarks.one_text_engines import Row
+from benchmarks.one_text import command as one_text
+from benchmarks.one_text import llama_cpp as one_text_llama_cpp
+from benchmarks.one_text import products
+from benchmarks.one_text.engines import Row
 from granite4_neuron.ops import cpu
 from test.support.llama_server import write_llama_server
 

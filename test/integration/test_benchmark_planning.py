@@ -1,11 +1,11 @@
-"""benchmarks/planned_server.py against a server of ours."""
+"""benchmarks/planning/server.py against a server of ours."""
 
 import pytest
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from benchmarks import planned_server
+from benchmarks.planning import server as planned_server
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
-"""benchmarks/prefix_traces.py: its traces, what it counts without a model, and that the engine finds the same."""
+"""benchmarks/prefix_traces: its traces, what it counts without a model, and that the engine finds the same."""
 
 import re
 
 import pytest
 import torch
 
-from benchmarks import prefix_engines, prefix_traces
-from benchmarks.prefix_policies import LRU, MARCONI, OURS, SizesOnly, savings
-from benchmarks.traces import TRACES, Sizes, replay, trace
+from benchmarks.prefix_traces import command as prefix_traces
+from benchmarks.prefix_traces import engines as prefix_engines
+from benchmarks.prefix_traces.policies import LRU, MARCONI, OURS, SizesOnly, savings
+from benchmarks.prefix_traces.traces import TRACES, Sizes, replay, trace
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.generation import bundled_checkpoint

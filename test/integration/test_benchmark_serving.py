@@ -1,4 +1,4 @@
-"""benchmarks/serving.py against a server of ours, and its results for known times."""
+"""benchmarks/serving against a server of ours, and its results for known times."""
 
 import json
 import math
@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from benchmarks import serving as benchmark
-from benchmarks.load import Answer, Lengths, Run, moments, questions
+from benchmarks.serving import command as benchmark
+from benchmarks.serving.load import Answer, Lengths, Run, moments, questions
 from granite4_neuron import UserError, load
 from granite4_neuron.simulation.traffic import read_traffic
 from test.support.serving import serving

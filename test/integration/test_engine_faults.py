@@ -1,6 +1,6 @@
-"""Many requests with faults at random places; benchmarks/engine_faults.py runs any number."""
+"""Many requests with faults at random places; benchmarks/engine/faults.py runs any number."""
 
-from benchmarks.engine_faults import fuzz
+from benchmarks.engine.faults import fuzz
 
 
 def test_whatever_fails_all_other_texts_are_those_of_the_sequence_alone():

@@ -1,6 +1,6 @@
 """Long contexts: errors against float64 on each backend, and caches with more values than 32 bits can number.
 
-benchmarks.long_context prints the errors of 131,072 tokens with the sizes of h-small.
+benchmarks.accuracy.long_context prints the errors of 131,072 tokens with the sizes of h-small.
 """
 
 import math
@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from benchmarks import long_context
-from benchmarks.long_context import errors
+from benchmarks.accuracy import long_context
+from benchmarks.accuracy.long_context import errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.ops import TORCH, cpu

@@ -1,8 +1,8 @@
-"""benchmarks/long_context.py in NxD Inference's CPU mode."""
+"""benchmarks/accuracy/long_context.py in NxD Inference's CPU mode."""
 
 import pytest
 
-from benchmarks import long_context
+from benchmarks.accuracy import long_context
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]

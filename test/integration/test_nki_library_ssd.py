@@ -12,7 +12,8 @@ import os
 import pytest
 import torch
 
-from benchmarks import kernels, nki_library
+from benchmarks.kernels import command as kernels
+from benchmarks.kernels import nki_library
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
 from test.support.nki_cases import error, scan_inputs, scan_oracle

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import latency_options
+from benchmarks.latency import options as latency_options
 from benchmarks.probe import command, models, operators, states
 from benchmarks.probe.command import STEPS, main
 from benchmarks.probe.device import compare, judge

@@ -1,10 +1,10 @@
-"""python -m benchmarks.processor_table. No test depends on the times that it measures."""
+"""python -m benchmarks.latency.processor_table. No test depends on the times that it measures."""
 
 import pytest
 
-from benchmarks import processor_table
-from benchmarks.implementations import LLAMA_CPP, OPENVINO, OURS, Point, Run
-from benchmarks.latency import result_of
+from benchmarks.latency import processor_table
+from benchmarks.latency.implementations import LLAMA_CPP, OPENVINO, OURS, Point, Run
+from benchmarks.latency.measurement import result_of
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 
 QUANTIZE = """#!/bin/sh

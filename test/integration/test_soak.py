@@ -1,12 +1,12 @@
-"""A smaller run of benchmarks/soak.py, which sends 500 requests by default."""
+"""A smaller run of benchmarks/serving/soak.py, which sends 500 requests by default."""
 
 import pytest
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from benchmarks import hostile_clients
-from benchmarks.soak import soak
+from benchmarks.serving import hostile_clients
+from benchmarks.serving.soak import soak
 
 
 def test_all_texts_are_right_and_nothing_is_left(monkeypatch):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("httpx", reason="httpx is not installed; benchmarks/serving.py needs it")
+pytest.importorskip("httpx", reason="httpx is not installed; benchmarks/serving needs it")
 
-from benchmarks import latency_options, serving
+from benchmarks.latency import options as latency_options
 from benchmarks.probe.command import parser as probe_parser
+from benchmarks.serving import command as serving
 from granite4_neuron import UserError, cli
 
 ROOT = Path(__file__).parents[2]

@@ -200,7 +200,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
     )
     write(
         f"Where times are published, predictions made in the same way are {' and '.join(distances)}; "
-        "benchmarks/predicted_latency.py lists them."
+        "benchmarks/planning/predicted_latency.py lists them."
     )
     return 0
 

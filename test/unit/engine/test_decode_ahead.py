@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from transformers import GenerationConfig
 
-from benchmarks.decoding_stand_in import DecodingRuntime, _Decoded
+from benchmarks.engine.decoding_stand_in import DecodingRuntime, _Decoded
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.scheduler import Scheduler

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from benchmarks.engine_faults import ByMasks
+from benchmarks.engine.faults import ByMasks
 from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter

@@ -41,7 +41,7 @@ VECTOR_ELEMENTS_PER_SECOND = 2 * 256 * 0.96e9
 COLLECTIVE_SECONDS = 4 * 2e-6
 # The time of a layer besides its bound and its collectives: launches of its parts, and waits between them. Nothing is
 # published about it. The value is the least squares fit of the logarithms of eight published times per token of other
-# models, in `benchmarks/predicted_latency.py`; a constant per step, fitted beside it, is zero.
+# models, in `benchmarks/planning/predicted_latency.py`; a constant per step, fitted beside it, is zero.
 LAUNCH_SECONDS = 157e-6
 
 ALL_REDUCES_PER_LAYER = 2

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import predicted_latency
+from benchmarks.planning import predicted_latency
 from granite4_neuron import UserError
 from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.cli import main

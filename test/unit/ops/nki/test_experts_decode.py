@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.kernels import experts_hbm_bytes
+from benchmarks.kernels.command import experts_hbm_bytes
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions

@@ -1,0 +1,144 @@
+"""Compares log-probabilities with those of llama.cpp, on the same GGUF file and after the same tokens.
+
+    python -m benchmarks.accuracy.gguf --model FILE.gguf --llama-cpp FOLDER
+
+Where weights have 16 bits or fewer, llama.cpp rounds activations too, to the same or to 8 bits. So llama.cpp also runs
+the file as llama-quantize turns it to float32: against that, only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from benchmarks.errors import reports_errors
+from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.commands.options import dtype_of, print_remark
+from granite4_neuron.commands.output import print_table
+from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import load
+from granite4_neuron.runtime.interface import Row, Runtime
+
+SERVER, QUANTIZE = "llama-server", "llama-quantize"
+_TEXT = (
+    "An assignment statement evaluates the expression list and assigns the single resulting object to each target. "
+    "Deletion of a target list recursively deletes each target, from left to right. "
+)
+_POSITIONS = 16
+_SECONDS_TO_START = 120.0
+_SMALLEST = -80.0  # below it llama.cpp's probability, in float32, is hardly one
+
+
+def our_log_probabilities(runtime: Runtime, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return those after the first tokens of each of these numbers: [lengths, vocab_size] in float32."""
+    state = runtime.allocate(1, max_length=len(tokens))
+    logits = [runtime.step(state, [Row(1, 0, tokens[:length])])[0] for length in lengths]
+    return torch.stack(logits).float().log_softmax(-1)
+
+
+def their_log_probabilities(
+    programs: Path, file: Path, tokens: Sequence[int], lengths: Sequence[int], vocab_size: int
+) -> torch.Tensor:
+    """Return the same of llama-server."""
+    found = torch.full((len(lengths), vocab_size), -torch.inf)
+    with _server(programs, file, len(tokens) + 1) as address:
+        for row, length in zip(found, lengths, strict=True):
+            body = dict(prompt=list(tokens[:length]), n_predict=1, n_probs=vocab_size, temperature=0.0)
+            request = urllib.request.Request(f"{address}/completion", json.dumps(body).encode())
+            with urllib.request.urlopen(request) as answer:
+                (first,) = json.load(answer)["completion_probabilities"]
+            for one in first["top_logprobs"]:
+                row[one["id"]] = one["logprob"]
+    return found
+
+
+@contextmanager
+def _in_float32(programs: Path, file: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "float32.gguf"
+        command = [programs / QUANTIZE, "--allow-requantize", file, to, "F32"]
+        try:
+            subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        except OSError as error:
+            raise UserError(f"{programs / QUANTIZE} cannot be run ({error.strerror}).") from None
+        except subprocess.CalledProcessError as error:
+            raise UserError(f"{QUANTIZE} failed ({(error.stderr or b'').decode()[-200:].strip()}).") from None
+        yield to
+
+
+@contextmanager
+def _server(programs: Path, file: Path, context: int) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [programs / SERVER, "-m", file, "-c", context, "-np", 1, "-t", torch.get_num_threads(), "--port", port]
+    # Keys and values in float32 too, and no kernel that rounds them.
+    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    try:
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise UserError(f"{programs / SERVER} cannot be run ({error.strerror}).") from None
+    try:
+        _wait_for(process, address := f"http://127.0.0.1:{port}")
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(process: subprocess.Popen, address: str) -> None:
+    end = time.monotonic() + _SECONDS_TO_START
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{address}/health").close()
+            return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+    raise UserError(f"{SERVER} did not start within {_SECONDS_TO_START:.0f} seconds; does it read the file?")
+
+
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the differences; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the GGUF file")
+    parser.add_argument("--llama-cpp", type=Path, required=True, metavar="FOLDER", help="of llama-server")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="ours (default: float32)")
+    options = parser.parse_args(arguments)
+    file = open_checkpoint(options.model).path
+    table = Table("ours in", "llama.cpp with", "largest difference", "mean", "same top token", title=str(file))
+    with _in_float32(options.llama_cpp, file) as dequantized:
+        theirs: dict[str, torch.Tensor] = {}
+        for dtype in options.dtype:
+            runtime, tokenizer = load(file, dtype=dtype_of(dtype), remark=print_remark)
+            tokens = tokenizer.encode(_TEXT)
+            lengths = sorted({1 + number * (len(tokens) - 1) // (_POSITIONS - 1) for number in range(_POSITIONS)})
+            ours = our_log_probabilities(runtime, tokens, lengths)
+            for name, path in {"the file": file, "it in float32": dequantized}.items():
+                if name not in theirs:
+                    vocab_size = runtime.config.vocab_size
+                    theirs[name] = their_log_probabilities(options.llama_cpp, path, tokens, lengths, vocab_size)
+                difference = (ours - theirs[name]).abs()[theirs[name] > _SMALLEST]
+                same = (ours.argmax(-1) == theirs[name].argmax(-1)).sum()
+                numbers = f"{difference.max():.1e}", f"{difference.mean():.1e}", f"{same} of {len(lengths)}"
+                table.add_row(dtype, name, *numbers)
+    print_table(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Times steps of a runtime on a PyTorch device, without an engine: a token of every sequence, and prompts. It
+also counts what a step sends to the device and gets from it.
+
+    python -m benchmarks.devices.steps --random-weights h-350m --device cuda --batch-size 1 8 32
+
+A token is timed in four ways. In the first, tokens are random, so that the sequences of a batch choose different
+experts, and a step ends when its logits are on the host. In the second the device chooses the tokens and runs each in
+the next step; a step ends when the host has the tokens of the one before. The third and the fourth are the same for
+tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws them by logits, or the device does so by
+noise that the host has drawn before. Times are medians, after the steps that compile.
+
+Launches are those of graphs, which torch.compile has made, or which were captured on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig
+
+from benchmarks.errors import reports_errors
+from benchmarks.latency.implementations import Point, random_prompts
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.commands.options import at_least
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import Sampler, SamplingParams
+from granite4_neuron.runtime.backends.torch_device import DEVICES
+from granite4_neuron.runtime.cuda_graph import CudaGraph
+from granite4_neuron.runtime.interface import CHOSEN, Decoded, Row
+from granite4_neuron.runtime.torch_device import TorchRuntime
+
+_PROMPT = 100  # tokens of each sequence before its tokens are timed
+
+
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; return the exit code."""
+    options = _parser().parse_args(arguments)
+    config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    model = random_model(config, dtype=torch.bfloat16)
+    choices = dict(device=options.device, graphs=options.graphs, batch_invariant=options.batch_invariant)
+    runtime = CountingRuntime(model, GenerationConfig(), **choices)
+    table = Table("", "ms, median", "launches", "copies to device", "bytes", "copies to host", "bytes")
+
+    def add(name: str, digits: int, ms: float) -> None:
+        count = runtime.count_of_step
+        copies = [f"{number:,}" for number in (count.to_device, count.bytes_in, count.to_host, count.bytes_out)]
+        table.add_row(name, f"{ms:.{digits}f}", f"{count.launches}", *copies)
+
+    for batch_size in options.batch_size:
+        add(f"a token, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps))
+        add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps))
+        add(f"sampled here, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps, samples=True))
+        add(f"sampled there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps, samples=True))
+    for length in options.prompt_length:
+        add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
+    Console(width=120).print(table)
+    return 0
+
+
+@dataclass
+class Count:
+    """What a step sends to the device and gets from it."""
+
+    launches: int = 0
+    to_device: int = 0
+    bytes_in: int = 0
+    to_host: int = 0
+    bytes_out: int = 0
+
+
+class CountingRuntime(TorchRuntime):
+    """A runtime that counts what the last timed step sends to the device and gets from it."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.count_of_step = Count()
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.count_of_step.launches += 1
+        return super()._call(function, *arguments)
+
+    def _replay(self, graph: CudaGraph, inputs: torch.Tensor, kept_inputs: Sequence[torch.Tensor]) -> Any:
+        self.count_of_step.launches += 1
+        self._count_input(inputs)
+        return super()._replay(graph, inputs, kept_inputs)
+
+    def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._count_input(inputs)
+        return super()._to_device(inputs)
+
+    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
+        self._count_output(output)
+        return super()._to_host(output)
+
+    def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._count_output(output)
+        return super()._start_copy(output)
+
+    def _count_input(self, inputs: torch.Tensor) -> None:
+        self.count_of_step.to_device += 1
+        self.count_of_step.bytes_in += inputs.nbytes
+
+    def _count_output(self, output: torch.Tensor) -> None:
+        self.count_of_step.to_host += 1
+        self.count_of_step.bytes_out += output.nbytes
+
+
+def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
+    state = runtime.allocate(batch_size, _PROMPT + steps + 2)
+    tokens = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + steps + 2, output_length=0))
+    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, 1)])
+    position = _PROMPT
+    samplers = _samplers(batch_size) if samples else []
+
+    def step() -> None:
+        nonlocal position
+        logits = runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
+        for sampler, row_logits in zip(samplers, logits, strict=False):
+            sampler(row_logits, ())
+        position += 1
+
+    return _median_ms(runtime, step, steps)
+
+
+def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
+    state = runtime.allocate(batch_size, _PROMPT + steps + 4)
+    prompts = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + 1, output_length=0))
+    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(prompts, 1)])
+    samplers: Sequence[Sampler | None] = _samplers(batch_size) if samples else [None] * batch_size
+
+    def decode(position: int, tokens: Sequence[int]) -> Decoded:
+        rows = []
+        for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), 1):
+            draw = sampler and sampler.draw(0, runtime.config.vocab_size)
+            if sampler is not None:
+                sampler.count_drawn()
+            rows.append(Row(slot, position, [token], draw=draw))
+        return runtime.decode(state, rows)
+
+    launched, position = decode(_PROMPT, [each[-1] for each in prompts]), _PROMPT + 1
+
+    def step() -> None:
+        nonlocal launched, position
+        following = decode(position, [CHOSEN] * batch_size)
+        launched.tokens()
+        launched, position = following, position + 1
+
+    return _median_ms(runtime, step, steps)
+
+
+def _samplers(count: int) -> list[Sampler]:
+    return [Sampler(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=seed), 0) for seed in range(count)]
+
+
+def _prompt_ms(runtime: CountingRuntime, length: int, steps: int) -> float:
+    state = runtime.allocate(1, length)
+    [prompt] = random_prompts(runtime.config.vocab_size, Point(1, length, output_length=0))
+    row = Row(1, 0, prompt)
+    return _median_ms(runtime, lambda: runtime.step(state, [row]), steps)
+
+
+def _median_ms(runtime: CountingRuntime, step: Callable[[], object], steps: int) -> float:
+    step()
+    times = []
+    for _ in range(steps):
+        runtime.count_of_step = Count()
+        started = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def add_model_and_device(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model, the device and the numbers of sequences."""
+    parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member, in bfloat16")
+    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
+    parser.add_argument("--batch-size", type=at_least(1), nargs="+", default=[1], metavar="N", help="default: 1")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_and_device(parser)
+    parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
+    parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
+    parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
+    parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,616 @@
+"""Faults at random places of an engine: whatever fails, all other texts are those of the sequence alone, bit by bit.
+
+    python -m benchmarks.engine.faults
+    python -m benchmarks.engine.faults --requests 100000 --seed 7
+    python -m benchmarks.engine.faults --on-device
+
+Requests of many kinds (greedy and sampled, with stop strings, log-probabilities, grammars and adapters) run on the
+bundled model in float32, with drafts, a prefix cache and its folder. Some bring code that fails. Others run while a
+call of the runtime, the drafter, the sampler, the tokenizer or the writer of the folder raises, before or after its
+work, or while an interrupt comes at a random line of the engine. Sometimes an engine is dropped as it is, and another
+one goes on with its prefix cache and its drafter.
+
+It counts texts that differ, errors of sequences that nothing failed for, and what is left in use at the end. Then all
+kinds run once more from the same prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import random
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+import granite4_neuron.engine
+from benchmarks.engine.adapters import random_adapter
+from benchmarks.engine.decoding_stand_in import DecodingRuntime
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.commands.options import at_least
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.engine import Constraint, DraftModel, Engine, Output, PrefixCache, Request
+from granite4_neuron.engine.drafters import Drafter, DraftRequest, NgramDrafter
+from granite4_neuron.engine.prefix_folder import PrefixFolder
+from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.text import TextStream
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot
+
+MAX_LENGTH, NUM_SEQUENCES, NEW_TOKENS = 160, 4, 10
+_CACHE_BYTES, _FOLDER_BYTES = 2**24, 2**25
+_STARTS = ("An assignment statement", "The import", "Lambda expressions (sometimes", "A class definition", "\u00e9")
+_SHARED = "The standard type hierarchy, as far as it is described in this reference and not elsewhere. "
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_LONG_NAMES = {  # whose tokens are forced
+    "type": "object",
+    "properties": {"assignment": {"enum": ["a", "b"]}, "expression": {"const": "else"}},
+    "required": ["assignment", "expression"],
+}
+_ENGINE_FILES = str(Path(granite4_neuron.engine.__file__).parent)
+_MOST_LINES = 5000  # of the engine's files, within which an interrupt comes
+# A trace can raise where Python handles no signal: between the last two lines of `Engine.step`, and where the wrapper
+# that `Engine.add` and other methods share releases the engine's lock.
+_WITHOUT_SIGNALS = (Engine.step.__code__, Engine.add.__code__)
+
+
+class TargetRuntime(CPURuntime):
+    """The model's runtime. It cuts prompts every 16 tokens.
+
+    mixed: steps of pieces of prompts and of single tokens.
+    """
+
+    tokens_per_step = 16
+    mixed = 0
+
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """Count steps of both."""
+        self.mixed += len({len(row.tokens) > 1 for row in rows}) > 1
+        return super().step(state, rows, all_logits)
+
+
+class TargetOnDevice(DecodingRuntime):
+    """The model's runtime on a device that chooses tokens itself, and on which the engine runs ahead."""
+
+    tokens_per_step = 16
+
+
+class DraftRuntime(CPURuntime):
+    """The draft model's runtime."""
+
+    tokens_per_step = 16
+
+
+@dataclass
+class Report:
+    """faults: those that came to pass, by place.
+    compared: texts that were to be those of the sequence alone.
+    failed: sequences that ended with an error.
+    mixed: steps of pieces of prompts and of single tokens.
+    ahead: tokens that ran before the engine knew them. stopped: stop tokens that a device did not run.
+    drawn: tokens that a device has drawn. undecided: those that it left to the host.
+    wrong: what is not as it must be, in words.
+    """
+
+    faults: Counter = field(default_factory=Counter)
+    compared: int = 0
+    failed: int = 0
+    mixed: int = 0
+    ahead: int = 0
+    stopped: int = 0
+    drawn: int = 0
+    undecided: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def _new_error(chance: random.Random) -> BaseException:
+    kinds = (RuntimeError("planted"), MemoryError(), UserError("planted."), OSError("planted"), KeyboardInterrupt())
+    return chance.choice(kinds)
+
+
+class Faults:
+    """Lets methods fail: the next call of one of them, before or after its work.
+
+    may_end: how many sequences may have ended by what has failed since this was last set.
+    """
+
+    def __init__(self, chance: random.Random, count: Counter):
+        self._chance = chance
+        self._count = count
+        self._places: dict[str, int] = {}
+        self._armed: str | None = None
+        self.may_end = 0
+
+    @contextmanager
+    def watching(self, most: int, owner: type, *names: str) -> Iterator[None]:
+        """Let methods of a class fail that were armed. One that fails may end so many sequences."""
+        methods = {name: getattr(owner, name) for name in names}
+        for name, method in methods.items():
+            place = f"{owner.__name__}.{name}"
+            self._places[place] = most
+            setattr(owner, name, self._failing(place, method))
+        try:
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(owner, name, method)
+
+    def _failing(self, place: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self._armed != place:
+                return method(*arguments, **options)
+            self._armed = None
+            error = _new_error(self._chance)
+            is_main = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and not is_main:
+                error = OSError("planted")  # interrupts come to the main thread only
+            self.note(place, NUM_SEQUENCES if isinstance(error, KeyboardInterrupt) else self._places[place])
+            if self._chance.random() < 0.5:
+                method(*arguments, **options)
+            raise error
+
+        return call
+
+    def arm(self) -> None:
+        """Have the next call of one of the methods fail."""
+        self._armed = self._chance.choice(list(self._places))
+
+    def note(self, place: str, most: int) -> None:
+        """Take note of a fault that may end so many sequences."""
+        self._count[place] += 1
+        self.may_end += most
+
+    def disarm(self) -> None:
+        """Have no method fail."""
+        self._armed = None
+
+    @contextmanager
+    def interrupt(self) -> Iterator[None]:
+        """Interrupt this thread at one of the next lines of the engine's files, if it comes that far."""
+        lines = int(_MOST_LINES ** self._chance.random())
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal lines
+            if not frame.f_code.co_filename.startswith(_ENGINE_FILES) or frame.f_code in _WITHOUT_SIGNALS:
+                return None
+            lines -= event == "line"
+            if lines == 0:
+                sys.settrace(None)
+                self.note("a line of the engine", NUM_SEQUENCES)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+@dataclass
+class Failing:
+    """Passes on so many results, and then something else, or an exception."""
+
+    calls: int
+    wrong: Any
+
+    def __call__(self, right: Any) -> Any:
+        self.calls -= 1
+        if self.calls >= 0:
+            return right
+        return self.wrong() if callable(self.wrong) else self.wrong
+
+
+@dataclass
+class FailingConstraint:
+    """Forbids nothing. One of its methods fails."""
+
+    place: str
+    failing: Failing
+
+    def fork(self) -> Any:
+        """See `Constraint.fork`."""
+        return self._result("fork", replace(self, failing=replace(self.failing)))
+
+    def mask(self, logits: torch.Tensor) -> Any:
+        """See `Constraint.mask`."""
+        return self._result("mask", logits.clone())
+
+    def accept(self, token: int) -> None:
+        """See `Constraint.accept`."""
+        self._result("accept", None)
+
+    def count_allowed(self, tokens: Sequence[int]) -> Any:
+        """See `Constraint.count_allowed`."""
+        return self._result("count_allowed", len(tokens))
+
+    def forced(self, most: int) -> Any:
+        """See `Constraint.forced`."""
+        return self._result("forced", ())
+
+    def _result(self, place: str, right: Any) -> Any:
+        return self.failing(right) if place == self.place else right
+
+
+@dataclass
+class ByMasks:
+    """Another constraint without the tokens that it forces."""
+
+    inner: Constraint
+
+    def __post_init__(self) -> None:
+        self.mask, self.accept, self.count_allowed = self.inner.mask, self.inner.accept, self.inner.count_allowed
+
+    def fork(self) -> ByMasks:
+        """See `Constraint.fork`."""
+        return ByMasks(self.inner.fork())
+
+    def forced(self, most: int) -> Sequence[int]:
+        """See `Constraint.forced`."""
+        return ()
+
+
+class UnreliableDrafter:
+    """Proposes what another drafter does, and now and then what no drafter may."""
+
+    def __init__(self, drafter: Drafter, chance: random.Random, faults: Faults):
+        self._drafter = drafter
+        self._chance = chance
+        self._faults = faults
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Any:
+        """See `Drafter.propose`."""
+        drafts = self._drafter.propose(requests)
+        if self._chance.random() < 0.95:
+            return drafts
+        self._faults.note("what a drafter returns", 0)
+        wrong = (None, -1, 10**9, "a", [-1], [10**9], ["a"], [True], [0] * 99, torch.tensor([1]))
+        return self._chance.choice((None, 5, drafts[1:], *([each] * len(requests) for each in wrong)))
+
+    def end(self, id: int) -> None:
+        """See `Drafter.end`."""
+        self._drafter.end(id)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The outputs of a sequence alone."""
+
+    tokens: Sequence[int]
+    text: str
+    reason: str
+    logprobs: Sequence[Any]
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output]) -> Expected:
+        tokens, logprobs = [each.token for each in outputs], [each.logprob for each in outputs]
+        return cls(tokens, "".join(each.text for each in outputs), outputs[-1].finish_reason, logprobs)
+
+
+class Fuzz:
+    """Runs requests on one engine after another, with a prefix cache and a drafter that outlive them.
+
+    Args:
+        folder: of the prefix cache.
+        on_device: on a device that chooses tokens itself, without drafts.
+    """
+
+    def __init__(self, folder: Path, seed: int, on_device: bool = False):
+        self.report = Report()
+        self._ended: set[int] = set()  # ids of sequences that have had their last output
+        self._chance = random.Random(seed)
+        self._faults = Faults(self._chance, self.report.faults)
+        checkpoint = bundled_checkpoint()
+        model = load_model(checkpoint, torch.float32)
+        adapters = {name: random_adapter(model.config, 4, number) for number, name in enumerate(("plain", "activated"))}
+        self._tokenizer = open_checkpoint(checkpoint).load_tokenizer()
+        invocation = tuple(self._tokenizer.encode("statement"))
+        adapters["activated"] = replace(adapters["activated"], invocation=invocation)
+        defaults = GenerationConfig.from_dict(read_object(checkpoint / "generation_config.json"))
+        self._on_device, self._may_end_later = on_device, 0
+        self._target: type[CPURuntime] = TargetOnDevice if on_device else TargetRuntime
+        self._runtime = self._target(model, defaults, adapters=adapters)
+        self._host = TargetRuntime(model, defaults, adapters=adapters)
+        draft_model = DraftModel(DraftRuntime(model, defaults), model.config.vocab_size, NUM_SEQUENCES, MAX_LENGTH)
+        self._drafters = [
+            UnreliableDrafter(each, self._chance, self._faults) for each in (NgramDrafter(1, 3), draft_model)
+        ]
+        self._folder = PrefixFolder(folder, _FOLDER_BYTES, self._runtime)
+        self._cache = PrefixCache(self._runtime, _CACHE_BYTES, 16, at_branches=True, folder=self._folder)
+        self._requests = list(_requests(self._tokenizer, model.config.vocab_size))
+        self._expected = [self._alone(request) for request in self._requests]
+        if on_device:
+            self._add_kinds_that_run_ahead()
+        self._engine = self._new_engine()
+
+    def run(
+        self, num_requests: int, progress: Callable[[Sequence[int]], Sequence[int]] = lambda numbers: numbers
+    ) -> Report:
+        """Run so many requests with faults, and then each kind of request without."""
+        with ExitStack() as stack:
+            for most, owner, *names in (
+                (NUM_SEQUENCES, self._target, "step", "decode", "verify", "commit"),
+                (1, self._target, "allocate"),
+                (1, Sampler, "mask", "choose", "allowed", "certain", "take_certain"),
+                (1, TextStream, "add", "finish"),
+                (1, RunningSequence, "append", "record_prompt_logprobs", "give_taken"),
+                # These only save time.
+                (0, self._target, "snapshot", "restore", "prepare_snapshot"),
+                (0, DraftRuntime, "step", "verify", "commit"),
+                (0, Snapshot, "save", "load"),
+            ):
+                stack.enter_context(self._faults.watching(most, owner, *names))
+            self._run_with_faults(progress(range(num_requests)))
+        self._run_all_kinds()
+        self._folder.close()
+        if isinstance(self._runtime, TargetOnDevice):
+            self.report.ahead, self.report.stopped = self._runtime.ahead, self._runtime.stopped
+            self.report.drawn, self.report.undecided = self._runtime.drawn, self._runtime.undecided
+        else:
+            self.report.mixed = self._runtime.mixed
+        return self.report
+
+    def _add_kinds_that_run_ahead(self) -> None:
+        """Have most requests be of kinds whose tokens a device chooses: some end at a token or a string, and for each
+        there is one that goes on with its text, from a snapshot of its end or of a place within it.
+        """
+        plain = [number for number, each in enumerate(self._requests) if _is_plain(each)]
+        for number in plain:
+            request, tokens = self._requests[number], self._expected[number].tokens
+            middle = tokens[len(tokens) // 2]
+            ended = (
+                request,
+                replace(request, stop_token_ids=[middle, self._tokenizer.eos_token_id]),
+                replace(request, stop=[self._tokenizer.decode([middle])]),
+            )
+            # Of those that are drawn one each, because all would take long.
+            for each in ended if request.temperature is None else ended[number % 3 :][:1]:
+                answer = self._alone(each).tokens
+                further = self._tokenizer.encode(" and")
+                goes_on = replace(request, tokens=[*request.tokens, *answer[:-1], *further], snapshots_at=None)
+                for kind in (each, replace(goes_on, tokens=[*request.tokens, *answer, *further]), goes_on):
+                    self._requests.append(kind)
+                    self._expected.append(self._alone(kind))
+
+    def _new_engine(self) -> Engine:
+        return Engine(
+            self._runtime,
+            NUM_SEQUENCES,
+            max_length=MAX_LENGTH,
+            tokenizer=self._tokenizer,
+            prefix_cache=self._cache,
+            # Without one, pieces of prompts and single tokens share steps.
+            drafter=None if self._on_device else self._chance.choice([*self._drafters, None, None]),
+            draft_tokens=self._chance.randrange(1, 6),
+        )
+
+    def _alone(self, request: Request) -> Expected:
+        """Run a request alone, and each of its tokens in a step of its own."""
+        engine = Engine(self._host, 1, max_length=MAX_LENGTH, tokenizer=self._tokenizer)
+        if request.constraint is not None:
+            request = replace(request, constraint=ByMasks(request.constraint))
+        engine.add(request)
+        outputs: list[Output] = []
+        while engine.has_work:
+            outputs += engine.step()
+        return Expected.of(outputs)
+
+    def _run_with_faults(self, numbers: Sequence[int]) -> None:
+        running: dict[int, _Run] = {}
+        for _ in numbers:
+            self._add(running)
+            while self._engine.num_running + self._engine.num_waiting > NUM_SEQUENCES:
+                self._step(running)
+                if running and self._chance.random() < 0.02:
+                    self._cancel(running)
+                if self._chance.random() < 0.005:
+                    running.clear()
+                    self._engine, self._faults.may_end = self._new_engine(), 0
+                    gc.collect()  # some requests bring code that knows their engine
+                    self._check(self._cache.stats.in_use == 0, "an engine that is gone holds snapshots")
+        while self._engine.has_work:
+            self._step(running)
+        self._check(not running, f"{len(running)} sequences never ended")
+        self._check(self._cache.stats.in_use == 0, "snapshots are in use, and no sequence runs")
+
+    def _add(self, running: dict[int, _Run]) -> None:
+        kind = self._chance.randrange(len(self._requests))
+        request, fails = self._with_a_fault(self._requests[kind])
+        with suppress(KeyboardInterrupt, UserError), self._sometimes_interrupted(0.02):
+            running[self._engine.add(request)] = _Run(kind, fails)
+
+    def _cancel(self, running: dict[int, _Run]) -> None:
+        id = self._chance.choice(list(running))
+        with suppress(KeyboardInterrupt), self._sometimes_interrupted(0.2):
+            self._engine.cancel(id)
+            del running[id]
+
+    def _step(self, running: dict[int, _Run]) -> None:
+        """Run a step in which something may fail, and compare what has ended."""
+        if self._chance.random() < 0.3:
+            self._faults.arm()
+        outputs: Sequence[Output] | None = None
+        with suppress(KeyboardInterrupt), self._sometimes_interrupted(0.1):
+            outputs = self._engine.step()
+        self._faults.disarm()
+        if outputs is None:  # what has ended is for the next step to say
+            return
+        errors = []
+        for output in outputs:
+            run = running.get(output.id)
+            self._check(output.id not in self._ended, "a sequence has an output after its last one")
+            if output.finish_reason is not None:
+                self._ended.add(output.id)
+            if run is None:  # an interrupted `add` has not said that it was added
+                continue
+            run.outputs.append(output)
+            if output.finish_reason is not None:
+                self._compare(running.pop(output.id))
+                errors += [output.error] if output.error is not None and not run.fails else []
+        failed, self._faults.may_end = self._faults.may_end, 0
+        most = self._may_end_later + failed
+        self._check(len(errors) <= most, f"{len(errors)} sequences ended, and {most} may: {errors}")
+        # Where the step that was to follow has failed, its sequences end with the next call.
+        self._may_end_later = min(failed, max(0, most - len(errors))) if self._on_device else 0
+
+    def _compare(self, run: _Run) -> None:
+        expected, last = self._expected[run.kind], run.outputs[-1]
+        if last.error is None:
+            self.report.compared += 1
+            self._check(Expected.of(run.outputs) == expected, f"{Expected.of(run.outputs)} and not {expected}")
+            return
+        self.report.failed += 1
+        tokens = [output.token for output in run.outputs[:-1]]
+        self._check(tokens == expected.tokens[: len(tokens)], f"{tokens} and not {expected.tokens}")
+
+    def _run_all_kinds(self) -> None:
+        """Run all kinds of requests once more: nothing of what failed is in the prefix cache."""
+        engine = self._new_engine()
+        ids = {engine.add(request): expected for request, expected in zip(self._requests, self._expected, strict=True)}
+        outputs: dict[int, list[Output]] = {id: [] for id in ids}
+        while engine.has_work:
+            for output in engine.step():
+                outputs[output.id].append(output)
+        for id, expected in ids.items():
+            self.report.compared += 1
+            self._check(Expected.of(outputs[id]) == expected, f"{Expected.of(outputs[id])} at the end, not {expected}")
+
+    @contextmanager
+    def _sometimes_interrupted(self, probability: float) -> Iterator[None]:
+        if self._chance.random() >= probability:
+            yield
+        else:
+            with self._faults.interrupt():
+                yield
+
+    def _check(self, is_right: bool, wrong: str) -> None:
+        if not is_right:
+            self.report.wrong.append(wrong)
+
+    def _with_a_fault(self, request: Request) -> tuple[Request, bool]:
+        """Return the request, or now and then one that brings something that fails; and whether it does."""
+        if self._chance.random() < 0.8:
+            return request, False
+        failing = Failing(self._chance.randrange(NEW_TOKENS), self._chance.choice(self._wrong_results()))
+        if request.constraint is not None or self._chance.random() < 0.5:
+            return replace(request, logits_processors=[lambda tokens, scores: failing(scores)]), True
+        place = self._chance.choice(("fork", "mask", "accept", "count_allowed", "forced"))
+        return replace(request, constraint=FailingConstraint(place, failing)), True
+
+    def _wrong_results(self) -> Sequence[Any]:
+        engine = self._engine
+        calls = (engine.step, lambda: engine.cancel(0), lambda: engine.add(self._requests[0]), lambda: engine.finish(0))
+        errors = (ValueError("planted"), MemoryError(), UserError("planted."), ZeroDivisionError())
+        wrong = (None, -1, 10**9, "a", torch.zeros(3), torch.zeros(1, 7), torch.zeros(1, 10**5), [0.0], torch.tensor(1))
+        raising = (lambda error=error: _raise(type(error)(*error.args)) for error in errors)
+        return [*calls, *raising, self._interrupt, *wrong]
+
+    def _interrupt(self) -> None:
+        self._faults.note("an interrupt in what a request brings", NUM_SEQUENCES)
+        raise KeyboardInterrupt
+
+
+@dataclass
+class _Run:
+    """A request of a kind, what it has given, and whether something that it brings fails."""
+
+    kind: int
+    fails: bool
+    outputs: list[Output] = field(default_factory=list)
+
+
+def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[Request]:
+    """Return requests of all kinds."""
+    grammars = Grammars(tokenizer, vocab_size)
+    options: list[dict[str, Any]] = [
+        {},
+        dict(temperature=0.8, seed=3),
+        dict(temperature=1.2, top_k=20, top_p=0.9, min_p=0.02, seed=4),
+        dict(frequency_penalty=0.7, presence_penalty=0.5, repetition_penalty=1.2),
+        dict(stop=["the", "\n\n"], min_tokens=3),
+        dict(logprobs=2),
+        dict(prompt_logprobs=1, logprobs=0, temperature=0.7, seed=5),
+        dict(constraint=grammars.constraint("json", _SCHEMA), stop_token_ids=[tokenizer.eos_token_id]),
+        dict(constraint=grammars.constraint("json", _LONG_NAMES), logprobs=2, stop_token_ids=[tokenizer.eos_token_id]),
+        dict(constraint=grammars.constraint("json", _LONG_NAMES), stop=['ent": '], temperature=1.0, seed=8),
+        dict(constraint=grammars.constraint("regex", "[a-z ]+x"), temperature=0.9, seed=6),
+        dict(adapter="plain"),
+        dict(adapter="activated", temperature=0.5, seed=7),
+        dict(snapshots_at=[3]),
+    ]
+    for number, option in enumerate(options):
+        for place, start in enumerate(_STARTS):
+            text = (_SHARED if (number + place) % 2 else "") + start
+            yield Request(tokenizer.encode(text), NEW_TOKENS + place, **option)
+    grammars.close()
+
+
+def _is_plain(request: Request) -> bool:
+    """Return whether no option says how the tokens of a request are chosen but by drawing them, or where they end."""
+    drawing = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed"))
+    options = replace(request, tokens=[0], max_tokens=1, adapter=None, snapshots_at=None, **drawing)
+    return options == Request([0], 1)
+
+
+def fuzz(num_requests: int, seed: int = 0, on_device: bool = False, **options: Any) -> Report:
+    """Run the fuzz; see `Fuzz` and, for options, `Fuzz.run`."""
+    logging.disable()  # records keep the frames of what failed, and with them snapshots
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return Fuzz(Path(folder) / "prefixes", seed, on_device).run(num_requests, **options)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=at_least(1), default=2000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--on-device", action="store_true", help="on a stand-in for a device that chooses tokens itself"
+    )
+    options = parser.parse_args(arguments)
+    report = fuzz(
+        options.requests, options.seed, options.on_device, progress=lambda numbers: track(numbers, "requests")
+    )
+    print(f"{options.requests} requests, {report.failed} of which failed, and {report.compared} texts compared")
+    print(f"faults: {dict(report.faults.most_common())}")
+    if options.on_device:
+        print(
+            f"tokens that ran before the engine knew them: {report.ahead}, and {report.stopped} that ended a sequence; "
+            f"drawn there: {report.drawn}, and {report.undecided} left to the host"
+        )
+    else:
+        print(f"steps of pieces of prompts and of single tokens: {report.mixed}")
+    print(f"wrong: {len(report.wrong)}")
+    for wrong in report.wrong[:5]:
+        print(wrong)
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

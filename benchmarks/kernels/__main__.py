@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.kernels.command import main
+
+sys.exit(main())

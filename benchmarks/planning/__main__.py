@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.planning.command import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.serving.command import main
+
+sys.exit(main())
