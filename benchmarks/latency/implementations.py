@@ -219,7 +219,7 @@ def _serve(
         elif name == TRANSFORMERS:
             implementation = Transformers(folder, dtype, options.device)
         elif name == LLAMA_CPP:
-            implementation = LlamaCpp(options.llama_cpp, options.gguf, options.threads)
+            implementation = LlamaCpp(options.llama_cpp, options.gguf, options.threads, options.device)
         elif name == OPENVINO:
             implementation = OpenVino(options.openvino, dtype, options.threads, max(options.batch_size))
         else:
@@ -245,7 +245,9 @@ def _serve(
 
 
 def _peak_bytes(name: str, device: str) -> int:
-    """Return the most memory that an implementation has held so far: of the GPU if it runs on one."""
-    if device.startswith("cuda"):
+    """Return the most memory that an implementation has held so far: of the GPU if it runs there, but for llama.cpp,
+    which does not tell.
+    """
+    if device.startswith("cuda") and name != LLAMA_CPP:
         return torch.cuda.max_memory_allocated(device)
     return peak_memory_bytes(resource.RUSAGE_CHILDREN if name == LLAMA_CPP else resource.RUSAGE_SELF)

@@ -3,7 +3,7 @@ prompt in chunks, behind a prefix hit, with drafts and on other numbers of threa
 
     python -m benchmarks.one_text --compare transformers vllm
     python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
-    python -m benchmarks.one_text --backend torch --device cuda --random-weights h-350m --compare transformers
+    python -m benchmarks.one_text --backend torch --device cuda --batch-invariant --random-weights h-350m
 
 Texts are greedy. A row is a token, and its number the log-probability that the implementation reports; those that it
 does not report, and rows behind the first token that differs, are not compared. vllm is vLLM without this package's
@@ -216,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=DEVICES, default=DEVICES[0], help="of --backend torch (default: %(default)s)"
     )
     parser.add_argument("--compiler", help="of --backend torch, such as aot_eager (default: the device's)")
+    parser.add_argument("--batch-invariant", action="store_true", default=None, help="of a GPU, as for generate")
     parser.add_argument(
         "--slots",
         type=at_least(1),

@@ -134,8 +134,8 @@ def _cpu(model: GraniteMoeHybridForCausalLM, options: argparse.Namespace) -> Run
 
 
 def _torch(model: GraniteMoeHybridForCausalLM, options: argparse.Namespace) -> Runtime:
-    device = dict(device=options.device, compiler=options.compiler)
-    return TorchRuntime(model, transformers.GenerationConfig(), **device)
+    choices = dict(device=options.device, compiler=options.compiler, batch_invariant=options.batch_invariant)
+    return TorchRuntime(model, transformers.GenerationConfig(), **choices)
 
 
 def _xla(model: GraniteMoeHybridForCausalLM, options: argparse.Namespace) -> Runtime:

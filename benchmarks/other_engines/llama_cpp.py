@@ -20,10 +20,13 @@ class LlamaCpp:
     Args:
         programs: the folder of llama-bench.
         file: the weights.
+        device: "cuda" or "cuda:N" for that GPU, which llama-bench refuses if it is built without CUDA; others for the
+            CPU.
     """
 
-    def __init__(self, programs: Path, file: Path, threads: int):
-        self._command = [str(programs / BENCH), "-m", str(file), "-t", str(threads), "-r", "1", "-o", "json"]
+    def __init__(self, programs: Path, file: Path, threads: int, device: str):
+        self._command = [str(programs / BENCH), "-m", str(file), "-t", str(threads), "-dev", _device(device)]
+        self._command += ["-r", "1", "-o", "json"]
         self.weight_bytes = file.stat().st_size
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
@@ -41,6 +44,12 @@ class LlamaCpp:
     def _seconds(self, *arguments: str | int) -> float:
         (test,) = json.loads(_run([*self._command, *map(str, arguments)]))
         return test["samples_ns"][0] / 1e9
+
+
+def _device(device: str) -> str:
+    """Return llama.cpp's name of a PyTorch device."""
+    kind, _, number = device.partition(":")
+    return f"CUDA{number or 0}" if kind == "cuda" else "none"
 
 
 def gguf_of(folder: Path, quantize: str | None, programs: Path, into: Path) -> Path:
@@ -65,5 +74,7 @@ def _run(command: list[str]) -> str:
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run ({error.strerror}).") from None
     except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip() or "no reason given").splitlines()[-1]
+        lines = error.stderr.strip().splitlines() or ["no reason given"]
+        # Behind the reason there may be a page of help.
+        reason = next((line for line in lines if line.startswith("error:")), lines[-1])
         raise UserError(f"{' '.join(command)} failed: {reason}") from None

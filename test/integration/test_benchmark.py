@@ -101,8 +101,8 @@ class TestProfile:
 LLAMA_BENCH = """#!/bin/sh
 # As llama-bench: it takes a second for a prompt, and 30 ms for three steps after one.
 case "$*" in
-    "-m {gguf} -t 1 -r 1 -o json -p 9 -n 0") echo '[{{"samples_ns": [1000000000]}}]' ;;
-    "-m {gguf} -t 1 -r 1 -o json -p 0 -n 3 -d 9") echo '[{{"samples_ns": [30000000]}}]' ;;
+    "-m {gguf} -t 1 -dev none -r 1 -o json -p 9 -n 0") echo '[{{"samples_ns": [1000000000]}}]' ;;
+    "-m {gguf} -t 1 -dev none -r 1 -o json -p 0 -n 3 -d 9") echo '[{{"samples_ns": [30000000]}}]' ;;
     *) echo "error: failed to load model" >&2; exit 1 ;;
 esac
 """
