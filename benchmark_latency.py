@@ -1,4 +1,4 @@
-"""Latency of Granite 4 hybrid models on this machine, alone or side by side with transformers,
+"""Latency of hybrid models on this machine, alone or side by side with transformers,
 llama.cpp or OpenVINO.
 
     python benchmark_latency.py
@@ -43,7 +43,7 @@ from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 
 
 @reports_errors
@@ -73,7 +73,7 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
     if options.random_weights is None:
         yield open_checkpoint(options.model or bundled_checkpoint()).path
         return
-    config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    config = published_config(options.random_weights)
     options.dtype = options.dtype or config.torch_dtype
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / options.random_weights

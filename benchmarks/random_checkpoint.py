@@ -2,6 +2,7 @@
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
 python -m benchmarks.random_checkpoint h-small FOLDER --layers mamba attention --experts 16
+python -m benchmarks.random_checkpoint nemotron-3-nano-4b FOLDER --layers mamba mlp attention --vocabulary 43691
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, published_config
 from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.config.nemotron_h import EXPERTS, MLP
 from granite4_neuron.generation import bundled_checkpoint
 
 
@@ -36,23 +38,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layers",
         nargs="+",
-        choices=(MAMBA, ATTENTION),
+        choices=(MAMBA, ATTENTION, MLP, EXPERTS),
         metavar="KIND",
         help="layers of these kinds in place of the member's, and the bundled model's vocabulary",
     )
+    parser.add_argument("--vocabulary", type=at_least(1), metavar="N", help="with --layers: a vocabulary of N tokens")
     parser.add_argument("--experts", type=at_least(1), metavar="N", help="N experts a layer, of the same width")
     options = parser.parse_args(arguments)
-    config = _part(GraniteMoeHybridConfig.from_family(options.name), options.layers, options.experts)
+    config = _part(published_config(options.name), options.layers, options.vocabulary, options.experts)
     _write(config, options.folder, getattr(torch, options.dtype))
     return 0
 
 
-def _part(config: ModelConfig, layers: Sequence[str] | None, experts: int | None) -> ModelConfig:
-    """Return a config with other layers, or with fewer experts."""
+def _part(
+    config: ModelConfig, layers: Sequence[str] | None, vocabulary: int | None, experts: int | None
+) -> ModelConfig:
+    """Return a config with other layers and their vocabulary, or with fewer experts."""
     changes: dict[str, Any] = {}
     if layers is not None:
         bundled = open_checkpoint(bundled_checkpoint()).config
         same = {name: getattr(bundled, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        if vocabulary is not None:
+            if vocabulary < bundled.vocab_size:
+                raise UserError(f"--vocabulary is {vocabulary}; the tokenizer has {bundled.vocab_size} tokens.")
+            same["vocab_size"] = vocabulary
         changes |= dict(layer_types=tuple(layers), num_hidden_layers=len(layers), **same)
     if experts is not None:
         if not config.num_experts_per_tok <= experts <= config.num_local_experts:
@@ -65,7 +74,7 @@ def _part(config: ModelConfig, layers: Sequence[str] | None, experts: int | None
 
 def write_random(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a checkpoint with the dimensions of a family member; return its folder."""
-    _write(GraniteMoeHybridConfig.from_family(name), folder, dtype)
+    _write(published_config(name), folder, dtype)
     return folder
 
 

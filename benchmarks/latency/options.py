@@ -23,7 +23,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.plot import add_plot, check_plot
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
-from granite4_neuron.config import family_names
+from granite4_neuron.config.published import published_names
 from granite4_neuron.runtime.torch_device import find_compiler, find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")
@@ -36,7 +36,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--model", help="checkpoint folder, GGUF file or Hugging Face id (default: the small bundled model)"
     )
     parser.add_argument(
-        "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
+        "--random-weights",
+        metavar="NAME",
+        help=f"real dimensions, random weights: one of {', '.join(published_names())}",
     )
     add_arithmetic(parser)
     add_backend(parser, BACKENDS)

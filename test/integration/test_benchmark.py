@@ -31,7 +31,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.model.parameters import EMBEDDING, parameters
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -210,6 +210,15 @@ def test_a_random_checkpoint_of_some_layers(tmp_path, capsys):
     assert max(checkpoint.load_tokenizer().get_vocab().values()) < checkpoint.config.vocab_size < member.vocab_size
     assert random_checkpoint.main(["h-tiny", str(tmp_path / "other"), "--experts", "5"]) == 2
     assert "--experts is 5; a token has 6 of 64" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_a_random_checkpoint_of_parts_of_a_nemotron_model(tmp_path, capsys):
+    arguments = ["nemotron-3-nano-30b-a3b", str(tmp_path / "model"), "--layers", "mamba", "--vocabulary"]
+    assert random_checkpoint.main([*arguments, "2000"]) == 0
+    config, member = open_checkpoint(tmp_path / "model").config, published_config("nano-30b-a3b")
+    assert config.layer_types == ("mamba",) and config.hidden_size == member.hidden_size and config.vocab_size == 2000
+    assert random_checkpoint.main([*arguments, "1000"]) == 2
+    assert "--vocabulary is 1000; the tokenizer has 1024 tokens" in capsys.readouterr().err
 
 
 def test_the_options_of_a_backend_come_to_its_runtime(monkeypatch, texting_folder):

@@ -13,7 +13,7 @@ from granite4_neuron.checkpoint.folder import FolderCheckpoint
 from granite4_neuron.checkpoint.gguf.checkpoint import GGUFCheckpoint
 from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.checkpoint.hub import download
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.published import hub_id, published_name
 from granite4_neuron.errors import UserError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -57,6 +57,6 @@ def _suggestion(name: str) -> str:
     """Return the rest of a sentence that says that `name` is not a folder."""
     if address := _HUB_ADDRESS.fullmatch(name):
         return f"; did you mean {address[1]}?"
-    if GraniteMoeHybridConfig.is_family_member(name):
-        return f" on this machine; did you mean ibm-granite/granite-4.0-{name.removeprefix('granite-4.0-')}?"
+    if whole_name := published_name(name):
+        return f" on this machine; did you mean {hub_id(whole_name)}?"
     return "; give the folder of a checkpoint, a GGUF file or a Hugging Face id (owner/name)."

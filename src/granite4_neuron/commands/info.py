@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from granite4_neuron.commands.options import add_model, checkpoint_or_member, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, published_config
 from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     checkpoint = checkpoint_or_member(name, options.revision)
     config: ModelConfig
     if checkpoint is None:
-        config, stored_in = GraniteMoeHybridConfig.from_family(name), []
+        config, stored_in = published_config(name), []
         dtype = config.torch_dtype
     else:
         config, dtype, stored_in = checkpoint.config, checkpoint.dtype, checkpoint.stored_in

@@ -17,7 +17,8 @@ from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, family_names
+from granite4_neuron.config import ModelConfig, published_config
+from granite4_neuron.config.published import published_name, published_names
 from granite4_neuron.errors import UserError, printable
 from granite4_neuron.neuron_sdk import KERNELS
 from granite4_neuron.runtime.backends.common import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
@@ -82,7 +83,7 @@ def add_model(parser: argparse._ActionsContainer, family: bool = False) -> None:
 
 def add_model_alone(parser: argparse._ActionsContainer, family: bool = False) -> None:
     """Add --model; --revision, which few need, is to follow in a later group."""
-    names = f", or one of {', '.join(family_names())}" if family else ""
+    names = f", or one of {', '.join(published_names())}" if family else ""
     parser.add_argument(
         "--model",
         help=f"a checkpoint folder, a GGUF file or a Hugging Face id{names} (default: the small model that comes with "
@@ -271,7 +272,7 @@ def model_checkpoint(options: argparse.Namespace) -> Checkpoint:
 
 def checkpoint_or_member(name: str, revision: str | None = None) -> Checkpoint | None:
     """Open a checkpoint; None for a family member if there is no folder of that name."""
-    is_member = not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name)
+    is_member = not os.path.isdir(name) and published_name(name) is not None
     return None if is_member else open_checkpoint(name, revision)
 
 
@@ -280,7 +281,7 @@ def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfi
     DTYPES.
     """
     if (checkpoint := checkpoint_or_member(name, revision)) is None:
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         return config, config.torch_dtype
     return checkpoint.config, checkpoint.dtype
 

@@ -15,6 +15,7 @@ from granite4_neuron.config.granite_moe_hybrid import ARCHITECTURE, MODEL_TYPE, 
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import EXPERT_NUMBER, LayerParts, ModelConfig, RankDimensions
 from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE, NemotronHConfig
+from granite4_neuron.config.published import published_values
 from granite4_neuron.errors import UserError
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "config_from_dict",
     "config_from_file",
     "family_names",
+    "published_config",
 ]
 
 # The class of each model_type, and what models of that type are.
@@ -67,3 +69,12 @@ def config_from_file(path: str | Path) -> ModelConfig:
         UserError: see `config_from_dict`; also when the file is missing or is not JSON.
     """
     return config_from_dict(read_object(Path(path)), source=str(path))
+
+
+def published_config(name: str) -> ModelConfig:
+    """Return the dimensions of a published checkpoint, such as ``granite-4.0-h-350m`` or ``h-350m``.
+
+    Raises:
+        UserError: there is no such checkpoint; the message lists them.
+    """
+    return config_from_dict(published_values(name), source=name)

@@ -6,7 +6,6 @@ Field names are Hugging Face's. The spellings of transformers 4.57 and of 5.x ar
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import reprlib
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from granite4_neuron.config.checks import require, require_one_of, require_posit
 from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import LayerParts, ModelConfig, layers_to_read
+from granite4_neuron.config.published import published_names, published_values
 from granite4_neuron.errors import UserError
 
-_FAMILY = Path(__file__).parents[1] / "family"  # a config.json for each published checkpoint
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 
@@ -105,11 +104,6 @@ class GraniteMoeHybridConfig(ModelConfig):
         """
         return cls.from_dict(read_object(Path(path)), source=str(path))
 
-    @staticmethod
-    def is_family_member(name: str) -> bool:
-        """Return whether `from_family` knows the name."""
-        return f"granite-4.0-{name.removeprefix('granite-4.0-')}" in family_names()
-
     @classmethod
     def from_family(cls, name: str) -> GraniteMoeHybridConfig:
         """Return the published dimensions of a member of the Granite 4.0 family, such as ``granite-4.0-h-350m`` or
@@ -118,10 +112,7 @@ class GraniteMoeHybridConfig(ModelConfig):
         Raises:
             UserError: no such member; the message lists them.
         """
-        file = _FAMILY / f"granite-4.0-{name.removeprefix('granite-4.0-')}.json"
-        if not cls.is_family_member(name):
-            raise UserError(f"there is no family member {name!r}; choose one of: {', '.join(family_names())}.")
-        return cls.from_dict(json.loads(file.read_text(encoding="utf-8")), source=file.name)
+        return cls.from_dict(published_values(name), source=name)
 
     def to_dict(self) -> dict[str, Any]:
         """Implement `ModelConfig.to_dict`, for transformers 4.57 and 5.x."""
@@ -141,4 +132,4 @@ class GraniteMoeHybridConfig(ModelConfig):
 
 def family_names() -> list[str]:
     """Return the names that `GraniteMoeHybridConfig.from_family` knows."""
-    return sorted(file.name.removesuffix(".json") for file in _FAMILY.iterdir())
+    return [name for name in published_names() if name.startswith("granite-")]

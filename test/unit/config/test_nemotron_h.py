@@ -5,8 +5,16 @@ import math
 
 import pytest
 
-from granite4_neuron.config import ATTENTION, MAMBA, NemotronHConfig, config_from_dict, config_from_file
+from granite4_neuron.config import (
+    ATTENTION,
+    MAMBA,
+    NemotronHConfig,
+    config_from_dict,
+    config_from_file,
+    published_config,
+)
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.parameters import parameters
 from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config
 
 
@@ -117,3 +125,12 @@ def test_another_family_is_not_read_as_one():
         config_from_dict(dict(model_type="llama"))
     with pytest.raises(UserError, match="must be 'nemotron_h'"):
         NemotronHConfig.from_dict({**nemotron_config().to_dict(), "model_type": "granite"})
+
+
+@pytest.mark.parametrize(
+    "name, counts, millions", [("nano-4b", (21, 4, 17, 0), 3_974), ("nemotron-3-nano-30b-a3b", (23, 6, 0, 23), 31_578)]
+)
+def test_published_dimensions(name, counts, millions):
+    config = published_config(name)
+    assert tuple(config.layer_types.count(kind) for kind in (MAMBA, ATTENTION, "mlp", "moe")) == counts
+    assert round(sum(one.numel for one in parameters(config).values()) / 1e6) == millions
