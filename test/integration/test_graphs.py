@@ -25,7 +25,7 @@ from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
 from granite4_neuron.state.hybrid_state import MambaState
 from granite4_neuron.state.sizes import mamba_state_shapes
-from test.support.checkpoints import CASES, DENSE, small_config
+from test.support.checkpoints import CASES, DENSE, NEMOTRON_CASES, nemotron_config, small_config
 
 pytestmark = pytest.mark.versions
 
@@ -119,7 +119,7 @@ def test_temporaries_of_a_long_context_are_those_of_a_chunk():
         assert after.temporary_bytes <= 1.05 * before.temporary_bytes
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
 def test_nothing_that_the_neuron_compiler_handles_badly(case):
     for graph in graphs_of(case.config(), batch_size=3, buckets=(300,), dtype=torch.bfloat16, max_length=1500):
         assert graph.findings == ()
@@ -235,6 +235,17 @@ class TestWholeGraphs:
     def test_nothing_that_the_neuron_compiler_handles_badly(self, graphs, fetching):
         assert [graph.findings for graph in graphs.values()] == [(), (), ()]
         assert fetching.findings
+
+
+def test_components_of_layers_of_one_part():
+    """There are MLPs of two widths: one of a layer by itself, two beside experts. Their FLOPs are the products'."""
+    config = nemotron_config()
+    prefill, decode, verify, commit = graphs_of(config, verified_tokens=4)
+    for graph in (prefill, decode, verify):
+        assert set(graph.components) == {"mamba", "attention", "experts", "shared MLP", "embedding", "head", "rest"}
+        assert sum(part.flops for part in graph.components.values()) == pytest.approx(graph.cost.flops)
+    assert decode.components["shared MLP"].flops == pytest.approx(2 * 2 * 64 * (72 + 2 * 80), rel=0.05)
+    assert set(commit.components) == {"mamba", "rest"}
 
 
 def test_a_rank_does_its_share():

@@ -6,24 +6,29 @@ from dataclasses import replace
 import pytest
 import torch
 
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.model.parallel import VocabParallelEmbedding
-from granite4_neuron.neuron.analysis import hlo_lint
+from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig, LayerParts, published_config
+from granite4_neuron.model.families import model_of
+from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, report
 from granite4_neuron.neuron.analysis.torch_graphs import lower_torch, trace_torch
-from test.support.checkpoints import DENSE, small_config
+from test.support.checkpoints import DENSE, nemotron_config, small_config
 from test.support.stablehlo import text_findings
 
 pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; the extra dev has it")
 pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
 
 TOKENS = {PREFILL: 128, DECODE: 1, VERIFY: 4, COMMIT: 4}
-FAST = [("h-small", 4, DECODE, (0, 3)), ("h-tiny", 2, COMMIT, (0, 1))]
+CONFIGS = {
+    "h-small": GraniteMoeHybridConfig.from_family("h-small"),
+    "h-tiny": GraniteMoeHybridConfig.from_family("h-tiny"),
+    "nano": published_config("nemotron-3-nano-30b-a3b"),
+}
+FAST = [("h-small", 4, DECODE, (0, 3)), ("h-tiny", 2, COMMIT, (0, 1)), ("nano", 2, DECODE, (0, 1))]
 CASES = [
     *FAST,
     *(
         pytest.param(name, degree, kind, range(degree), marks=pytest.mark.slow)
-        for name in ("h-small", "h-tiny")
+        for name in CONFIGS
         for degree in (2, 4)
         for kind in TOKENS
     ),
@@ -45,18 +50,19 @@ def sent(text):
 
 @pytest.mark.parametrize(("name", "degree", "kind", "ranks"), CASES)
 def test_one_graph_for_all_ranks(name, degree, kind, ranks):
-    """A Mamba layer and an attention layer of real widths. Nothing is run."""
-    layers = (MAMBA, ATTENTION)
-    config = replace(GraniteMoeHybridConfig.from_family(name), layer_types=layers, num_hidden_layers=len(layers))
+    """A layer of each kind, of real widths. Nothing is run."""
+    layers = tuple(dict.fromkeys(CONFIGS[name].layer_types))
+    config = replace(CONFIGS[name], layer_types=layers, num_hidden_layers=len(layers))
     text, *others = (lower_torch(graph_of(config, kind, degree), rank).text for rank in ranks)
     assert all(other == text for other in others)
     assert text_findings(text) == []
     everyone = str([list(range(degree))]), "f32"
     # Of a layer one for its mixer, and one for MLP and experts; then the embedding; then the logits.
-    expected = (0, 0) if kind == COMMIT else (2 * len(layers) + 1, 1)
+    expected = (0, 0) if kind == COMMIT else (config.num_parts + 1, 1)
     assert sent(text) == {"all_reduce": [everyone] * expected[0], "all_gather": [everyone] * expected[1]}
 
 
+KINDS = ("mamba", "moe", "attention", "mlp")
 DENSE_LAYER = small_config(layer_types=(ATTENTION,), **DENSE)
 
 
@@ -73,8 +79,8 @@ def test_a_rank_as_a_constant_is_seen(monkeypatch):
 
 
 def test_the_report(monkeypatch):
-    """Collectives are counted; and a layer with more of them than it may have is a finding."""
-    monkeypatch.setattr(hlo_lint, "MOST_COLLECTIVES", 1)
+    """Collectives are counted; and a layer with more of them than it needs is a finding."""
+    monkeypatch.setattr(LayerParts, "count", 1)
     (decode,) = report(DENSE_LAYER, torch.bfloat16, 2, 1, (), 64, trace_graph=trace_torch)
     hidden, part = 4 * DENSE_LAYER.hidden_size, 4 * DENSE_LAYER.vocab_size // 2
     assert (decode.cost.collectives, decode.cost.collective_bytes) == (2 + 2, 3 * hidden + part)
@@ -83,3 +89,19 @@ def test_the_report(monkeypatch):
         "a rank gives 0.001088 MB to 4 collectives: 1 all-gather of f32, 1 all-reduce of f32 outside of layers; "
         "2 all-reduce of f32 in each attention layer.",
     )
+
+
+def test_the_report_of_layers_of_one_part():
+    """Each kind of layer has its weights and one all-reduce; routers stay in float32; nothing breaks a rule."""
+    config = nemotron_config()
+    decode, commit = (
+        each for each in report(config, torch.bfloat16, 2, 1, (), 64, 4, trace_torch) if "verify" not in each.graph
+    )
+    with torch.device("meta"):
+        model = model_of(config, Parallel(0, 2))
+    in_float32 = model.float32_weights()
+    weights = (weight.numel() * (4 if name in in_float32 else 2) for name, weight in model.named_parameters())
+    assert decode.weight_bytes == sum(weights)
+    assert decode.cost.collectives == len(config.layer_types) + 2
+    assert decode.notes[0].endswith("; ".join(f"1 all-reduce of f32 in each {kind} layer" for kind in KINDS) + ".")
+    assert decode.findings == commit.findings == () and commit.cost.collectives == 0

@@ -59,6 +59,11 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
+    def has_weights(self) -> bool:
+        """Whether there are any: a config alone is enough to plan with."""
+
+    @property
+    @abstractmethod
     def dtype(self) -> str:
         """The dtype, one of `config.dtypes.DTYPES`, that the weights have if no other is asked for.
 

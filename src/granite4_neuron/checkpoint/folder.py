@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
-from granite4_neuron.checkpoint.stored_tensors import StoredTensors
+from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS, StoredTensors
 from granite4_neuron.config import ModelConfig, config_from_dict
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import quantization_in
@@ -63,6 +63,11 @@ class FolderCheckpoint(Checkpoint):
     def tensors(self) -> StoredTensors:
         """Implement `Checkpoint.tensors`."""
         return StoredTensors(self.folder, self.config)
+
+    @property
+    def has_weights(self) -> bool:
+        """Implement `Checkpoint.has_weights`."""
+        return any((self.folder / name).exists() for name in (WEIGHTS, INDEX))
 
     @property
     def dtype(self) -> str:

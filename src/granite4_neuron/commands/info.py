@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from granite4_neuron.commands.options import add_model, checkpoint_or_member, model_or_bundled
+from granite4_neuron.commands.options import add_model, model_or_bundled, stored_model
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, published_config
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -21,13 +21,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
-    checkpoint = checkpoint_or_member(name, options.revision)
-    config: ModelConfig
-    if checkpoint is None:
-        config, stored_in = published_config(name), []
-        dtype = config.torch_dtype
-    else:
-        config, dtype, stored_in = checkpoint.config, checkpoint.dtype, checkpoint.stored_in
+    config, dtype, stored_in = stored_model(name, options.revision)
     # Not at the top: --help prints no table.
     from rich.markup import escape
     from rich.table import Table
@@ -76,7 +70,7 @@ def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> lis
         *rows,
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
-        ("weights", f"{size(total * itemsize)} in {dtype}"),
+        ("weights", f"{size(sum(one.nbytes(itemsize) for one in table))} in {dtype}"),
         *([("stored in", ", ".join(stored_in))] if stored_in else []),
         ("state per sequence", size(sequence_bytes(config, itemsize))),
         ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),

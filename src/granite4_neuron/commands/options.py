@@ -270,20 +270,22 @@ def model_checkpoint(options: argparse.Namespace) -> Checkpoint:
     return open_checkpoint(model_or_bundled(options), options.revision)
 
 
-def checkpoint_or_member(name: str, revision: str | None = None) -> Checkpoint | None:
-    """Open a checkpoint; None for a family member if there is no folder of that name."""
-    is_member = not os.path.isdir(name) and published_name(name) is not None
-    return None if is_member else open_checkpoint(name, revision)
+def stored_model(name: str, revision: str | None = None) -> tuple[ModelConfig, str, list[str]]:
+    """Return config, dtype and `Checkpoint.stored_in` of a checkpoint, or of a family member if no folder has that
+    name; the dtype is one of DTYPES. It is the config's where there are no weights.
+    """
+    if not os.path.isdir(name) and published_name(name) is not None:
+        config = published_config(name)
+        return config, config.torch_dtype, []
+    checkpoint = open_checkpoint(name, revision)
+    dtype = checkpoint.dtype if checkpoint.has_weights else checkpoint.config.torch_dtype
+    return checkpoint.config, dtype, checkpoint.stored_in
 
 
 def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfig, str]:
-    """Return config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
-    DTYPES.
-    """
-    if (checkpoint := checkpoint_or_member(name, revision)) is None:
-        config = published_config(name)
-        return config, config.torch_dtype
-    return checkpoint.config, checkpoint.dtype
+    """Return config and dtype as `stored_model`."""
+    config, dtype, _ = stored_model(name, revision)
+    return config, dtype
 
 
 def dtype_of(name: str) -> torch.dtype:

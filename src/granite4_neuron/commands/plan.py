@@ -23,7 +23,7 @@ from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config import ModelConfig, family_names
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.neuron.compiled_graphs import GraphOptions, is_compiled
 from granite4_neuron.neuron_sdk import INSTANCES
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--backend",
         choices=("nxdi", "torch"),
-        default="nxdi",
         help="whose graphs: those that compile makes for NxD Inference, or those of PyTorch's device neuron with "
-        "--graphs model, where --prefill-buckets is what --context-buckets is here (default: %(default)s)",
+        "--graphs model, where --prefill-buckets is what --context-buckets is here (default: nxdi, or torch for a "
+        "model that compile does not take)",
     )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         for name in ("verify", "draft_model", "context"):
             if getattr(options, name):
                 raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --traffic and --rate.")
-        return plan_traffic(options, lambda: _graph_options(options))
+        return plan_traffic(options, lambda config: _graph_options(options, config))
     if options.draft_model is not None and not (options.model and options.verify):
         raise UserError("--draft-model needs --model, and --verify: the number of tokens to verify.")
     return _plan_family(options) if options.model is None else _plan_model(options)
@@ -158,7 +158,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
         for name, default in _LATENCY_DEFAULTS.items()
     )
     context = _LATENCY_CONTEXT if options.context is None else options.context
-    graphs = _graph_options(options)
+    graphs = _graph_options(options, config)
     buckets = graphs.prompt_lengths(max(prompt, graphs.longest_prompt))
     model = (config, options.tp_degree, dtype)
     lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets=buckets)
@@ -289,18 +289,18 @@ def _like_graphs(planned: plan.Plan) -> dict[str, list[GraphMemory]]:
     """Return graphs that differ in their bucket only, and so have the same memory, by a name for them."""
     alike: dict[tuple[str, int | None], list[GraphMemory]] = {}
     for memory in planned.graphs:
-        alike.setdefault((memory.graph.kind, memory.graph.tokens), []).append(memory)
+        alike.setdefault((memory.graph.name, memory.graph.tokens), []).append(memory)
     named = {}
-    for (kind, tokens), graphs in alike.items():
+    for (name, tokens), graphs in alike.items():
         of_tokens = "" if tokens is None else f" of {tokens:,}"
         buckets = ", ".join(f"{each.graph.bucket:,}" for each in graphs)
-        named[f"{_counted_graphs(len(graphs), kind)}{of_tokens}: {buckets}"] = graphs
+        named[f"{_counted_graphs(len(graphs), name)}{of_tokens}: {buckets}"] = graphs
     return named
 
 
 def _counted(planned: plan.Plan) -> str:
     """Return "3 graphs: 1 context, 1 continuation, 1 token"."""
-    kinds = Counter(memory.graph.kind for memory in planned.graphs)
+    kinds = Counter(memory.graph.name for memory in planned.graphs)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{_counted_graphs(len(planned.graphs))}: {listed}"
 
@@ -360,7 +360,7 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     models = [config_and_dtype(each) for each in names]
     longest = min(config.max_position_embeddings for config, _ in models)
     context = longest if options.context is None else options.context
-    graphs = _graph_options(options)
+    graphs = _graph_options(options, *(config for config, _ in models))
     sizes = (options.instance, options.tp_degree, options.batch_size, context)
 
     def plan_one(config: ModelConfig, stored_dtype: str, draft: plan.Plan | None = None) -> plan.Plan:
@@ -370,9 +370,13 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     return plan_one(*model, *(plan_one(*draft) for draft in drafts))
 
 
-def _graph_options(options: argparse.Namespace) -> GraphOptions | DeviceGraphOptions:
+def _graph_options(options: argparse.Namespace, *configs: ModelConfig) -> GraphOptions | DeviceGraphOptions:
+    """Return those of --backend for these models, or of a backend that runs them."""
     prompts, cache = _ascending(options.context_buckets), _ascending(options.token_buckets)
-    if options.backend == "nxdi":
+    refused = [config.architecture for config in configs if not is_compiled(config)]
+    if options.backend == "nxdi" and refused:
+        raise UserError(f"compile does not take {refused[0]}; --backend torch plans it.")
+    if options.backend != "torch" and not refused:
         longest = options.max_context_length or GraphOptions.max_context_length
         return GraphOptions(longest, options.verify, prompts, cache)
     from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions

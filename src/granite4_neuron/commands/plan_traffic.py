@@ -18,11 +18,14 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from granite4_neuron.config import ModelConfig
     from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
     from granite4_neuron.neuron.compiled_graphs import GraphOptions
     from granite4_neuron.simulation.replicas import Result
     from granite4_neuron.simulation.server import Server
     from granite4_neuron.simulation.traffic import Arrival
+
+    OptionsOf = Callable[[ModelConfig], GraphOptions | DeviceGraphOptions]  # of a model's compiled graphs
 
 EXIT_NOT_ENOUGH = 1
 # Options and their defaults; without --traffic and --rate they are refused.
@@ -128,11 +131,11 @@ def check_no_traffic(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} belongs to --traffic or --rate; give one, or leave it out.")
 
 
-def plan_traffic(options: argparse.Namespace, graph_options: Callable[[], GraphOptions | DeviceGraphOptions]) -> int:
+def plan_traffic(options: argparse.Namespace, graph_options: OptionsOf) -> int:
     """Simulate traffic, and print how many replicas it needs and what each number of them does.
 
     Args:
-        graph_options: returns those of the compiled graphs.
+        graph_options: returns those of a model's compiled graphs.
     """
     _check(options)
     for name, default in DEFAULTS.items():
@@ -188,7 +191,9 @@ def _arrivals(options: argparse.Namespace) -> list[Arrival]:
 
 
 def _server(
-    options: argparse.Namespace, graph_options: Callable[[], GraphOptions | DeviceGraphOptions], cache_bytes: int
+    options: argparse.Namespace,
+    graph_options: OptionsOf,
+    cache_bytes: int,
 ) -> tuple[Server, str]:
     """Return the server, and a title that says whose step times it has."""
     from granite4_neuron.simulation.server import Server
@@ -196,7 +201,7 @@ def _server(
     if options.steps is not None:
         runtime, where = measured_runtime(options.steps)
     else:
-        runtime, where = _predicted(options, graph_options())
+        runtime, where = _predicted(options, graph_options)
     longest = min(options.max_model_len, runtime["max_length"])
     return Server(options.max_num_seqs, longest, cache_bytes, options.max_gap / 1000, runtime), where
 
@@ -227,7 +232,7 @@ def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
     return runtime, f"{measured.model} in {measured.dtype}, backend {measured.backend}, measured on {measured.machine}"
 
 
-def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOptions) -> tuple[dict[str, Any], str]:
+def _predicted(options: argparse.Namespace, graph_options: OptionsOf) -> tuple[dict[str, Any], str]:
     from granite4_neuron.neuron.analysis.plan import check_ranks
     from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_token_buckets
     from granite4_neuron.runtime.graphs import cache_buckets
@@ -237,6 +242,7 @@ def _predicted(options: argparse.Namespace, graphs: GraphOptions | DeviceGraphOp
     check_ranks(options.instance, options.tp_degree)
     config, stored_dtype = config_and_dtype(options.model)
     dtype = dtype_of(options.dtype or stored_dtype)
+    graphs = graph_options(config)
     longest = min(options.max_model_len, config.max_position_embeddings)
     slots = max(options.batch_size, options.max_num_seqs)
     prompts = graphs.prompt_lengths(longest)

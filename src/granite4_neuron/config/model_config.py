@@ -60,6 +60,11 @@ class LayerParts:
     mlp_width: int
     has_experts: bool
 
+    @property
+    def count(self) -> int:
+        """The number of parts. Each adds its output to the residual stream."""
+        return (self.mixer is not None) + (self.mlp_width > 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
@@ -69,7 +74,6 @@ class ModelConfig(ABC):
 
     json_names: the names in config.json, by field, where they are not the field's.
     left_out_tensors: what tensors of a checkpoint are for that are not loaded, by the beginnings of their names.
-    why_not_predicted: why compiled graphs of such a model are not counted and predicted, as a clause; None if they are.
 
     Raises:
         UserError: the values contradict each other or describe something that this package does not run.
@@ -79,7 +83,6 @@ class ModelConfig(ABC):
     architecture: ClassVar[str]
     json_names: ClassVar[Mapping[str, str]] = {}
     left_out_tensors: ClassVar[Mapping[str, str]] = {}
-    why_not_predicted: ClassVar[str | None] = None
 
     vocab_size: int
     hidden_size: int
@@ -144,17 +147,6 @@ class ModelConfig(ABC):
             UserError: it describes something that this package does not run.
         """
 
-    def check_predicted(self) -> None:
-        """Check that compiled graphs of this model can be counted and predicted.
-
-        Raises:
-            UserError: they cannot.
-        """
-        if self.why_not_predicted is not None:
-            raise UserError(
-                f"compiled graphs of {self.architecture} are not counted or predicted: {self.why_not_predicted}."
-            )
-
     def stored_name(self, name: str) -> str:
         """Return the published name of a parameter of the model, which may have an EXPERT_NUMBER."""
         return name
@@ -190,6 +182,11 @@ class ModelConfig(ABC):
     def layers_with(self, mixer: str) -> int:
         """Return the number of layers with MAMBA or ATTENTION."""
         return sum(self.parts(kind).mixer == mixer for kind in self.layer_types)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of mixers and feed-forward parts of all layers."""
+        return sum(self.parts(kind).count for kind in self.layer_types)
 
     def rank_dimensions(self, tp_degree: int = 1) -> RankDimensions:
         """Return the share of one rank. Key heads and groups are replicated where there are fewer of them than ranks.

@@ -115,7 +115,6 @@ class NemotronHConfig(ModelConfig):
         "mamba_proj_bias": "use_bias",
     }
     left_out_tensors: ClassVar[Mapping[str, str]] = {"mtp.": "multi-token prediction"}
-    why_not_predicted: ClassVar[str | None] = "counts are of layers with a mixer and an MLP that has a gate"
 
     head_dim: int = 128
     mlp_intermediate_size: int = 0

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.state.sizes import FLOAT32_BYTES
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -30,11 +31,13 @@ class Parameter:
         another. Every rank takes a part of each of these.
     is_matrix: whether it is [rows, columns], or such a matrix for each expert, as operators multiply by it.
     may_be_quantized: whether `--quantize` quantizes it. Rounding a router would change which experts a token gets.
+    keeps_float32: whether it is in float32 whatever the model's dtype.
     """
 
     axes: Axes
     is_matrix: bool = False
     may_be_quantized: bool = False
+    keeps_float32: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,6 +46,10 @@ class Parameter:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def nbytes(self, itemsize: int) -> int:
+        """Return its bytes in a model whose dtype has `itemsize`."""
+        return self.numel * (FLOAT32_BYTES if self.keeps_float32 else itemsize)
 
     @property
     def split_axis(self) -> int | None:
@@ -129,8 +136,9 @@ def _of_layer(config: ModelConfig, kind: str, tp_degree: int) -> dict[str, Param
         matrices["shared_mlp.output_linear.weight"] = (hidden, (width,))
     for module in biased:
         others[f"{module}.bias"] = (matrices | others)[f"{module}.weight"][:1]
-    table = {name: Parameter(axes, True, name != _ROUTER) for name, axes in matrices.items()}
-    return table | {name: Parameter(axes) for name, axes in others.items()}
+    in_float32 = (_ROUTER, _CORRECTION_BIAS) if config.has_correction_bias else ()
+    table = {name: Parameter(axes, True, name != _ROUTER, name in in_float32) for name, axes in matrices.items()}
+    return table | {name: Parameter(axes, keeps_float32=name in in_float32) for name, axes in others.items()}
 
 
 def _add_mamba(

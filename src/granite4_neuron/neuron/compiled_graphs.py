@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 # Kinds of graphs.
@@ -19,26 +19,27 @@ CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
     "commit",
     "copy of a slot",
 )
-# Those of prompts on PyTorch's device, where each kind of layer has its own, and of what follows.
-EMBEDDING, MAMBA_LAYER, ATTENTION_LAYER, HEAD, DRAW = (
-    "embedding",
-    "Mamba layer",
-    "attention layer",
-    "head",
-    "draw",
-)
+# Those of prompts on PyTorch's device, where each type of layer has its own, and of what follows.
+EMBEDDING, LAYER, HEAD, DRAW = "embedding", "layer", "head", "draw"
 _SHORTEST_BUCKET = 128
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
     """kind: one of the above. bucket: entries of the cache that a step sees; where it sees none, the tokens that it
-    takes. tokens: that it takes of each sequence, if graphs of a kind and bucket differ in that.
+    takes. tokens: that it takes of each sequence, if graphs of a kind and bucket differ in that. layer_type: of a
+    LAYER.
     """
 
     kind: str
     bucket: int
     tokens: int | None = None
+    layer_type: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind in words, such as "mamba layer"."""
+        return self.kind if self.layer_type is None else f"{self.layer_type} {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,15 @@ class GraphOptions:
             CONTINUATION: [bucket for bucket in token if bucket > shortest],
             TOKEN: token,
             VERIFICATION: token if self.verified_tokens else [],
-            COMMIT: [seq_len] if self.verified_tokens and MAMBA in config.layer_types else [],
+            COMMIT: [seq_len] if self.verified_tokens and config.layers_with(MAMBA) else [],
             COPY: [seq_len] if batch_size > 1 else [],
         }
         return [CompiledGraph(kind, bucket) for kind, each in buckets.items() for bucket in each]
+
+
+def is_compiled(config: ModelConfig) -> bool:
+    """Return whether there is a model for NxD Inference: of Granite only."""
+    return isinstance(config, GraniteMoeHybridConfig)
 
 
 def default_context_buckets(longest: int) -> list[int]:

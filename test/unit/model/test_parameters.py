@@ -14,14 +14,15 @@ pytestmark = pytest.mark.versions
 
 
 def module_parameters(config, degree):
-    """Return each parameter's shape, whether it is a matrix, and whether it may be quantized."""
+    """Return each parameter's shape; whether it is a matrix, may be quantized, and stays in float32."""
     with torch.device("meta"):
         model = model_of(config, Parallel(0, degree))
     found = {}
     for name, tensor in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         is_matrix = isinstance(module, Matrix) and name.endswith(".weight")
-        found[name] = (tuple(tensor.shape), is_matrix, is_matrix and module.may_be_quantized)
+        may_be_quantized = is_matrix and module.may_be_quantized
+        found[name] = (tuple(tensor.shape), is_matrix, may_be_quantized, name in model.float32_weights())
     return found
 
 
@@ -30,7 +31,9 @@ def module_parameters(config, degree):
 def test_the_table_is_what_the_modules_have(case, degree):
     """The table gives the modules' names and a rank's shapes."""
     table = parameters(case.config(), degree)
-    in_table = {name: (one.shape, one.is_matrix, one.may_be_quantized) for name, one in table.items()}
+    in_table = {
+        name: (one.shape, one.is_matrix, one.may_be_quantized, one.keeps_float32) for name, one in table.items()
+    }
     assert in_table == module_parameters(case.config(), degree)
 
 

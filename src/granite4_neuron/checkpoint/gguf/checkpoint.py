@@ -42,6 +42,11 @@ class GGUFCheckpoint(Checkpoint):
         return GGUFTensors(self._file, self.config)
 
     @property
+    def has_weights(self) -> bool:
+        """Implement `Checkpoint.has_weights`."""
+        return True
+
+    @property
     def dtype(self) -> str:
         """Implement `Checkpoint.dtype`: bfloat16 if weights are quantized."""
         return stored_dtype(self._file)

@@ -9,12 +9,11 @@ from typing import ClassVar
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.neuron.compiled_graphs import (
-    ATTENTION_LAYER,
     COMMIT,
     DRAW,
     EMBEDDING,
     HEAD,
-    MAMBA_LAYER,
+    LAYER,
     TOKEN,
     VERIFICATION,
     CompiledGraph,
@@ -54,15 +53,16 @@ class DeviceGraphOptions:
         lengths = cache_buckets(self.cache_length(config, seq_len))
         verified = buckets_up_to(self.verified_tokens, VERIFY_BUCKETS)
         graphs = [CompiledGraph(EMBEDDING, tokens) for tokens in self.context_buckets]
-        if MAMBA in config.layer_types:
-            graphs += [CompiledGraph(MAMBA_LAYER, tokens) for tokens in self.context_buckets]
-        if ATTENTION in config.layer_types:
-            graphs += [
-                CompiledGraph(ATTENTION_LAYER, each, tokens) for tokens in self.context_buckets for each in lengths
-            ]
+        for kind in dict.fromkeys(config.layer_types):
+            if config.parts(kind).mixer == ATTENTION:
+                graphs += [
+                    CompiledGraph(LAYER, each, tokens, kind) for tokens in self.context_buckets for each in lengths
+                ]
+            else:
+                graphs += [CompiledGraph(LAYER, tokens, layer_type=kind) for tokens in self.context_buckets]
         graphs += [CompiledGraph(TOKEN, length) for length in lengths]
         graphs += [CompiledGraph(VERIFICATION, length, tokens) for tokens in verified for length in lengths]
-        if MAMBA in config.layer_types:
+        if config.layers_with(MAMBA):
             graphs += [CompiledGraph(COMMIT, lengths[-1], tokens) for tokens in verified]
         # The head of prompts takes the last token, or tokens that divide all buckets.
         graphs += [CompiledGraph(HEAD, tokens) for tokens in sorted({1, math.gcd(*self.context_buckets)})]

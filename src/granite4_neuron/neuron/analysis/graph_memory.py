@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.neuron.compiled_graphs import (
-    ATTENTION_LAYER,
     COMMIT,
     CONTEXT,
     CONTINUATION,
@@ -27,7 +27,7 @@ from granite4_neuron.neuron.compiled_graphs import (
     DRAW,
     EMBEDDING,
     HEAD,
-    MAMBA_LAYER,
+    LAYER,
     CompiledGraph,
 )
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
@@ -37,9 +37,10 @@ _MEBIBYTE = 2**20  # which the runtime prints as MB
 # "A micro-code overhead of 96MB per physical Neuron Core (this overhead is subject to future improvements)": the page
 # on device memory. It is at most that: in the first of the logs it is 2 MiB.
 MICROCODE_BYTES = LOGICAL_CORE_SIZE * 96 * _MEBIBYTE
-# Bytes for a step, per byte of a rank's weights; and for a part of a prompt, per layer.
+# Bytes for a step, per byte of a rank's weights; and for some tokens of a prompt, per mixer or feed-forward part, of
+# which a layer of GLM has both.
 _STEP_CODE, _STEP_RINGS = ((126 + 4) * _MEBIBYTE / 15.1e9, 12 * _MEBIBYTE / 15.1e9)
-_PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 45, 49 * _MEBIBYTE / 45)
+_PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 90, 49 * _MEBIBYTE / 90)
 _COLLECTIVES = 71 * 2**10
 # What all graphs of a model take at most, as a multiple of the estimate. Graphs for prompts as in the first of the logs
 # would take 1.4 times, if each had the most that is given there; of the others there is one each.
@@ -62,18 +63,17 @@ class GraphMemory:
         return self.code + self.dma_rings + self.collectives
 
 
-def graph_memory(graph: CompiledGraph, layers: int, weights: int, tp_degree: int) -> GraphMemory:
+def graph_memory(graph: CompiledGraph, config: ModelConfig, weights: int, tp_degree: int) -> GraphMemory:
     """Estimate the memory of a graph.
 
     Args:
-        layers: of the model.
+        config: of the model.
         weights: bytes on a rank. A graph that reads none of the layers' has no code to speak of.
     """
     if graph.kind in (COMMIT, COPY, EMBEDDING, HEAD, DRAW):
         return GraphMemory(graph, 0, round(weights * _STEP_RINGS), 0)
     collectives = _COLLECTIVES if tp_degree > 1 else 0
-    if graph.kind in (MAMBA_LAYER, ATTENTION_LAYER):
-        layers = 1
-    if graph.kind in (CONTEXT, CONTINUATION, MAMBA_LAYER, ATTENTION_LAYER):
-        return GraphMemory(graph, round(layers * _PROMPT_CODE), round(layers * _PROMPT_RINGS), collectives)
+    if graph.kind in (CONTEXT, CONTINUATION, LAYER):
+        parts = config.num_parts if graph.layer_type is None else config.parts(graph.layer_type).count
+        return GraphMemory(graph, round(parts * _PROMPT_CODE), round(parts * _PROMPT_RINGS), collectives)
     return GraphMemory(graph, round(weights * _STEP_CODE), round(weights * _STEP_RINGS), collectives)

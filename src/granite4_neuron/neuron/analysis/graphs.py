@@ -16,6 +16,7 @@ import torch
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
+from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.neuron.analysis import hlo_lint
@@ -68,14 +69,14 @@ class Graph:
         return 1 if self.kind == PREFILL else self.num_sequences
 
     def meta_model(self, rank: int = 0, group: str | None = None) -> HybridForCausalLM:
-        """Return a rank's model, without memory. `group`: see `Parallel`; no process group needs to have this name.
-
-        Raises:
-            UserError: graphs of such a model are not predicted.
-        """
-        self.config.check_predicted()
+        """Return a rank's model, without memory. `group`: see `Parallel`; no process group needs to have this name."""
         with torch.device("meta"):
-            return model_of(self.config, Parallel(rank, self.tp_degree, group)).to("meta")
+            model = model_of(self.config, Parallel(rank, self.tp_degree, group)).to("meta")
+        for name, weight in list(model.named_parameters()):
+            if name not in model.float32_weights():
+                set_parameter(model, name, weight.to(self.dtype))
+        model.tie_weights()
+        return model
 
     def meta_state(self) -> HybridState:
         """Return the rank's state, without memory."""
@@ -88,13 +89,14 @@ class Traced:
     """A graph and its parts, as serialised HLO modules; sizes in bytes.
 
     donated: the output that takes the memory of a parameter, by the parameter's number.
-    components: of one layer each, by their names in `COMPONENTS`, each traced from placeholders of its own.
+    components: each traced from placeholders of its own, by its name in `COMPONENTS`, and the type of the layers that
+        have it; None outside of layers.
     widens_places: see `hlo_lint.findings`.
     """
 
     proto: bytes
     donated: Mapping[int, int]
-    components: Mapping[str, bytes]
+    components: Mapping[tuple[str, str | None], bytes]
     weight_bytes: int
     state_bytes: int
     widens_places: bool = False
@@ -188,7 +190,7 @@ def report(
     graphs.append((f"decode, batch {batch_size}", DECODE, batch_size, 1))
     if verified_tokens is not None:
         graphs.append((f"verify {verified_tokens}, batch {batch_size}", VERIFY, batch_size, verified_tokens))
-        if MAMBA in config.layer_types:
+        if config.layers_with(MAMBA):
             graphs.append((f"commit {verified_tokens}, batch {batch_size}", COMMIT, batch_size, verified_tokens))
     for name, kind, rows, tokens in graphs:
 
@@ -203,12 +205,12 @@ def report(
             least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == VERIFY)
         live = live_set(config, tp_degree, dtype, tokens) if kind == PREFILL else None
         num_experts = config.num_local_experts if kind == DECODE else 0
-        yield replace(graph_report(name, config.layer_types, trace, least, num_experts), live_set=live)
+        yield replace(graph_report(name, config, trace, least, num_experts), live_set=live)
 
 
 def graph_report(
     name: str,
-    layer_types: Sequence[str],
+    config: ModelConfig,
     trace: Callable[[Sequence[str]], Traced],
     least: Minimum,
     num_experts: int = 0,
@@ -216,7 +218,7 @@ def graph_report(
     """Report a model's graph, from graphs of few layers.
 
     Args:
-        layer_types: of the model.
+        config: of the model.
         trace: makes the graph of a model with other `layer_types`.
         least: the minimum cost of the graph.
         num_experts: as `hlo_lint.findings` takes it.
@@ -224,6 +226,7 @@ def graph_report(
     Raises:
         ToolsMissing: jax is not installed.
     """
+    layer_types = config.layer_types
     kinds = tuple(dict.fromkeys(layer_types))
     few = trace(kinds)
     cost_of_few = cost = count(few.proto)
@@ -241,7 +244,7 @@ def graph_report(
             outside = outside - of_layers[kind]
     findings = hlo_lint.findings(hlo_text(few.proto), few.widens_places, num_experts)
     for kind, found in of_layers.items():
-        findings += hlo_lint.findings_of_layer(kind, found)
+        findings += hlo_lint.findings_of_layer(kind, found, config.parts(kind).count)
     return GraphReport(
         graph=name,
         weight_bytes=weight_bytes,
@@ -278,13 +281,12 @@ def _note(cost: Cost, outside: Counter[tuple[str, str]], of_layers: Mapping[str,
 def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict[str, Cost]:
     if not traced.components:
         return {}
-    times = {MAMBA: layer_types.count(MAMBA), ATTENTION: layer_types.count(ATTENTION), EMBEDDING: 1, HEAD: 1}
-    costs = {
-        name: count(traced.components[name]) * times.get(name, len(layer_types))
-        for name in COMPONENTS
-        if name in traced.components
-    }
-    return {**costs, REST: whole - sum(costs.values(), Cost())}
+    costs: dict[str, Cost] = {}
+    for (name, layer_type), component in traced.components.items():
+        times = 1 if layer_type is None else layer_types.count(layer_type)
+        costs[name] = costs.get(name, Cost()) + count(component) * times
+    costs[REST] = whole - sum(costs.values(), Cost())
+    return {name: costs[name] for name in COMPONENTS if name in costs}
 
 
 class _Tracing:
@@ -298,7 +300,7 @@ class _Tracing:
         model = graph.meta_model()
         self.weights = dict(model.named_parameters())
         for name, weight in self.weights.items():
-            set_parameter(model, name, self.placeholder(tuple(weight.shape), self.dtype))
+            set_parameter(model, name, self.placeholder(tuple(weight.shape), weight.dtype))
         for module in model.modules():
             for name, value in module.named_buffers(recurse=False):
                 setattr(module, name, self.placeholder(tuple(value.shape), value.dtype))
@@ -318,8 +320,8 @@ class _Tracing:
         return Traced(
             hlo_proto(outputs),
             donated=dict(zip(numbers, aliases.values(), strict=True)),
-            components={name: hlo_proto(part) for name, part in self._parts()},
-            weight_bytes=sum(weight.numel() for weight in self.weights.values()) * self.dtype.itemsize,
+            components={name: hlo_proto(part) for name, part in self._components()},
+            weight_bytes=sum(weight.nbytes for weight in self.weights.values()),
             state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
         )
 
@@ -337,36 +339,38 @@ class _Tracing:
         self.model.advance(kept_inputs, positions, lengths, slots, state)
         return []
 
-    def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Return each component's name and outputs, from the first layer that has it."""
+    def _components(self) -> Iterator[tuple[tuple[str, str | None], list[torch.Tensor]]]:
+        """Return the key in `Traced.components`, and the outputs, of each component."""
         model, config = self.model, self.model.config
         for kind, layer, layer_state in zip(
             config.layer_types, model.model.layers, self._new_state().layers, strict=True
         ):
-            step = step_of(*self._where(), self._new_state(), verifies=self.kind == VERIFY)
-            if self.kind == COMMIT:
-                if isinstance(layer_state, MambaState):
-                    layer.mamba.advance(self._kept_input(), step, layer_state)
-                    yield kind, list(vars(layer_state).values())
-                continue
-            if kind == MAMBA:
-                output, inputs = layer.mamba(self._hidden_states(), step, layer_state)
-                kept_inputs = [inputs] if step.verifies else []
-            else:
-                kept_inputs = []
-                rotary = model.model.rotary(step)
-                output = layer.self_attn(self._hidden_states(), step, layer_state, rotary)
-            written = vars(layer_state).values() if self._is_written(layer_state) else ()
-            yield kind, [output, *written, *kept_inputs]
+            for name, outputs in self._components_of_layer(layer, layer_state):
+                yield (name, kind), outputs
         if self.kind == COMMIT:
             return
-        layer = model.model.layers[0]
-        if layer.block_sparse_moe is not None:
-            yield EXPERTS, [layer.block_sparse_moe(self._hidden_states())]
-        yield SHARED_MLP, [layer.shared_mlp(self._hidden_states())]
-        yield EMBEDDING, [model.model.embed_tokens(self._ids())]
+        yield (EMBEDDING, None), [model.model.embed_tokens(self._ids())]
         judged = (self.rows, self.tokens) if self.kind == VERIFY else (self.rows,)
-        yield HEAD, [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
+        yield (HEAD, None), [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
+
+    def _components_of_layer(
+        self, layer: DecoderLayer, layer_state: LayerState
+    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        step = step_of(*self._where(), self._new_state(), verifies=self.kind == VERIFY)
+        if self.kind == COMMIT:
+            if isinstance(layer_state, MambaState):
+                layer.advance(self._kept_input(), step, layer_state)
+                yield MAMBA, list(vars(layer_state).values())
+            return
+        if layer.has_mixer:
+            output, inputs = layer.mix(self._hidden_states(), step, layer_state, self.model.model.rotary(step))
+            written = vars(layer_state).values() if self._is_written(layer_state) else ()
+            kept_inputs = [inputs] if step.verifies and inputs is not None else []
+            yield MAMBA if layer.is_mamba else ATTENTION, [output, *written, *kept_inputs]
+        if layer.has_feed_forward:
+            if layer.block_sparse_moe is not None:
+                yield EXPERTS, [layer.block_sparse_moe(self._hidden_states())]
+            yield SHARED_MLP, [layer.shared_mlp(self._hidden_states())]
 
     def _kept_input(self) -> torch.Tensor:
         """Return the kept inputs of one layer: x, B, C and dt of each token."""

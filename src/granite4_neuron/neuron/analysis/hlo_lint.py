@@ -32,7 +32,6 @@ _FORBIDDEN = {
     ),
 }
 COLLECTIVES = ("all-reduce", "all-gather")
-MOST_COLLECTIVES = 2  # of a layer: one for its mixer, and one for MLP and experts together
 _WIDE_DTYPES = ("f64", "c128")
 # torch_xla compares integers with a constant in 64 bits, and reads an embedding's ids through 64 bits.
 _WIDENED = ("parameter", "constant", "convert", "broadcast", "reshape", "compare")
@@ -88,14 +87,15 @@ def collectives(module: Mapping[str, Instruction]) -> Counter[tuple[str, str]]:
     return Counter((each.opcode, each.shapes[0][0]) for each in found)
 
 
-def findings_of_layer(kind: str, found: Counter[tuple[str, str]]) -> list[str]:
+def findings_of_layer(kind: str, found: Counter[tuple[str, str]], needed: int) -> list[str]:
     """Return one sentence for each rule that the collectives of a layer break.
 
-    The rules: there are at most two; and they are of float32 or bfloat16.
+    The rules: there are at most as many as needed, one for a mixer, and one for MLP and experts together; and they are
+    of float32 or bfloat16.
     """
     sentences = []
-    if found.total() > MOST_COLLECTIVES:
-        sentences.append(f"{kind} layers have {found.total()} collectives each, and need {MOST_COLLECTIVES}.")
+    if found.total() > needed:
+        sentences.append(f"{kind} layers have {found.total()} collectives each, and need {needed}.")
     for opcode, dtype in found:
         if dtype not in ("f32", "bf16"):
             sentences.append(f"{kind} layers have a collective ({opcode}) in {dtype}.")

@@ -18,6 +18,7 @@ import torch
 from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.parameters import matmul_weights
 from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
 from granite4_neuron.neuron.analysis.live_set import live_set
@@ -44,7 +45,7 @@ COLLECTIVE_SECONDS = 4 * 2e-6
 # models, in `benchmarks/planning/predicted_latency.py`; a constant per step, fitted beside it, is zero.
 LAUNCH_SECONDS = 157e-6
 
-ALL_REDUCES_PER_LAYER = 2
+PARTS_OF_LAYER = 2  # a mixer and a feed-forward part: of the published models, and so of what LAUNCH_SECONDS is for
 MOVES_OF_FETCHED = 3  # weights that are fetched by index are read, written and read again
 PARTITIONS = 128
 CHUNK = 128  # tokens that the prefill kernel takes at a time
@@ -55,7 +56,8 @@ class Work:
     """The work of one rank in one step.
 
     flops: of matrix products. bytes_accessed: in HBM. vector_elements: processed by VectorE in Mamba layers' kernels.
-    link_bytes: that a chip sends to others. collectives: their number. layers: number of layers launched.
+    link_bytes: that a chip sends to others. collectives: their number. layers: launched, of
+    PARTS_OF_LAYER each.
     """
 
     flops: float
@@ -106,18 +108,18 @@ def latency(work: Work) -> Latency:
     return Latency(units, losses)
 
 
-def num_collectives(layers: int, tp_degree: int) -> int:
-    """Return the number of all-reduces in a step."""
-    return ALL_REDUCES_PER_LAYER * layers if tp_degree > 1 else 0
+def num_collectives(parts: int, tp_degree: int) -> int:
+    """Return the number of all-reduces in a step: one behind each part of a layer."""
+    return parts if tp_degree > 1 else 0
 
 
-def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
-    """Return the bytes a chip sends in a step: ring all-reduces of hidden states after each layer's mixer and MLP, of
-    which the ranks of a chip need one copy.
+def link_bytes(parts: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
+    """Return the bytes a chip sends in a step: ring all-reduces of hidden states, of which the ranks of a chip need one
+    copy.
     """
     chips = math.ceil(tp_degree / RANKS_PER_CHIP)
     ring = 2 * (chips - 1) / chips
-    return ALL_REDUCES_PER_LAYER * layers * tokens * hidden_size * itemsize * ring
+    return parts * tokens * hidden_size * itemsize * ring
 
 
 def step_work(
@@ -142,11 +144,10 @@ def step_work(
     over the head.
 
     Raises:
-        UserError: tp_degree does not divide the model, or graphs of such a model are not predicted.
+        UserError: tp_degree does not divide the model.
     """
-    config.check_predicted()
     least = minimum(config, tp_degree, dtype, batch_size, tokens, context, verifies=verifies)
-    rank, layers = config.rank_dimensions(tp_degree), len(config.layer_types)
+    rank, parts = config.rank_dimensions(tp_degree), config.num_parts
     more_flops, more_bytes = _more_for_experts(config, tp_degree, dtype, batch_size * tokens, experts_decode)
     inner = batch_size * rank.mamba_heads * config.mamba_d_head
     if verifies:
@@ -161,11 +162,11 @@ def step_work(
         bytes_accessed=least.bytes_accessed
         + more_bytes
         + live_set(config, tp_degree, dtype, batch_size * tokens).moved,
-        vector_elements=config.layer_types.count(MAMBA) * per_layer,
+        vector_elements=config.layers_with(MAMBA) * per_layer,
         # Ranks add up float32.
-        link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, torch.float32.itemsize),
-        collectives=num_collectives(layers, tp_degree),
-        layers=layers,
+        link_bytes=link_bytes(parts, batch_size * tokens, config.hidden_size, tp_degree, torch.float32.itemsize),
+        collectives=num_collectives(parts, tp_degree),
+        layers=parts / PARTS_OF_LAYER,
     )
 
 
@@ -188,7 +189,8 @@ def _more_for_experts(
     experts, chosen_by_token = config.num_local_experts, config.num_experts_per_tok
     if form == "kernel" or not experts:
         return 0.0, 0.0
-    weights = len(config.layer_types) * 3 * config.hidden_size * config.rank_dimensions(tp_degree).intermediate_size
+    matrices = matmul_weights(config, tp_degree).values()
+    weights = sum(one.numel for one in matrices if one.is_of_experts) / experts
     distinct = experts * (1 - (1 - chosen_by_token / experts) ** tokens)
     if form == "all":
         return 2.0 * weights * tokens * (experts - chosen_by_token), weights * dtype.itemsize * (experts - distinct)
@@ -196,20 +198,20 @@ def _more_for_experts(
 
 
 def commit_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int) -> Work:
-    """Return the work of a verification's commit: only each Mamba layer's recurrence, launched as half a layer.
+    """Return the work of a verification's commit: only each Mamba layer's recurrence, launched as one part.
 
     Raises:
         UserError: tp_degree does not divide the model.
     """
     least = minimum_of_commit(config, tp_degree, dtype, batch_size, tokens)
-    mamba_layers, heads = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree).mamba_heads
+    mamba_layers, heads = config.layers_with(MAMBA), config.rank_dimensions(tp_degree).mamba_heads
     return Work(
         flops=least.flops,
         bytes_accessed=least.bytes_accessed,
         vector_elements=2 * mamba_layers * batch_size * heads * config.mamba_d_head * config.mamba_d_state,
         link_bytes=0.0,
         collectives=0,
-        layers=mamba_layers / 2,
+        layers=mamba_layers / PARTS_OF_LAYER,
     )
 
 
@@ -309,7 +311,8 @@ def _decode_names(config: ModelConfig) -> dict[str, str]:
     """Return the names of the steps of decode, by the form of their experts."""
     if not config.num_local_experts:
         return {"kernel": "token"}
-    return {form: f"token, experts: {form}" for form in EXPERTS_DECODE}
+    forms = [form for form in EXPERTS_DECODE if form != "kernel" or config.has_gated_mlp]  # as `ops.select_operators`
+    return {form: f"token, experts: {form}" for form in forms}
 
 
 def with_counted_graphs(

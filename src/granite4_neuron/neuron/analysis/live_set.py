@@ -19,6 +19,7 @@ near the capacity may be on either side of it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -93,12 +94,12 @@ def live_set_of(of_model: Sequence[Product], hidden_size: int, itemsize: int, to
     """Estimate the live set of a graph of `tokens` tokens, from a model's products."""
     columns_at_a_time = _PARTITIONS * max(1, _SUMS // tokens)
     entry = tokens * itemsize
-    live = {product.name: (hidden_size + product.operand + product.result) * entry for product in of_model}
-    spilled = [product for product in of_model if live[product.name] > SBUF_BYTES]
+    live = {product: (hidden_size + product.operand + product.result) * entry for product in of_model}
+    spilled = [product for product in of_model if live[product] > SBUF_BYTES]
     largest = max(live, key=live.__getitem__)
     return LiveSet(
         live[largest],
-        largest,
+        largest.name,
         read=sum(
             product.layers * math.ceil(product.columns / columns_at_a_time) * product.operand * entry
             for product in spilled
@@ -109,25 +110,28 @@ def live_set_of(of_model: Sequence[Product], hidden_size: int, itemsize: int, to
 
 def products(config: ModelConfig, tp_degree: int) -> Iterator[Product]:
     """Return the products of a model's layers with weights, without the router's."""
-    rank, hidden, layers = config.rank_dimensions(tp_degree), config.hidden_size, len(config.layer_types)
+    rank, hidden = config.rank_dimensions(tp_degree), config.hidden_size
+    gates = 2 if config.has_gated_mlp else 1
 
     def product(name: str, operand: int, result: int, layers: int) -> Product:
         return Product(name, operand, result, result, layers)
 
-    mamba = config.layer_types.count(MAMBA)
+    mamba = config.layers_with(MAMBA)
     if mamba:
         inner = rank.mamba_intermediate_size
         yield product("Mamba's first", hidden, inner + rank.mamba_conv_dim + rank.mamba_heads, mamba)
         yield product("Mamba's last", inner, hidden, mamba)
-    attention = config.layer_types.count(ATTENTION)
+    attention = config.layers_with(ATTENTION)
     if attention:
         query = rank.attention_heads * config.head_dim
         yield product("attention's first", hidden, query + 2 * rank.key_value_heads * config.head_dim, attention)
         yield product("attention's last", query, hidden, attention)
-    shared = rank.shared_intermediate_size
-    yield product("MLP's first", hidden, 2 * shared, layers)
-    yield product("MLP's last", shared, hidden, layers)
-    if config.num_local_experts:
-        width = rank.intermediate_size
-        columns = config.num_experts_per_tok * 2 * width
-        yield Product("experts' first", hidden, 2 * width + hidden, columns, layers)
+    all_parts = [config.parts(kind) for kind in config.layer_types]
+    for width, layers in Counter(parts.mlp_width // tp_degree for parts in all_parts if parts.mlp_width).items():
+        yield product("MLP's first", hidden, gates * width, layers)
+        yield product("MLP's last", width, hidden, layers)
+    with_experts = sum(parts.has_experts for parts in all_parts)
+    if with_experts:
+        width = gates * rank.intermediate_size
+        columns = config.num_experts_per_tok * width
+        yield Product("experts' first", hidden, width + hidden, columns, with_experts)

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from granite4_neuron.config import ATTENTION, ModelConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
+from granite4_neuron.neuron.analysis import temporaries
 from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.neuron.analysis.graph_memory import GRAPHS_AT_MOST, MICROCODE_BYTES, GraphMemory, graph_memory
-from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import INSTANCES
-from granite4_neuron.ops.attention import block_length
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 GIBIBYTE = 2**30
@@ -30,18 +29,13 @@ CORE_BYTES = 47 * GIBIBYTE // 2
 
 FITS, OPEN, DOES_NOT_FIT = "fits", "open", "does not fit"
 
-# A step's temporaries by XLA's compiler for a CPU, of this package's graphs in float32 with one layer of each kind. A
-# prompt's are 10 to 24 times its graph's live set in bfloat16, for every model of the family on four ranks, with 512
-# tokens and the longest context. With fewer and more tokens, on one rank, and with a shorter context none is larger.
-# Decode copies a block of keys and values of each sequence, 1.04 times what they take in float32, and for few tokens
-# the chosen experts, 1.42 times.
-_OF_PROMPT, _OF_KEYS_AND_VALUES, _OF_EXPERTS = 25, 1.05, 1.5
-# Temporaries by the compiler for Trainium2, as a multiple of those. One figure is known: another port of h-small (pull
-# request 69 of NxD Inference) needs 24.46 GiB for prompts of 256 tokens, of which 15.4 are inputs and outputs. Its scan
-# makes tensors of [tokens, heads, head_dim, d_state] in float32, of 1 GiB each, of all 128 heads on each rank. XLA's
-# compiler needs 2.05 GiB for it, as if two were live at a time, and Neuron's nine. The runtime adds to this: it gives a
-# tensor of more than 512 MiB memory of its own beside the scratchpad that all graphs share ("Neuron Device Memory" in
-# the SDK's documentation). This package has no such tensors.
+# Temporaries by the compiler for Trainium2, as a multiple of those by XLA's for a CPU, which `temporaries` estimates.
+# One figure is known: another port of h-small (pull request 69 of NxD Inference) needs 24.46 GiB for prompts of 256
+# tokens, of which 15.4 are inputs and outputs. Its scan makes tensors of [tokens, heads, head_dim, d_state] in float32,
+# of 1 GiB each, of all 128 heads on each rank. XLA's compiler needs 2.05 GiB for it, as if two were live at a time, and
+# Neuron's nine. The runtime adds to this: it gives a tensor of more than 512 MiB memory of its own beside the
+# scratchpad that all graphs share ("Neuron Device Memory" in the SDK's documentation). This package has no such
+# tensors.
 TEMPORARIES_AT_MOST = (24.46 - 15.4) / 2.05
 
 
@@ -159,8 +153,7 @@ class Plan:
 
     def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
         made = self.options.graphs(self.config, batch_size, context)
-        layers = len(self.config.layer_types)
-        return [graph_memory(graph, layers, self.weights, self.tp_degree) for graph in made]
+        return [graph_memory(graph, self.config, self.weights, self.tp_degree) for graph in made]
 
     def _graph_bytes(self, batch_size: int, context: int) -> int:
         own = sum(graph.total for graph in self._graphs(batch_size, context))
@@ -174,18 +167,12 @@ class Plan:
         return own if self.draft is None else own + self.draft._tensors(batch_size, context)
 
     def _temporaries(self, batch_size: int, context: int) -> int:
-        """Estimate the largest temporaries of a step: of the longest graph of a prompt, or of decode."""
-        config, rank = self.config, self.config.rank_dimensions(self.tp_degree)
-        prompt = live_set(config, self.tp_degree, torch.bfloat16, min(self.options.longest_prompt, context)).live
-        decode = 0.0
-        if ATTENTION in config.layer_types:
-            keys = min(block_length(1, context), context)
-            block = 2 * keys * rank.key_value_heads * config.head_dim
-            decode += _OF_KEYS_AND_VALUES * batch_size * block * torch.float32.itemsize
-        if config.num_local_experts:
-            chosen = 3 * rank.intermediate_size * config.hidden_size * config.num_experts_per_tok
-            decode += _OF_EXPERTS * chosen * torch.float32.itemsize
-        own = max(_OF_PROMPT * prompt, round(decode))
+        """Estimate the largest temporaries of a step, of a prompt or of decode."""
+        prompts = [
+            temporaries.of_prompt(self.config, self.tp_degree, min(tokens, context), context)
+            for tokens in self.options.prompt_lengths(context)
+        ]
+        own = max(*prompts, temporaries.of_decode(self.config, self.tp_degree, batch_size, context))
         return own if self.draft is None else max(own, self.draft._temporaries(batch_size, context))
 
     def _total(self, batch_size: int, context: int) -> int:
@@ -231,10 +218,9 @@ def plan(
 
     Raises:
         UserError: tp_degree does not divide the model or is more than the instance has cores, or the context is longer
-            than the model's; or graphs of such a model are not predicted.
+            than the model's.
     """
     check_ranks(instance, tp_degree)
-    config.check_predicted()
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
     is_tied = config.tie_word_embeddings and not options.holds_tied_head_twice
@@ -245,7 +231,7 @@ def plan(
         tp_degree,
         batch_size,
         context,
-        weights=sum(one.numel for one in table.values()) * dtype.itemsize,
+        weights=sum(one.nbytes(dtype.itemsize) for one in table.values()),
         state=sequence_bytes(config, dtype.itemsize, tp_degree),
         token=token_bytes(config, dtype.itemsize, tp_degree),
         logits=config.vocab_size * torch.float32.itemsize * 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from granite4_neuron.neuron.analysis.latency import Latency, Work, latency, link_bytes, num_collectives
+from granite4_neuron.neuron.analysis.latency import PARTS_OF_LAYER, Latency, Work, latency, link_bytes, num_collectives
 from granite4_neuron.neuron.analysis.live_set import LiveSet, Product, live_set_of
 
 BYTES = 2  # all of them ran in bfloat16
@@ -83,6 +83,7 @@ class Model:
     def step(self, tp_degree: int, tokens: int, context: int) -> Latency:
         """Return one sequence's step of `tokens` tokens, on one of `tp_degree` ranks."""
         multiplied, read = self.weights(tokens)
+        parts = PARTS_OF_LAYER * self.layers
         head = self.hidden * self.vocabulary
         state = self.linear_layers * self.value_heads * self.linear_head_dim**2 * 4
         key_values = (self.layers - self.linear_layers) * 2 * self.kv_heads * self.head_dim * BYTES
@@ -95,8 +96,8 @@ class Model:
                 + key_values * (context + tokens) / min(tp_degree, self.kv_heads)
                 + self.live_set(tp_degree, tokens).moved,
                 vector_elements=0.0,
-                link_bytes=link_bytes(self.layers, tokens, self.hidden, tp_degree, BYTES),
-                collectives=num_collectives(self.layers, tp_degree),
+                link_bytes=link_bytes(parts, tokens, self.hidden, tp_degree, BYTES),
+                collectives=num_collectives(parts, tp_degree),
                 layers=self.layers,
             )
         )

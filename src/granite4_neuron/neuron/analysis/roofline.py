@@ -55,8 +55,8 @@ def minimum(
       counted.
     * States are read and written once. Of the keys and values, `context` entries per sequence are read and those of the
       step's tokens are written. A verification reads states and writes none.
-    * Only the residual stream moves among the activations, in float32: it is read and written three times per layer,
-      around mixer, MLP and norms.
+    * Only the residual stream moves among the activations, in float32: each part of a layer, mixer or MLP, has
+      it read by its norm, and read and written by the sum.
 
     Args:
         tp_degree: ranks, over which the model is split.
@@ -68,7 +68,7 @@ def minimum(
     Raises:
         UserError: tp_degree does not divide the model.
     """
-    all_tokens, layers = batch_size * tokens, len(config.layer_types)
+    all_tokens = batch_size * tokens
     matrices = matmul_weights(config, tp_degree)
     head = matrices.pop(HEAD).numel
     experts = sum(one.numel for one in matrices.values() if one.is_of_experts)
@@ -95,7 +95,7 @@ def minimum(
         weights=(shared + chosen + head) * dtype.itemsize,
         state=(1 if verifies else 2) * mamba_layers * batch_size * state_bytes,
         key_values=token_bytes(config, dtype.itemsize, tp_degree) * (batch_size * context + all_tokens),
-        activations=3 * 2 * layers * all_tokens * config.hidden_size * torch.float32.itemsize,
+        activations=3 * config.num_parts * all_tokens * config.hidden_size * torch.float32.itemsize,
     )
 
 
@@ -113,7 +113,7 @@ def minimum_of_commit(
     The state is read and written once, and the kept inputs are read: x, B, C and dt of each token. An entry of the
     state takes two FLOPs for its decay and two for each token.
     """
-    layers, dimensions = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree)
+    layers, dimensions = config.layers_with(MAMBA), config.rank_dimensions(tp_degree)
     _, ssm_shape = mamba_state_shapes(config, tp_degree)
     kept = layers * batch_size * tokens * (dimensions.mamba_conv_dim + dimensions.mamba_heads)
     return Minimum(

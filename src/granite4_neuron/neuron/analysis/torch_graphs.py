@@ -33,12 +33,11 @@ def trace_torch(graph: Graph) -> Traced:
         ToolsMissing: torch-mlir or jax is not installed.
     """
     lowered = lower_torch(graph)
-    weights = sum(weight.numel() for weight in graph.meta_model().parameters())
     return Traced(
         hlo_proto_of(lowered.text),
         donated=lowered.donated,
         components={},
-        weight_bytes=weights * graph.dtype.itemsize,
+        weight_bytes=sum(weight.nbytes for weight in graph.meta_model().parameters()),
         state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in graph.meta_state().tensors()),
         widens_places=True,
     )
@@ -52,8 +51,6 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
     """
     check_installed()
     model, state = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None), graph.meta_state()
-    model = model.to(graph.dtype)
-    model.tie_weights()
     operators = select_operators(LOOPS, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
     model = model.bind(operators)
     inputs = graph_inputs([Row(1, 0, [0])] * graph.rows, graph.tokens).to("meta")

@@ -84,15 +84,15 @@ def report(
         def traced(layer_types: Sequence[str]) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
             application = _application(layers, neuron_config, kernels)
-            return _traced(trace(application, getattr(application, kind), bucket, with_components=True))
+            return _traced(trace(application, getattr(application, kind), bucket, with_components=True), layer_types)
 
         if least is not None:
-            return graph_report(name, config.layer_types, traced, least)
+            return graph_report(name, config, traced, least)
         verifies = kind == "verification_model"
         context = bucket - tokens
         least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=verifies, state_dtype=state_dtype)
         experts = config.num_local_experts if kind == "token_generation_model" else 0
-        reported = graph_report(name, config.layer_types, traced, least, experts)
+        reported = graph_report(name, config, traced, least, experts)
         is_of_prompt = kind in ("context_encoding_model", "prefill_continuation_model")
         return replace(
             reported,
@@ -128,11 +128,13 @@ def _application(
     )
 
 
-def _traced(traced: Trace) -> Traced:
+def _traced(traced: Trace, layer_types: Sequence[str]) -> Traced:
     donated = zip(parameter_numbers(traced.outputs, traced.states), traced.aliases, strict=True)
-    components: dict[str, bytes] = {}
+    components: dict[tuple[str, str | None], bytes] = {}
     for name, outputs in traced.components.items():
-        components.setdefault(_COMPONENTS[name.rpartition(".")[2]], hlo_proto(outputs))
+        layer, _, module = name.rpartition(".")  # such as layers.0; none outside of layers
+        layer_type = layer_types[int(layer.removeprefix("layers."))] if layer else None
+        components.setdefault((_COMPONENTS[module], layer_type), hlo_proto(outputs))
     return Traced(
         hlo_proto(traced.outputs),
         donated=dict(donated),

@@ -118,9 +118,10 @@ def layer_with(*lines):
 def test_collectives_of_a_layer():
     total = "%all-reduce.{} = {}[3,8,16]{{2,1,0}} all-reduce(%p1.2), replica_groups={{{{0,1}}}}, to_apply=%c"
     two = layer_with(total.format(9, "f32"), total.format(10, "bf16"))
-    assert two == {("all-reduce", "f32"): 1, ("all-reduce", "bf16"): 1} and findings_of_layer("mamba", two) == []
+    assert two == {("all-reduce", "f32"): 1, ("all-reduce", "bf16"): 1} and findings_of_layer("mamba", two, 2) == []
     whole = layer_with(total.format(9, "s32"))
-    assert findings_of_layer("mamba", whole) == ["mamba layers have a collective (all-reduce) in s32."]
+    assert findings_of_layer("mamba", whole, 2) == ["mamba layers have a collective (all-reduce) in s32."]
     parts = "%all-gather.11 = f32[6,8,16]{2,1,0} all-gather(%p1.2), dimensions={0}"
     three = layer_with(total.format(9, "f32"), total.format(10, "f32"), parts)
-    assert findings_of_layer("mamba", three) == ["mamba layers have 3 collectives each, and need 2."]
+    assert findings_of_layer("mamba", three, 2) == ["mamba layers have 3 collectives each, and need 2."]
+    assert findings_of_layer("mamba", two, 1) == ["mamba layers have 2 collectives each, and need 1."]

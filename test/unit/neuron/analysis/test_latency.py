@@ -9,7 +9,7 @@ from benchmarks.planning import predicted_latency
 from granite4_neuron import UserError
 from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.neuron.analysis import latency
 from granite4_neuron.neuron.analysis import published_latency as published
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
@@ -43,6 +43,19 @@ def test_rates(changes, unit):
     assert step.bound == pytest.approx(1.0) and step.limit != unit
 
 
+def test_a_token_of_layers_of_one_part():
+    """Each is half a layer, with one all-reduce. Without a gate no kernel computes the experts."""
+    config = published_config("nemotron-3-nano-30b-a3b")
+    step = latency.step_work(config, 4, torch.bfloat16, batch_size=2, tokens=1, context=100)
+    assert (step.layers, step.collectives) == (26, 52)
+    assert step.vector_elements == 23 * 2 * (2 + 1) * 16 * 64 * 128
+    every = latency.step_work(config, 4, torch.bfloat16, 2, 1, 100, experts_decode="all")
+    distinct = 128 * (1 - (122 / 128) ** 2)
+    assert every.bytes_accessed - step.bytes_accessed == pytest.approx(23 * 2 * 2688 * 464 * 2 * (128 - distinct))
+    lines = latency.predictions(config, 4, torch.bfloat16, 128, 1000, [1])
+    assert [line.step for line in lines[1:]] == ["token, experts: all", "token, experts: gather"]
+
+
 def test_losses_add_to_the_bound():
     step = latency.latency(work(bytes_accessed=725e6, layers=40, collectives=80))
     lost = 40 * latency.LAUNCH_SECONDS + 80 * latency.COLLECTIVE_SECONDS
@@ -67,7 +80,7 @@ def test_a_token_of_h_small():
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (4, 0), (8, 1), (16, 1.5), (64, 1.875)])
 def test_only_what_goes_to_another_chip_uses_a_link(ranks, sent):
     """In a ring of chips each sends all but one of its parts twice: once to add them up, once to pass on the sums."""
-    assert latency.link_bytes(3, 5, 7, ranks, 2) == 2 * 3 * 5 * 7 * 2 * sent
+    assert latency.link_bytes(6, 5, 7, ranks, 2) == 6 * 5 * 7 * 2 * sent
 
 
 def test_a_verification_and_its_commit():

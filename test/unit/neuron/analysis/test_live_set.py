@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.neuron.analysis import latency
 from granite4_neuron.neuron.analysis import published_latency as published
-from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES, live_set
+from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES, live_set, products
 from granite4_neuron.neuron.analysis.roofline import minimum
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS
+from test.support.checkpoints import nemotron_config
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
 
@@ -46,6 +47,22 @@ def test_h_small_by_hand():
         "it spills by estimate: 49.5 MiB are live during experts' first product, and SBUF has 48.0;" in estimate.spill()
     )
     assert live_set(CONFIG, 4, torch.float32, 512).live == 2 * live_set(CONFIG, 4, torch.bfloat16, 512).live
+
+
+def test_layers_of_one_part_by_hand():
+    """Experts and MLP have no gate. Each kind of layer has its own MLP, and only those with experts have these."""
+    config = published_config("nemotron-3-nano-30b-a3b")
+    estimate = live_set(config, 4, torch.bfloat16, 512)
+    assert (estimate.live, estimate.largest) == (512 * 2 * (3 * 2688 + 464), "experts' first")
+    small = nemotron_config()  # 2 Mamba layers, 1 of attention, 1 MLP of 72, 2 with experts of 48 and an MLP of 80
+    found = {(each.name, each.operand, each.result, each.columns, each.layers) for each in products(small, 2)}
+    assert {each for each in found if each[0][0] in "eM" and "Mamba" not in each[0]} == {
+        ("MLP's first", 64, 36, 36, 1),
+        ("MLP's last", 36, 64, 64, 1),
+        ("MLP's first", 64, 40, 40, 2),
+        ("MLP's last", 40, 64, 64, 2),
+        ("experts' first", 64, 24 + 64, 3 * 24, 2),
+    }
 
 
 @pytest.mark.parametrize("name", ["h-small", "h-tiny", "h-micro", "micro"])

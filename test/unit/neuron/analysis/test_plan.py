@@ -1,6 +1,7 @@
 """The plan for a core's memory, compared with the real sizes of the model and its state."""
 
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig, family_names, published_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
+from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.neuron.analysis import plan
 from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES
@@ -24,7 +26,7 @@ from granite4_neuron.neuron.compiled_graphs import (
 )
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from granite4_neuron.state.hybrid_state import HybridState
-from test.support.checkpoints import small_config
+from test.support.checkpoints import nemotron_config, small_config
 
 ROOT = Path(__file__).parents[4]
 FEWEST = GraphOptions(context_buckets=(512,), token_buckets=(131072,))
@@ -49,6 +51,24 @@ def test_bytes_are_those_of_the_tensors(name):
         weights.append(weights[0])
     assert result.weights == sum(weight.numel() * 2 for weight in weights)
     assert result.state + 1000 * result.token == sum(tensor.nbytes for tensor in state.tensors()) // 3
+
+
+def test_layers_of_one_part():
+    """A rank's tensors of Nemotron 3 Nano, whose routers are in float32; and a part's graph is half of a layer's."""
+    config = published_config("nemotron-3-nano-30b-a3b")
+    result = plan.plan(config, torch.bfloat16, "trn2.3xlarge", 4, 1, 1024, DeviceGraphOptions())
+    with torch.device("meta"):
+        model = model_of(config, Parallel(0, 4))
+        state = HybridState.allocate(config, 2, 1024, torch.bfloat16, "meta", tp_degree=4)  # and the null slot
+    in_float32 = model.float32_weights()
+    weights = (weight.numel() * (4 if name in in_float32 else 2) for name, weight in model.named_parameters())
+    assert result.weights == sum(weights)
+    assert result.state + 1024 * result.token == sum(tensor.nbytes for tensor in state.tensors()) // 3
+    graphs = {(each.graph.name, each.graph.tokens or each.graph.bucket): each.code for each in result.graphs}
+    of_granite = planned("h-small", context=1024, options=DeviceGraphOptions()).graphs
+    (mamba,) = (each.code for each in of_granite if (each.graph.name, each.graph.bucket) == ("mamba layer", 128))
+    assert graphs["moe layer", 128] == graphs["mamba layer", 512] == graphs["attention layer", 128]
+    assert mamba == pytest.approx(2 * graphs["mamba layer", 128], abs=1)
 
 
 def test_h_small_at_its_whole_context():
@@ -259,6 +279,22 @@ def test_command(capsys):
     assert "has 4 logical cores" in capsys.readouterr().err
 
 
+def test_a_config_without_weights(tmp_path, capsys):
+    """A folder with config.json alone is enough. compile does not take Nemotron, and so the graphs are PyTorch's."""
+    shutil.copy(ROOT / "src/granite4_neuron/family/nemotron-3-nano-30b-a3b.json", tmp_path / "config.json")
+    arguments = ["plan", "--model", str(tmp_path)]
+    assert main([*arguments, "--context", "1024"]) == 0
+    output = capsys.readouterr().out
+    assert "To compile: 12 graphs: 2 embedding, 2 mamba layer, 2 moe layer, 2 attention layer, 1 token," in output
+    assert main(["info", "--model", str(tmp_path)]) == 0
+    output = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert "parameters 31,577,940,288 active per token 3,580,076,352 weights 58.83 GiB in bfloat16" in output
+    assert main([*arguments, "--latency"]) == 0
+    assert "token, experts: all" in capsys.readouterr().out
+    assert main([*arguments, "--backend", "nxdi"]) == 2
+    assert "compile does not take NemotronHForCausalLM; --backend torch plans it." in capsys.readouterr().err
+
+
 def test_the_verdict_comes_first(capsys):
     assert main(["plan", "--model", "h-350m", "--context", "512"]) == 0
     assert capsys.readouterr().out.startswith("It fits")
@@ -284,7 +320,7 @@ def test_graphs_of_a_pytorch_device(capsys):
     assert main([*arguments, "--context", "16384", "--context-buckets", "512", "128", "--verify", "4"]) == 0
     output = capsys.readouterr().out
     assert "3 attention layer graphs of 128: 1,024, 4,096, 16,384" in output
-    counted = "2 embedding, 2 Mamba layer, 6 attention layer, 3 token, 3 verification, 1 commit, 2 head, 1 draw"
+    counted = "2 embedding, 2 mamba layer, 6 attention layer, 3 token, 3 verification, 1 commit, 2 head, 1 draw"
     assert f"To compile: 20 graphs: {counted}." in output
     assert main([*arguments, "--batch-size", "10"]) == 3
     assert "or 9 sequences of this context." in capsys.readouterr().out
@@ -299,11 +335,13 @@ def test_graphs_of_a_pytorch_device(capsys):
         pytest.param(("mamba", "attention"), 3000, 5, marks=pytest.mark.slow),
         pytest.param(("mamba", "mamba"), 3000, 5, marks=pytest.mark.slow),
         pytest.param(("attention", "attention"), 3000, 0, marks=pytest.mark.slow),
+        (("mamba", "moe", "attention", "mlp"), 900, 3),
     ],
 )
 def test_graphs_of_a_pytorch_device_are_those_that_a_server_makes(layer_types, length, verified_tokens):
     """Before the first request it makes them all."""
-    model = random_model(small_config(layer_types=layer_types, max_position_embeddings=5000))
+    make = nemotron_config if "moe" in layer_types else small_config
+    model = random_model(make(layer_types=layer_types, max_position_embeddings=5000))
     runtime = TorchRuntime(model, GenerationConfig(), (16, 64), compiler="eager", graphs="model")
     runtime.warm_up(runtime.allocate(2, length), verified_tokens)
     listed = DeviceGraphOptions((16, 64), verified_tokens).graphs(model.config, 2, length)

@@ -1,9 +1,9 @@
-"""The least work of a rank: figures worked out by hand for h-small, and the values that it depends on."""
+"""The least work of a rank: figures worked out by hand for published models, and the values that it depends on."""
 
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit, minimum_of_copy
 from test.support.checkpoints import DENSE, small_config
 
@@ -24,6 +24,21 @@ def test_a_token_of_a_rank():
     assert least.key_values == 4 * 2 * 2 * 128 * 2 * (1000 + 1)
     assert least.activations == 40 * 3 * 2 * 4096 * 4
     assert least.bytes_accessed == least.weights + least.state + least.key_values + least.activations
+
+
+def test_a_token_of_a_model_whose_layers_have_one_part():
+    """Nemotron 3 Nano has 23 Mamba layers, 6 of attention and 23 with experts, which have no gate."""
+    config = published_config("nemotron-3-nano-30b-a3b")
+    least = minimum(config, 4, torch.bfloat16, batch_size=1, tokens=1, context=1000)
+    mamba = 2688 * (2 * 1024 + 2 * 2 * 128 + 16) + 1024 * 2688  # 16 heads of 64, and 2 groups
+    attention = 2688 * (1024 + 2 * 128) + 1024 * 2688
+    experts = 2688 * (6 * 2 * 464 + 128 + 2 * 928)
+    matrices = 23 * (mamba + experts) + 6 * attention + 131072 // 4 * 2688
+    assert least.weights == pytest.approx(2 * matrices)
+    assert least.flops == pytest.approx(2 * matrices + 6 * 4 * 1001 * 8 * 128 + 23 * 6 * 16 * 64 * 128)
+    assert least.state == 2 * 23 * ((1024 + 512) * 3 * 2 + 16 * 64 * 128 * 4)
+    assert least.key_values == 6 * 2 * 128 * 2 * (1000 + 1)
+    assert least.activations == 52 * 3 * 2688 * 4
 
 
 def test_tokens_that_share_weights():
