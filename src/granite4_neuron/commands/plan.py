@@ -22,6 +22,7 @@ from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic,
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config import ModelConfig, family_names
 from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.config.published import published_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import GraphOptions, is_compiled
 from granite4_neuron.neuron_sdk import INSTANCES
@@ -49,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--rate: how many replicas of a server some traffic needs.",
     )
     planner.add_argument(
-        "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
+        "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(published_names())}"
     )
     planner.add_argument(
         "--backend",

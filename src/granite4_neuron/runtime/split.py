@@ -1,9 +1,9 @@
 """Runs steps of a model that is split over several devices of this machine, a process for each: tensor parallelism.
 
 Every process has a rank, and with it a part of each layer's weights and state (`model.parallel`). This one is rank 0.
-It sends each call to the others, which make the same call. Within a step the ranks add up what they have, twice for each
-layer: after the mixer, and after the MLP and experts. No graph knows its rank, so all ranks compile the same graphs, and
-each waits until the others have compiled one too.
+It sends each call to the others, which make the same call. Within a step the ranks add up what they have after each
+mixer, and after each layer's MLP and experts. No graph knows its rank, so all ranks compile the same graphs, and each
+waits until the others have compiled one too.
 """
 
 from __future__ import annotations
