@@ -20,12 +20,11 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.errors import reports_errors
-from granite4_neuron.checkpoint.gguf.config import DENSE, EXPERTS, HYBRID
 from granite4_neuron.checkpoint.gguf.names import gguf_names, to_gguf
-from granite4_neuron.checkpoint.gguf.tokenizer import WORDS
+from granite4_neuron.checkpoint.gguf.tokenizer import AS_LLAMA_3, WORDS
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.config import MAMBA, ModelConfig, config_from_file
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, NemotronHConfig, config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 
@@ -69,9 +68,11 @@ def write_gguf(folder: Path, file: Path) -> None:
 
 
 def _architecture(config: ModelConfig) -> str:
+    if isinstance(config, NemotronHConfig):
+        return "nemotron_h_moe" if config.num_local_experts else "nemotron_h"
     if MAMBA in config.layer_types:
-        return HYBRID
-    return EXPERTS if config.num_local_experts else DENSE
+        return "granitehybrid"
+    return "granitemoe" if config.num_local_experts else "granite"
 
 
 def _write_config(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
@@ -79,22 +80,20 @@ def _write_config(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(
-        config.intermediate_size if config.num_local_experts else config.shared_intermediate_size
-    )
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv([0 if kind == MAMBA else config.num_key_value_heads for kind in config.layer_types])
+    key_heads = config.num_key_value_heads
+    writer.add_head_count_kv([key_heads if config.parts(kind).mixer == ATTENTION else 0 for kind in config.layer_types])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_scaling_finetuned(config.uses_rope)  # which says whether there are rotary embeddings
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_attention_scale(config.attention_multiplier)
-    writer.add_embedding_scale(config.embedding_multiplier)
-    writer.add_residual_scale(config.residual_multiplier)
-    writer.add_logit_scale(config.logits_scaling)
+    if isinstance(config, NemotronHConfig):
+        _write_nemotron(writer, config)
+    else:
+        _write_granite(writer, config)
     for number, add in (
         (config.bos_token_id, writer.add_bos_token_id),
         (config.eos_token_id, writer.add_eos_token_id),
@@ -109,13 +108,43 @@ def _write_config(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
 
 
+def _write_granite(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    writer.add_feed_forward_length(
+        config.intermediate_size if config.num_local_experts else config.shared_intermediate_size
+    )
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _write_nemotron(writer: gguf.GGUFWriter, config: NemotronHConfig) -> None:
+    all_parts = [config.parts(kind) for kind in config.layer_types]
+    width = config.intermediate_size if config.num_local_experts else config.mlp_intermediate_size
+    writer.add_feed_forward_length([width if parts.mlp_width else 0 for parts in all_parts])
+    writer.add_layer_norm_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    if not config.num_local_experts:
+        return
+    if any(parts.mlp_width and not parts.has_experts for parts in all_parts):
+        raise UserError("a GGUF file has no place for a Nemotron model with experts and with layers that are an MLP.")
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+
+
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
     from gguf import TokenType
 
     about = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = next((name for name, same in WORDS.items() if _pre_tokenizer(same()) == about["pre_tokenizer"]), None)
+    known = (name for name, same in WORDS.items() if _pre_tokenizer(same()) == about["pre_tokenizer"])
+    words = next((name for name in known if (name in AS_LLAMA_3) == about["model"].get("ignore_merges")), None)
     if about["model"]["type"] != "BPE" or words is None:
-        raise UserError("only tokenizers that are those of a Granite model are written to GGUF files.")
+        raise UserError("only tokenizers that are those of a Granite or Nemotron 3 model are written to GGUF files.")
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size
     for token, number in tokenizer.get_vocab().items():
@@ -126,6 +155,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast
     writer.add_tokenizer_pre(words)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
+    writer.add_add_bos_token(tokenizer("").input_ids == [tokenizer.bos_token_id])
     writer.add_token_merges([" ".join(merge) for merge in about["model"]["merges"]])
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

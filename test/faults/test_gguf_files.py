@@ -107,7 +107,7 @@ CASES = {
     "one of several parts": (metadata(split_count=3), "is one of 3 parts of a model; join them with llama-gguf-split"),
     "another architecture": (
         metadata(general_architecture="llama"),
-        "is a model of the architecture 'llama'; only those of Granite are run: granitehybrid, granite, granitemoe.",
+        "is a model of the architecture 'llama'; only those of Granite and Nemotron 3 are run: granitehybrid,",
     ),
     "no size": (about_model("embedding_length", None), "lacks granitehybrid.embedding_length."),
     "a size is text": (
@@ -168,7 +168,7 @@ CASES = {
         of_unknown_type,
         "has tensors of types that are not supported: output_norm.weight is I8; supported are F32, F16, BF16, Q8_0,",
     ),
-    "another tokenizer": (metadata(tokenizer_ggml_pre="qwen2"), "is 'gpt2' with 'qwen2'; those of Granite are"),
+    "another tokenizer": (metadata(tokenizer_ggml_pre="qwen2"), "is 'gpt2' with 'qwen2'; those of Granite and"),
     "no tokenizer": (metadata(tokenizer_ggml_model="no_vocab"), "carries no tokenizer"),
 }
 

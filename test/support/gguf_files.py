@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy
+import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
+from safetensors.torch import load_file
 
 from benchmarks.gguf_checkpoint import write_gguf
 
@@ -25,6 +28,121 @@ def written(folder: Path, type: str | None = None) -> Path:
     plain = folder.parent / f"{folder.name}.gguf"
     write_gguf(folder, plain)
     return plain if type is None else rewritten(plain, folder.parent / f"{folder.name}-{type}.gguf", in_type(type))
+
+
+def nemotron_file(folder: Path, to: Path, predicting: bool = False) -> Path:
+    """Write a Nemotron checkpoint folder as llama.cpp's converter does, from its published names.
+
+    Args:
+        predicting: with a layer for multi-token prediction behind the others, or with the beginning of one.
+    """
+    values, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    kinds, experts = values["layers_block_type"], "moe" in values["layers_block_type"]
+    writer = gguf.GGUFWriter(to, "nemotron_h_moe" if experts else "nemotron_h")
+    width = values["moe_intermediate_size"] if experts else values["intermediate_size"]
+    key_heads = values["num_key_value_heads"]
+    writer.add_block_count(len(kinds) + predicting)
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(values["hidden_size"])
+    writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds] + [width] * predicting)
+    writer.add_head_count(values["num_attention_heads"])
+    writer.add_head_count_kv(
+        [key_heads if kind == "full_attention" else 0 for kind in kinds] + [key_heads] * predicting
+    )
+    writer.add_layer_norm_rms_eps(values["layer_norm_epsilon"])
+    writer.add_layer_norm_eps(values["layer_norm_epsilon"])
+    writer.add_key_length(values["head_dim"])
+    writer.add_value_length(values["head_dim"])
+    writer.add_rope_dimension_count(values["hidden_size"] // values["num_attention_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_vocab_size(values["vocab_size"])
+    writer.add_ssm_conv_kernel(values["conv_kernel"])
+    writer.add_ssm_state_size(values["ssm_state_size"])
+    writer.add_ssm_group_count(values["n_groups"])
+    writer.add_ssm_inner_size(values["mamba_num_heads"] * values["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(values["mamba_num_heads"])
+    if experts:
+        writer.add_expert_used_count(values["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(width)
+        writer.add_expert_shared_feed_forward_length(values["moe_shared_expert_intermediate_size"])
+        writer.add_expert_count(values["n_routed_experts"])
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_norm(values["norm_topk_prob"])
+        writer.add_expert_weights_scale(values["routed_scaling_factor"])
+        writer.add_expert_group_count(values["n_group"])
+        writer.add_expert_group_used_count(values["topk_group"])
+    if predicting:
+        writer.add_nextn_predict_layers(1)
+    writer.add_bos_token_id(values["bos_token_id"])
+    writer.add_eos_token_id(values["eos_token_id"])
+    for name, array in _converted(tensors, values).items():
+        writer.add_tensor(name, array)
+    if predicting:
+        writer.add_tensor(f"blk.{len(kinds)}.nextn.enorm.weight", numpy.ones(values["hidden_size"], numpy.float32))
+        writer.add_tensor(f"blk.{len(kinds)}.attn_norm.weight", numpy.ones(values["hidden_size"], numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+_OUTSIDE = {
+    "backbone.embeddings.weight": "token_embd",
+    "backbone.norm_f.weight": "output_norm",
+    "lm_head.weight": "output",
+}
+_OF_LAYER = {
+    "norm.weight": "attn_norm.weight",
+    "mixer.in_proj.weight": "ssm_in.weight",
+    "mixer.conv1d.weight": "ssm_conv1d.weight",
+    "mixer.conv1d.bias": "ssm_conv1d.bias",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.norm.weight": "ssm_norm.weight",
+    "mixer.out_proj.weight": "ssm_out.weight",
+    "mixer.q_proj.weight": "attn_q.weight",
+    "mixer.k_proj.weight": "attn_k.weight",
+    "mixer.v_proj.weight": "attn_v.weight",
+    "mixer.o_proj.weight": "attn_output.weight",
+    "mixer.up_proj.weight": "ffn_up.weight",
+    "mixer.down_proj.weight": "ffn_down.weight",
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
+
+
+def _converted(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, numpy.ndarray]:
+    """Return the tensors of a GGUF file by their names, from those of a published Nemotron checkpoint."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name in _OUTSIDE:
+            found[f"{_OUTSIDE[name]}.weight"] = tensor
+            continue
+        _, _, number, part = name.split(".", 3)
+        if ".experts." in part:
+            which = part.split(".")[3].removesuffix("_proj")
+            stack = found.setdefault(f"blk.{number}.ffn_{which}_exps.weight", [None] * values["n_routed_experts"])
+            stack[int(part.split(".")[2])] = tensor
+            continue
+        if part.endswith("conv1d.weight"):
+            tensor = tensor.squeeze(1)
+        elif part.endswith("A_log"):
+            tensor = -tensor.exp()[:, None]
+        elif part.endswith("mixer.D"):
+            tensor = tensor[:, None]
+        elif part.endswith("mixer.norm.weight"):
+            tensor = tensor.reshape(values["n_groups"], -1)
+        elif part.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = values["num_attention_heads" if "q_proj" in part else "num_key_value_heads"]
+            shape = tensor.shape
+            tensor = tensor.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
+        found[f"blk.{number}.{_OF_LAYER[part]}"] = tensor
+    stacked = {name: torch.stack(one) if isinstance(one, list) else one for name, one in found.items()}
+    return {name: one.contiguous().numpy() for name, one in stacked.items()}
 
 
 def in_type(name: str) -> Change:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +130,18 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def _read_tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+
+def left_out_remark(left_out: Mapping[str, int]) -> str | None:
+    """Return a sentence on the tensors that are not loaded; None if there are none.
+
+    Args:
+        left_out: the number of tensors that the model does not have, by what they are for.
+    """
+    if not left_out:
+        return None
+    what = " and ".join(f"{number:,} tensors for {purpose}" for purpose, number in left_out.items())
+    return f"{what} are left out; this package does not use them."
 
 
 def require_folder(checkpoint: Checkpoint) -> Path:

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS, StoredTensors
 from granite4_neuron.config import ModelConfig, config_from_dict
@@ -99,10 +99,7 @@ class FolderCheckpoint(Checkpoint):
 
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
         """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
-        if not self.tensors.left_out:
-            return None
-        what = " and ".join(f"{number:,} tensors for {purpose}" for purpose, number in self.tensors.left_out.items())
-        return f"{what} are left out; this package does not use them."
+        return left_out_remark(self.tensors.left_out)
 
     def check_plain(self, config: ModelConfig) -> None:
         """Check that the tensors are those of a model with this config, and not quantized, without reading them.

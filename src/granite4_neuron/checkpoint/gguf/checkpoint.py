@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
 from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 
@@ -22,7 +22,7 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF file, which has config, weights and tokenizer.
 
     Raises:
-        UserError: the file is damaged, or its model is not a Granite one.
+        UserError: the file is damaged, or its model is not one of this package's.
     """
 
     folder = None
@@ -77,7 +77,8 @@ class GGUFCheckpoint(Checkpoint):
         """Implement `Checkpoint.remark_on`."""
         from granite4_neuron.checkpoint.gguf.kept import remark_on
 
-        return remark_on(self.tensors, quantized, dtype)
+        remarks = left_out_remark(self.tensors.left_out), remark_on(self.tensors, quantized, dtype)
+        return " ".join(remark for remark in remarks if remark is not None) or None
 
     def generation_config(self) -> dict[str, Any]:
         """Implement `Checkpoint.generation_config`: a GGUF file has none."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 from granite4_neuron.checkpoint.gguf.file import GGUFFile
-from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig, config_from_dict
-from granite4_neuron.config.aliases import ATTENTION
-from granite4_neuron.config.checks import LARGEST
+from granite4_neuron.checkpoint.gguf.metadata import Metadata
+from granite4_neuron.config import ATTENTION, MAMBA, MODEL_TYPE, ModelConfig, NemotronHConfig, config_from_dict
+from granite4_neuron.config.nemotron_h import EXPERTS, MLP
 from granite4_neuron.errors import UserError
-
-HYBRID, DENSE, EXPERTS = ARCHITECTURES = ("granitehybrid", "granite", "granitemoe")
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
@@ -22,50 +21,13 @@ def read_config(file: GGUFFile) -> ModelConfig:
         UserError: the model is of another architecture, or its metadata is incomplete or contradicts itself.
     """
     architecture = file.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if architecture not in list(_ARCHITECTURES):  # a file may have a list in its place
         raise UserError(
-            f"{file.path} is a model of the architecture {reprlib.repr(architecture)}; only those of Granite are run: "
-            f"{', '.join(ARCHITECTURES)}."
+            f"{file.path} is a model of the architecture {reprlib.repr(architecture)}; only those of Granite and "
+            f"Nemotron 3 are run: {', '.join(_ARCHITECTURES)}."
         )
-    about = _Metadata(file, architecture)
-    layers, hidden, heads = _layers(about), about.count("embedding_length"), _heads(about)
-    key_heads = _per_layer(about, "attention.head_count_kv", layers, heads)
-    experts = about.count("expert_count", 0)
-    width = about.count("feed_forward_length")
-    layer_types = [ATTENTION if count else MAMBA for count in key_heads]
-    uses_rope = about.flag("rope.scaling.finetuned", True) and ATTENTION in layer_types
-    values = {
-        "model_type": MODEL_TYPE,
-        "vocab_size": _vocabulary(file),
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "shared_intermediate_size": about.count("expert_shared_feed_forward_length", 0) if experts else width,
-        "num_hidden_layers": layers,
-        "layer_types": layer_types,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(key_heads),
-        "num_local_experts": experts,
-        "num_experts_per_tok": about.count("expert_used_count", 0) if experts else 0,
-        "embedding_multiplier": about.number("embedding_scale", 1.0),
-        # In llama.cpp 0 stands for what is not there.
-        "attention_multiplier": about.number("attention.scale", 0.0) or 1 / math.sqrt(hidden / heads),
-        "residual_multiplier": about.number("residual_scale", 1.0),
-        "logits_scaling": about.number("logit_scale", 1.0),
-        "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": about.count("context_length"),
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
-        "position_embedding_type": "rope" if uses_rope else "nope",
-        "rope_theta": about.number("rope.freq_base", 10000.0),
-        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
-        "torch_dtype": stored_dtype(file),
-    }
-    if uses_rope:
-        _check_rope(about, hidden // heads)
-    return config_from_dict(values | _mamba(about, layer_types, hidden), str(file.path))
+    about = Metadata(file, architecture)
+    return config_from_dict(_ARCHITECTURES[architecture](about), str(file.path))
 
 
 def stored_dtype(file: GGUFFile) -> str:
@@ -76,100 +38,133 @@ def stored_dtype(file: GGUFFile) -> str:
     return {(): "float32", ("F16",): "float16"}.get(tuple(types), "bfloat16")
 
 
-class _Metadata:
-    """The metadata of one architecture, with checks of its types."""
-
-    def __init__(self, file: GGUFFile, architecture: str):
-        self.file, self._architecture = file, architecture
-
-    def key(self, name: str) -> str:
-        return f"{self._architecture}.{name}"
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.file.get(self.key(name))
-        value = default if value is None else value
-        if value is None:
-            raise UserError(f"{self.file.path} lacks {self.key(name)}.")
-        return value
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        # One value for each layer, all of them the same.
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
-        return self._checked(name, value, type(value) is int and value >= 0, "a whole number")
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return the shortest decimal number that is the same in float32, as it was in the original config."""
-        value = self.get(name, default)
-        self._checked(name, value, type(value) in (int, float) and math.isfinite(value), "a number")
-        # Not at the top: most commands read no GGUF file.
-        import numpy
-
-        return float(str(numpy.float32(value)))
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name, default)
-        return self._checked(name, value, isinstance(value, bool), "true or false")
-
-    def _checked(self, name: str, value: Any, is_right: bool, what: str) -> Any:
-        if not is_right:
-            raise UserError(f"{self.file.path}: {self.key(name)} is {reprlib.repr(value)}, and must be {what}.")
-        return value
+def predicting_layers(file: GGUFFile) -> int:
+    """Return the number of layers behind the model's own that predict further tokens."""
+    return Metadata(file, file.get("general.architecture")).layers()[1]
 
 
-def _vocabulary(file: GGUFFile) -> int:
+def _granite(about: Metadata) -> dict[str, Any]:
+    """Return the content of a ``config.json`` of a Granite model."""
+    hidden, heads = about.count("embedding_length"), about.heads()
+    layer_types = [ATTENTION if count else MAMBA for count in about.per_layer("attention.head_count_kv", heads)]
+    uses_rope = about.flag("rope.scaling.finetuned", True) and ATTENTION in layer_types
+    experts, width = about.count("expert_count", 0), about.count("feed_forward_length")
+    values = _common(about) | {
+        "model_type": MODEL_TYPE,
+        "layer_types": layer_types,
+        "intermediate_size": width,
+        "shared_intermediate_size": about.count("expert_shared_feed_forward_length", 0) if experts else width,
+        "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
+        "embedding_multiplier": about.number("embedding_scale", 1.0),
+        # In llama.cpp 0 stands for what is not there.
+        "attention_multiplier": about.number("attention.scale", 0.0) or 1 / math.sqrt(hidden / heads),
+        "residual_multiplier": about.number("residual_scale", 1.0),
+        "logits_scaling": about.number("logit_scale", 1.0),
+        "position_embedding_type": "rope" if uses_rope else "nope",
+        "rope_theta": about.number("rope.freq_base", 10000.0),
+    }
+    if uses_rope:
+        about.check_only("rope.scaling.type", "none")
+        about.check_only("rope.dimension_count", hidden // heads)
+    if MAMBA not in layer_types:
+        return values | {"mamba_n_heads": 1}  # of no layer; transformers divides by it
+    return values | _mamba(about, divisor=hidden) | {"mamba_expand": about.count("ssm.inner_size") // hidden}
+
+
+def _nemotron(about: Metadata) -> dict[str, Any]:
+    """Return the content of a ``config.json`` of a Nemotron 3 model. A file does not say what a time step is at least:
+    it is what published configs have.
+    """
+    heads, experts = about.heads(), about.count("expert_count", 0)
+    key_heads, widths = about.per_layer("attention.head_count_kv", heads), about.per_layer("feed_forward_length")
+    feed_forward = EXPERTS if experts else MLP
+    values = _common(about) | _mamba(about)
+    head_dim = about.count("attention.key_length", about.count("embedding_length") // heads)
+    values |= {
+        "layer_types": [
+            feed_forward if width else ATTENTION if count else MAMBA
+            for width, count in zip(widths, key_heads, strict=True)
+        ],
+        "head_dim": head_dim,
+        "rms_norm_eps": about.first_number("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+    }
+    about.check_only("attention.value_length", head_dim)
+    scale = about.number("attention.scale", 0.0)
+    if scale and not math.isclose(head_dim * scale**2, 1.0, rel_tol=1e-6):
+        about.check_only("attention.scale", f"1 / sqrt({head_dim})")
+    if experts:
+        values |= {
+            "intermediate_size": max(about.per_layer("expert_feed_forward_length", max(widths))),
+            "shared_intermediate_size": about.count("expert_shared_feed_forward_length"),
+            # In llama.cpp 0 stands for what is not there.
+            "n_group": about.count("expert_group_count", 1) or 1,
+            "topk_group": about.count("expert_group_used_count", 1) or 1,
+            "norm_topk_prob": about.flag("expert_weights_norm", False),
+            "routed_scaling_factor": about.number("expert_weights_scale", 1.0) or 1.0,
+        }
+    else:
+        values["mlp_intermediate_size"] = max(widths)
+    only = {
+        "model_type": NemotronHConfig.model_type,
+        "n_shared_experts": about.count("expert_shared_count", 1) if experts else None,
+        "moe_latent_size": about.count("moe_latent_size", 0) or None,
+        "mlp_bias": _has(about, ".ffn_up.bias"),
+    }
+    return {NemotronHConfig.json_name(name): value for name, value in values.items()} | only
+
+
+_ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "granitehybrid": _granite,
+    "granite": _granite,
+    "granitemoe": _granite,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
+}
+
+
+def _common(about: Metadata) -> dict[str, Any]:
+    """Return values that models of all families have, by the names of `ModelConfig`."""
+    file, (layers, _) = about.file, about.layers()
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{file.path} holds no weights: it lacks token_embd.weight.")
-    return embedding.shape[0]
+    experts = about.count("expert_count", 0)
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": about.count("embedding_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": about.heads(),
+        "num_key_value_heads": max(about.per_layer("attention.head_count_kv", about.heads())),
+        "num_local_experts": experts,
+        "num_experts_per_tok": about.count("expert_used_count", 0) if experts else 0,
+        "max_position_embeddings": about.count("context_length"),
+        "attention_bias": _has(about, ".attn_q.bias"),
+        "mamba_conv_bias": _has(about, ".ssm_conv1d.bias"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
+        "torch_dtype": stored_dtype(file),
+    }
 
 
-def _layers(about: _Metadata) -> int:
-    layers, most = about.count("block_count"), LARGEST["num_hidden_layers"]
-    if layers > most:
-        raise UserError(f"{about.file.path}: {about.key('block_count')} is {layers}, and can be at most {most:,}.")
-    return layers
+def _has(about: Metadata, ending: str) -> bool:
+    """Return whether a layer has such a tensor."""
+    return any(name.endswith(ending) for name in about.file.tensors)
 
 
-def _heads(about: _Metadata) -> int:
-    heads = about.count("attention.head_count")
-    if heads == 0:
-        raise UserError(f"{about.file.path}: {about.key('attention.head_count')} is 0, and must be at least 1.")
-    return heads
+def _mamba(about: Metadata, divisor: int = 1) -> dict[str, int]:
+    """Return the sizes of Mamba layers, by the names of `ModelConfig`.
 
-
-def _per_layer(about: _Metadata, name: str, layers: int, default: int) -> list[int]:
-    """Return a number for each layer, which the file has as a list or once; those that are not 0 are the same."""
-    value = about.get(name, default)
-    values = value if isinstance(value, list) else [value] * layers
-    is_right = all(type(each) is int and each >= 0 for each in values) and len(set(values) - {0}) <= 1
-    if len(values) != layers or not values or not is_right:
-        raise UserError(
-            f"{about.file.path}: {about.key(name)} is {reprlib.repr(value)}, and must be a whole number or a list of "
-            f"{layers}, each 0 or the same."
-        )
-    return values
-
-
-def _check_rope(about: _Metadata, head_dim: int) -> None:
-    for name, supported in (("rope.scaling.type", "none"), ("rope.dimension_count", head_dim)):
-        value = about.get(name, supported)
-        if value != supported:
-            raise UserError(
-                f"{about.file.path}: {about.key(name)} is {reprlib.repr(value)}, which is not supported; it must be "
-                f"{supported}."
-            )
-
-
-def _mamba(about: _Metadata, layer_types: list[str], hidden: int) -> dict[str, int]:
-    if MAMBA not in layer_types:
-        return {"mamba_n_heads": 1}  # of no layer; transformers divides by it
+    Args:
+        divisor: which divides the width beside the number of heads.
+    """
     inner, heads = about.count("ssm.inner_size"), about.count("ssm.time_step_rank")
-    if not heads or not hidden or inner % heads or inner % hidden:
+    if not heads or not divisor or inner % heads or inner % divisor:
+        also = "" if divisor == 1 else f" and {about.key('embedding_length')} ({divisor})"
         raise UserError(
             f"{about.file.path}: {about.key('ssm.inner_size')} is {inner}, and must be divisible by "
-            f"{about.key('ssm.time_step_rank')} ({heads}) and {about.key('embedding_length')} ({hidden})."
+            f"{about.key('ssm.time_step_rank')} ({heads}){also}."
         )
     return {
         "mamba_n_heads": heads,
@@ -177,5 +172,4 @@ def _mamba(about: _Metadata, layer_types: list[str], hidden: int) -> dict[str, i
         "mamba_d_state": about.count("ssm.state_size"),
         "mamba_n_groups": about.count("ssm.group_count"),
         "mamba_d_conv": about.count("ssm.conv_kernel"),
-        "mamba_expand": inner // hidden,
     }

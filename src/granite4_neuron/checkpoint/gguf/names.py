@@ -1,4 +1,4 @@
-"""The names, shapes and values that llama.cpp's converter gives the tensors of a Granite model."""
+"""The names, shapes and values that llama.cpp's converter gives the tensors of models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _NAMES = {
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.router.e_score_correction_bias": "exp_probs_b.bias",
 }
-_FEED_FORWARDS = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
+# Of MLPs and experts, the first with a gate.
+_GATED = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
+_NOT_GATED = {"input_linear": ("ffn_up",), "output_linear": ("ffn_down",)}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -39,15 +42,16 @@ def gguf_names(name: str, config: ModelConfig) -> tuple[str, ...]:
     module, ending = (part, "") if part in _NAMES else part.rsplit(".", 1)
     ending = ending and f".{ending}"
     block, _, linear = module.partition(".")
-    if linear in _FEED_FORWARDS:
+    feed_forward = _GATED if config.has_gated_mlp else _NOT_GATED
+    if linear in feed_forward:
         which = "_exps" if block == "block_sparse_moe" else "_shexp" if config.num_local_experts else ""
-        return tuple(f"{prefix}{one}{which}{ending}" for one in _FEED_FORWARDS[linear])
+        return tuple(f"{prefix}{one}{which}{ending}" for one in feed_forward[linear])
     return (f"{prefix}{_NAMES[module]}{ending}",)
 
 
 def to_gguf(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, ...]:
     """Return the tensors under the names of `gguf_names` that a parameter becomes."""
-    if name.endswith("input_linear.weight"):  # gate, up
+    if name.endswith("input_linear.weight") and config.has_gated_mlp:
         return tensor.chunk(2, dim=-2)
     if name.endswith("mamba.A_log"):
         return (-tensor.exp()[:, None],)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from granite4_neuron.checkpoint.gguf.config import predicting_layers
 from granite4_neuron.checkpoint.gguf.file import GGUFFile
 from granite4_neuron.checkpoint.gguf.names import from_gguf, gguf_names, to_gguf
 from granite4_neuron.config import ModelConfig
@@ -24,6 +25,8 @@ _LISTED_NAMES = 8
 class GGUFTensors:
     """The weights of a GGUF file. Each is read by itself.
 
+    left_out: the number of tensors that the model does not have, by what they are for.
+
     Raises:
         UserError: the tensors are not those of a model with this config, or of types that are not supported, and the
             message lists them.
@@ -40,6 +43,10 @@ class GGUFTensors:
                 self._parts(name), to_gguf(name, torch.empty(shape, device="meta"), self._config), strict=True
             )
         }
+        layers = config.num_hidden_layers
+        predicting = {f"blk.{layers + number}" for number in range(predicting_layers(file))}
+        self._left_out = {name for name in file.tensors if ".".join(name.split(".")[:2]) in predicting}
+        self.left_out = {"multi-token prediction": len(self._left_out)} if self._left_out else {}
         self._check()
 
     def types(self, names: Iterable[str]) -> set[str]:
@@ -71,7 +78,8 @@ class GGUFTensors:
         return from_gguf(name, parts, self._shapes[name], self._config)
 
     def _check(self) -> None:
-        there, expected = self._file.tensors, self._expected
+        expected = self._expected
+        there = {name: one for name, one in self._file.tensors.items() if name not in self._left_out}
         wrong = {
             "missing": sorted(expected.keys() - there.keys()),
             "not of this model": sorted(there.keys() - expected.keys()),

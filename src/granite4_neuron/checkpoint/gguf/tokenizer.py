@@ -39,8 +39,11 @@ def _gpt_2() -> list[PreTokenizer]:
 
 
 # How texts are cut into words before bytes are merged, by the names that llama.cpp has for it: Granite 4 cuts as dbrx
-# does, and Granite 3 as refact.
-WORDS = {"dbrx": _granite_4, "refact": _granite_3, "gpt-2": _gpt_2}
+# does, Granite 3 as refact, and Nemotron 3 as pixtral.
+WORDS = {"dbrx": _granite_4, "refact": _granite_3, "gpt-2": _gpt_2, "pixtral": _granite_4}
+# With these names a word that is a token stays whole in llama.cpp, whatever the merges; and a text begins with the
+# beginning-of-text token unless the file says otherwise.
+AS_LLAMA_3 = ("pixtral",)
 
 
 def has_tokenizer(file: GGUFFile) -> bool:
@@ -52,7 +55,7 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """Build the tokenizer with its special tokens and chat template.
 
     Raises:
-        UserError: there is none, it is of another kind than Granite's, or damaged.
+        UserError: there is none, it is of another kind than those of this package's models, or damaged.
     """
     # Not at the top: the config of a checkpoint needs no transformers.
     from transformers import PreTrainedTokenizerFast
@@ -62,15 +65,15 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         raise UserError(f"{file.path} carries no tokenizer; convert the model with its tokenizer.")
     if kind != "gpt2" or words not in list(WORDS):  # a file may have a list in its place
         raise UserError(
-            f"the tokenizer in {file.path} is {reprlib.repr(kind)} with {reprlib.repr(words)}; those of Granite are "
-            f"'gpt2' with {', '.join(map(repr, WORDS))}."
+            f"the tokenizer in {file.path} is {reprlib.repr(kind)} with {reprlib.repr(words)}; those of Granite and "
+            f"Nemotron 3 are 'gpt2' with {', '.join(map(repr, WORDS))}."
         )
     tokens = _list(file, "tokens", str)
     types = _list(file, "token_type", int, len(tokens))
     template = file.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise UserError(f"{file.path}: tokenizer.chat_template is {reprlib.repr(template)}, and must be a text.")
-    backend = _backend(file, tokens, types)
+    backend = _backend(file, tokens, types, ignore_merges=words in AS_LLAMA_3)
     steps = WORDS[words]()
     backend.pre_tokenizer = steps[0] if len(steps) == 1 else Sequence(steps)
     special = {
@@ -82,7 +85,8 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
             ("unk_token", "unknown_token_id"),
         )
     }
-    if file.get(f"{_KEY}.add_bos_token") is True and special["bos_token"] is not None:
+    add_bos = file.get(f"{_KEY}.add_bos_token")
+    if (words in AS_LLAMA_3 if add_bos is None else add_bos is True) and special["bos_token"] is not None:
         # By another name: a template has a syntax of its own, which the token's text may contain.
         bos = {"id": "bos", "ids": [file.get(f"{_KEY}.bos_token_id")], "tokens": [special["bos_token"]]}
         backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[bos])
@@ -94,13 +98,13 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     )
 
 
-def _backend(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
+def _backend(file: GGUFFile, tokens: list[str], types: list[int], ignore_merges: bool) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in _list(file, "merges", str)]
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
     if len(vocab) != len(tokens) - types.count(_UNUSED):
         raise UserError(f"the tokenizer in {file.path} has a token twice.")
     try:
-        backend = Tokenizer(BPE(vocab, merges))
+        backend = Tokenizer(BPE(vocab, merges, ignore_merges=ignore_merges))
         backend.decoder = ByteLevelDecoder()
         backend.add_special_tokens([_added(tokens[i], True) for i, kind in enumerate(types) if kind == _CONTROL])
         backend.add_tokens([_added(tokens[i], False) for i, kind in enumerate(types) if kind == _USER_DEFINED])

@@ -46,6 +46,7 @@ CUTS = {
     ),
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
 }
+CUTS["pixtral"] = CUTS["dbrx"]
 SPECIAL = ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|pad|>"]
 TEXTS = [
     "",
@@ -62,7 +63,7 @@ TEXTS = [
 @pytest.fixture(scope="module", params=CUTS)
 def written(request, tmp_path_factory):
     """Return a tokenizer and the GGUF file that was written with it."""
-    tokenizer = Tokenizer(BPE())
+    tokenizer = Tokenizer(BPE(ignore_merges=request.param == "pixtral"))
     tokenizer.pre_tokenizer, tokenizer.decoder = CUTS[request.param], ByteLevelDecoder()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -127,8 +128,8 @@ def test_a_first_token_that_the_file_asks_for(written, tmp_path):
     [
         ({"tokenizer.ggml.model": None}, "carries no tokenizer"),
         ({"tokenizer.ggml.model": "llama"}, "the tokenizer in .* is 'llama' with '"),
-        ({"tokenizer.ggml.pre": ["dbrx"]}, r"is 'gpt2' with \['dbrx'\]; those of Granite are"),
-        ({"tokenizer.ggml.pre": "qwen2"}, "those of Granite are 'gpt2' with 'dbrx', 'refact', 'gpt-2'"),
+        ({"tokenizer.ggml.pre": ["dbrx"]}, r"is 'gpt2' with \['dbrx'\]; those of Granite and"),
+        ({"tokenizer.ggml.pre": "qwen2"}, "Nemotron 3 are 'gpt2' with 'dbrx', 'refact', 'gpt-2', 'pixtral'"),
         ({"tokenizer.ggml.merges": None}, "its merges are missing"),
         ({"tokenizer.ggml.merges": ["no such"]}, "the tokenizer in .* cannot be read"),
         ({"tokenizer.ggml.merges": ["abc"]}, "the tokenizer in .* cannot be read"),
@@ -143,6 +144,21 @@ def test_others_are_refused(written, tmp_path, metadata, message):
     file = rewritten(written[1], tmp_path / "other.gguf", metadata=metadata)
     with pytest.raises(UserError, match=message):
         read_tokenizer(open_gguf(file))
+
+
+def test_words_of_nemotron_that_are_tokens_stay_whole(written, tmp_path):
+    _, file, _ = written
+    tokens, types = (list(open_gguf(file).get(f"tokenizer.ggml.{name}")) for name in ("tokens", "token_type"))
+    tokens[511], types[511] = "qzq", gguf.TokenType.NORMAL
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
+
+    def encoded(text, **others):
+        changed = metadata | {f"tokenizer.ggml.{name}": value for name, value in others.items()}
+        return read_tokenizer(open_gguf(rewritten(file, tmp_path / "other.gguf", metadata=changed))).encode(text)
+
+    assert encoded("qzq", pre="pixtral", add_bos_token=None) == [0, 511]
+    assert encoded("qzq", pre="pixtral", add_bos_token=False) == [511]
+    assert len(encoded("qzq", pre="dbrx", add_bos_token=False)) > 1
 
 
 def test_the_names_of_types_are_those_of_gguf():

@@ -1,0 +1,162 @@
+"""GGUF files of Nemotron models, as llama.cpp's converter writes them."""
+
+import dataclasses
+
+import numpy
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from benchmarks.gguf_checkpoint import write_gguf
+from granite4_neuron.checkpoint.gguf.file import open_gguf
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops import QuantizedWeight
+from test.support.checkpoints import HAS_NEMOTRON, NemotronCase
+from test.support.gguf_files import nemotron_file, rewritten
+from test.support.stepping import random_tokens, reference_logits, run_cuts
+
+# Files have no place for experts and MLPs in one model, and for a lower limit of time steps.
+EXPERTS = NemotronCase("nemotron_experts", dict(layer_types=("mamba", "moe", "mamba", "attention", "moe")))
+DENSE = NemotronCase(
+    "nemotron_mlps",
+    dict(
+        layer_types=("mamba", "attention", "mlp", "mamba"),
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        hidden_size=72,
+        mamba_n_groups=2,
+        mamba_conv_bias=False,
+    ),
+)
+both = pytest.mark.parametrize("case", [EXPERTS, DENSE], ids=lambda case: case.name)
+
+
+@pytest.fixture
+def file(tmp_path, random_checkpoints):
+    return nemotron_file(random_checkpoints(EXPERTS), tmp_path / "model.gguf")
+
+
+@pytest.mark.skipif(not HAS_NEMOTRON, reason="this transformers has no Nemotron models")
+@pytest.mark.versions
+@both
+def test_logits_equal_those_of_transformers(tmp_path, random_checkpoints, case):
+    folder = random_checkpoints(case)
+    model = load_model(nemotron_file(folder, tmp_path / "model.gguf"))
+    tokens = random_tokens(model.config.vocab_size, 2, 60)
+    expected = reference_logits(folder, tokens)
+    for cuts in ([60], [40] + [1] * 20):
+        assert (run_cuts(model, tokens, cuts) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@both
+def test_every_config_and_weight_comes_back(tmp_path, random_checkpoints, case):
+    folder = random_checkpoints(case)
+    file = nemotron_file(folder, tmp_path / "model.gguf")
+    config, expected = open_checkpoint(file).config, open_checkpoint(folder).config
+    # llama.cpp's converter has the same length for all of them.
+    unused = () if case is EXPERTS else ("intermediate_size", "shared_intermediate_size")
+    same = {one.name: getattr(expected, one.name) for one in dataclasses.fields(config) if one.name not in unused}
+    assert {name: getattr(config, name) for name in same} == {
+        **same,
+        "max_position_embeddings": 2**20,
+        **({"mlp_intermediate_size": config.mlp_intermediate_size} if case is EXPERTS else {}),
+        **({"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0} if case is DENSE else {}),
+    }
+    original = dict(load_model(folder).named_parameters())
+    for name, weight in load_model(file).named_parameters():
+        if name.endswith("A_log"):  # through the exponential and back
+            torch.testing.assert_close(weight, original[name], rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(weight, original[name]), name
+
+
+@both
+def test_the_writer_of_benchmarks_writes_the_same_tensors(tmp_path, random_checkpoints, case):
+    folder = random_checkpoints(case)
+    write_gguf(folder, tmp_path / "ours.gguf")
+    ours, theirs = open_gguf(tmp_path / "ours.gguf"), open_gguf(nemotron_file(folder, tmp_path / "theirs.gguf"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name in ours.tensors:
+        assert numpy.array_equal(ours.dequantized(name), theirs.dequantized(name)), name
+    ours, theirs = (open_checkpoint(tmp_path / f"{name}.gguf").config for name in ("ours", "theirs"))
+    assert dataclasses.replace(ours, max_position_embeddings=2**20) == theirs
+
+
+def test_the_writer_of_benchmarks_refuses_experts_beside_mlps(tmp_path, random_checkpoints):
+    folder = random_checkpoints(NemotronCase("nemotron"))
+    with pytest.raises(UserError, match="has no place for a Nemotron model with experts and with layers"):
+        write_gguf(folder, tmp_path / "model.gguf")
+
+
+def test_layers_that_predict_tokens_are_left_out_with_a_sentence(tmp_path, random_checkpoints, file):
+    more = nemotron_file(random_checkpoints(EXPERTS), tmp_path / "more.gguf", predicting=True)
+    remarks = []
+    weights = dict(load_model(more, remark=remarks.append).named_parameters())
+    assert remarks == ["2 tensors for multi-token prediction are left out; this package does not use them."]
+    expected = dict(load_model(file).named_parameters())
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def test_what_a_file_leaves_out_is_llama_cpp_s_default(tmp_path, file):
+    left_out = (
+        "expert_group_count",
+        "expert_group_used_count",
+        "expert_weights_norm",
+        "expert_weights_scale",
+        "expert_shared_count",
+        "expert_feed_forward_length",
+        "attention.layer_norm_rms_epsilon",
+    )
+    without = rewritten(file, tmp_path / "without.gguf", metadata={f"nemotron_h_moe.{name}": None for name in left_out})
+    before, config = open_checkpoint(file).config, open_checkpoint(without).config
+    router = dict(n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0)
+    assert config == dataclasses.replace(before, **router)
+
+
+def test_quantized_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, random_checkpoints):
+    """Also experts, whose matrices have no gate beside them."""
+    folder = random_checkpoints(NemotronCase("nemotron_wide", dict(EXPERTS.changes, intermediate_size=64)))
+
+    def one_scale_per_row(name, values):
+        if values.ndim < 2 or values.shape[-1] % 32 or "gate_inp" in name:
+            return values, Type.F32
+        numbers = (values / numpy.abs(values).max(-1, keepdims=True) * 127).round().astype(numpy.int8)
+        blocks = numbers.reshape(*values.shape[:-1], -1, 32)
+        scales = numpy.full((*blocks.shape[:-1], 1), 2**-9, numpy.float16).view(numpy.uint8)
+        return numpy.concatenate([scales, blocks.view(numpy.uint8)], -1).reshape(*values.shape[:-1], -1), Type.Q8_0
+
+    plain = nemotron_file(folder, tmp_path / "plain.gguf")
+    kept = load_model(rewritten(plain, tmp_path / "kept.gguf", one_scale_per_row), torch.float32, keep_quantized=True)
+    weights = {name: weight for name, weight in kept.named_weights() if isinstance(weight, QuantizedWeight)}
+    assert {name.removeprefix("model.").split(".", 2)[-1] for name in weights} >= {
+        "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.output_linear.weight",
+        "mamba.in_proj.weight",
+    }
+    values = load_model(rewritten(tmp_path / "kept.gguf", tmp_path / "values.gguf"))
+    tokens = random_tokens(values.config.vocab_size, 1, 20)
+    assert (run_cuts(kept, tokens, [20]) - run_cuts(values, tokens, [20])).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"moe_latent_size": 32}, "moe_latent_size is 32, and must be null"),
+        ({"expert_shared_count": 2}, "n_shared_experts is 2, and must be 1"),
+        ({"expert_feed_forward_length": [0, 48, 0, 0, 40]}, "is .*, and must be a whole number or a list of 5"),
+        ({"feed_forward_length": [48, 0]}, "feed_forward_length is .*, and must be a whole number or a list of 5"),
+        ({"attention.value_length": 16}, "attention.value_length is 16, which is not supported; it must be 24."),
+        ({"attention.scale": 0.5}, "attention.scale is 0.5, which is not supported; it must be 1 / sqrt"),
+        ({"nextn_predict_layers": 5}, "nextn_predict_layers is 5, and must be less than nemotron_h_moe.block_count"),
+        ({"attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": None}, "layer_norm_epsilon"),
+        ({"ssm.time_step_rank": 7}, r"must be divisible by nemotron_h_moe.ssm.time_step_rank \(7\)\."),
+        ({"expert_group_count": 3}, "n_routed_experts is 8, and must be a multiple of n_group"),
+        ({"expert_used_count": None}, "num_experts_per_tok is 0"),
+    ],
+)
+def test_others_are_refused(tmp_path, file, metadata, message):
+    changed = {f"nemotron_h_moe.{name}": value for name, value in metadata.items()}
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(rewritten(file, tmp_path / "other.gguf", metadata=changed))
