@@ -46,7 +46,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     config = config_from_file(folder / "config.json")
     stored = StoredTensors(folder, config)
     stored.check(config)
-    dtype = stored.dtype()
+    dtype = getattr(torch, stored.dtype())
     writer = gguf.GGUFWriter(file, _architecture(config))
     _write_config(writer, config)
     if (folder / "tokenizer.json").is_file():
@@ -55,14 +55,14 @@ def write_gguf(folder: Path, file: Path) -> None:
         _write_placeholders(writer, config.vocab_size)
     shapes = {name: one.shape for name, one in parameters(config).items()}
     for name, shape in shapes.items():
-        for written, tensor in _written(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), config):
+        for written, tensor in _written(name, torch.empty(shape, dtype=dtype, device="meta"), dtype, config):
             raw = gguf.GGMLQuantizationType[_TYPES[tensor.dtype]]
             writer.add_tensor_info(written, tensor.shape, None, tensor.nbytes, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name in shapes:
-        for _, tensor in _written(name, stored.read(name).to(getattr(torch, dtype)), config):
+        for _, tensor in _written(name, stored.read(name), dtype, config):
             writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
     writer.close()
 
@@ -82,7 +82,7 @@ def _write_config(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_used_count(config.num_experts_per_tok if config.num_local_experts else 0)
     writer.add_head_count(config.num_attention_heads)
     key_heads = config.num_key_value_heads
     writer.add_head_count_kv([key_heads if config.parts(kind).mixer == ATTENTION else 0 for kind in config.layer_types])
@@ -176,10 +176,12 @@ def _pre_tokenizer(steps: list[PreTokenizer]) -> dict[str, Any]:
     return json.loads((steps[0] if len(steps) == 1 else Steps(steps)).__getstate__())
 
 
-def _written(name: str, tensor: torch.Tensor, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _written(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, config: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the names and values in the GGUF file for a stored tensor."""
-    if tensor.dim() == 1 or name.endswith(_FLOAT32):
-        tensor = tensor.float()
+    is_small = tensor.dim() == 1 or name.endswith(_FLOAT32)
+    tensor = tensor.to(torch.float32 if is_small else dtype)
     return zip(gguf_names(name, config), to_gguf(name, tensor, config), strict=True)
 
 

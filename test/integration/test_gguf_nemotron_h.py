@@ -11,6 +11,8 @@ from benchmarks.gguf_checkpoint import write_gguf
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import QuantizedWeight
 from test.support.checkpoints import HAS_NEMOTRON, NemotronCase
@@ -160,3 +162,20 @@ def test_others_are_refused(tmp_path, file, metadata, message):
     changed = {f"nemotron_h_moe.{name}": value for name, value in metadata.items()}
     with pytest.raises(UserError, match=message):
         open_checkpoint(rewritten(file, tmp_path / "other.gguf", metadata=changed))
+
+
+def test_a_router_is_written_in_float32(tmp_path):
+    model = random_model(EXPERTS.config(), dtype=torch.bfloat16)
+    save_model(model, tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    written = open_gguf(tmp_path / "model.gguf").dequantized("blk.1.ffn_gate_inp.weight")
+    expected = model.get_parameter("model.layers.1.block_sparse_moe.router.layer.weight")
+    assert torch.equal(torch.from_numpy(written), expected)
+
+
+def test_a_dense_model_uses_no_experts(tmp_path):
+    """transformers' default is two for each token, and llama.cpp stops at more than there are."""
+    config = dataclasses.replace(DENSE.config(), num_experts_per_tok=2)
+    save_model(random_model(config), tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    assert open_gguf(tmp_path / "model.gguf").get("nemotron_h.expert_used_count") == 0
