@@ -24,7 +24,7 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.plot import add_plot, check_plot
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
 from granite4_neuron.config.published import published_names
-from granite4_neuron.runtime.torch_device import find_compiler, find_device
+from granite4_neuron.runtime.devices import find_compiler, find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")
 

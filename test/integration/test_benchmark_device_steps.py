@@ -4,13 +4,13 @@ import pytest
 
 from benchmarks.devices import steps as device_steps
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.runtime import torch_device
+from granite4_neuron.runtime import devices
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
 def test_rows(monkeypatch, capsys):
-    monkeypatch.setitem(torch_device.COMPILERS, "cpu", "eager")
+    monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")
     monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**FEW_LAYERS))
     options = ["--random-weights", "h-350m", "--batch-size", "1", "3", "--prompt-length", "20", "--steps", "2"]
     assert device_steps.main(options) == 0
@@ -34,7 +34,7 @@ def test_rows(monkeypatch, capsys):
 
 def test_one_launch_a_token(monkeypatch, capsys):
     monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**DENSE, **FEW_LAYERS))
-    monkeypatch.setitem(torch_device.COMPILERS, "cpu", "eager")
+    monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")
     assert device_steps.main(["--random-weights", "h-350m", "--graphs", "model", "--steps", "2"]) == 0
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row[2:]] for row in rows][1] == ["1", "1", "32", "1", "4"]

@@ -15,7 +15,7 @@ from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, written_
 class Graph:
     """A graph, with what it took and gave when it ran first.
 
-    step: what the runtime did. function: the function of runtime.torch_device that it is.
+    step: what the runtime did. function: the function of runtime.step_functions that it is.
     arguments: its inputs before. results: values of the inputs that it writes, in their order, then its outputs.
     """
 

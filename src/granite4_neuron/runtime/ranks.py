@@ -26,9 +26,10 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.runtime.devices import find_device
 from granite4_neuron.runtime.neuron_cores import check_cores, take_core, visible_cores
 from granite4_neuron.runtime.rank_calls import NUMBERED, Refusal, decode, encode, result_or_refusal
-from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
+from granite4_neuron.runtime.torch_device import TorchRuntime
 from granite4_neuron.system.terminal import guard_streams
 
 if TYPE_CHECKING:

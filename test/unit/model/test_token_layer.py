@@ -10,7 +10,7 @@ from granite4_neuron.model.token_layer import TokenLayer
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.runtime.graphs import graph_inputs
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import GraphKey, call_inline, run_step, state_tensors
+from granite4_neuron.runtime.step_functions import GraphKey, call_inline, run_step, state_tensors
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES
 from test.support.stepping import random_tokens

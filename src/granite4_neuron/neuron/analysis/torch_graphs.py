@@ -12,16 +12,10 @@ from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERI
 from granite4_neuron.neuron.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import LOOPS
+from granite4_neuron.runtime.devices import compile_apart
 from granite4_neuron.runtime.graphs import decode_inputs, graph_inputs
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import (
-    GraphKey,
-    call_inline,
-    compile_apart,
-    run_advance,
-    run_step,
-    state_tensors,
-)
+from granite4_neuron.runtime.step_functions import GraphKey, call_inline, run_advance, run_step, state_tensors
 
 _GROUP = "ranks"
 

@@ -112,8 +112,9 @@ def load(
     """Load a checkpoint into a `TorchRuntime`, or a `SplitRuntime`, which take the other options as they are."""
     graphs_of(options["graphs"], options["device"])
     from granite4_neuron.checkpoint.loading import load_model
+    from granite4_neuron.runtime.devices import find_device
     from granite4_neuron.runtime.split import SplitRuntime
-    from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
+    from granite4_neuron.runtime.torch_device import TorchRuntime
 
     if tp_degree != 1:
         options |= dict(tp_degree=tp_degree, progress=progress, remark=remark)
