@@ -9,22 +9,17 @@ the file as llama-quantize turns it to float32: against that, only the order of 
 from __future__ import annotations
 
 import argparse
-import json
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from benchmarks.errors import reports_errors
+from benchmarks.errors import Failed, reports_errors
+from benchmarks.other_engines.llama_cpp import convert
+from benchmarks.other_engines.llama_server import SERVER, complete, running
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import dtype_of, print_remark
 from granite4_neuron.commands.output import print_table
@@ -33,13 +28,11 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation import load
 from granite4_neuron.runtime.interface import Row, Runtime
 
-SERVER, QUANTIZE = "llama-server", "llama-quantize"
 _TEXT = (
     "An assignment statement evaluates the expression list and assigns the single resulting object to each target. "
     "Deletion of a target list recursively deletes each target, from left to right. "
 )
 _POSITIONS = 16
-_SECONDS_TO_START = 120.0
 _SMALLEST = -80.0  # below it llama.cpp's probability, in float32, is hardly one
 
 
@@ -55,62 +48,25 @@ def their_log_probabilities(
 ) -> torch.Tensor:
     """Return the same of llama-server, which gives none where its own next token ends within a character: there all are
     minus infinity.
+
+    Raises:
+        UserError: it does not run the file.
     """
     found = torch.full((len(lengths), vocab_size), -torch.inf)
-    with _server(programs, file, len(tokens) + 1) as address:
-        for row, length in zip(found, lengths, strict=True):
-            body = dict(prompt=list(tokens[:length]), n_predict=1, n_probs=vocab_size, temperature=0.0)
-            request = urllib.request.Request(f"{address}/completion", json.dumps(body).encode())
-            with urllib.request.urlopen(request) as answer:
-                for first in json.load(answer).get("completion_probabilities", []):
+    # Keys and values in float32 too, and no kernel that rounds them.
+    options = dict(c=len(tokens) + 1, np=1, t=torch.get_num_threads(), ctk="f32", ctv="f32", fa="off")
+    arguments = [word for name, value in options.items() for word in (f"-{name}", str(value))]
+    try:
+        with running(programs, file, arguments) as server:
+            for row, length in zip(found, lengths, strict=True):
+                body = dict(prompt=[tokens[:length]], n_predict=1, n_probs=vocab_size, temperature=0.0)
+                (answer,) = complete(server, body)
+                for first in answer.get("completion_probabilities", []):
                     for one in first["top_logprobs"]:
                         row[one["id"]] = one["logprob"]
+    except Failed as error:
+        raise UserError(f"{SERVER} does not run {file}: {error}") from None
     return found
-
-
-@contextmanager
-def _in_float32(programs: Path, file: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        to = Path(folder) / "float32.gguf"
-        command = [programs / QUANTIZE, "--allow-requantize", file, to, "F32"]
-        try:
-            subprocess.run(list(map(str, command)), check=True, capture_output=True)
-        except OSError as error:
-            raise UserError(f"{programs / QUANTIZE} cannot be run ({error.strerror}).") from None
-        except subprocess.CalledProcessError as error:
-            raise UserError(f"{QUANTIZE} failed ({(error.stderr or b'').decode()[-200:].strip()}).") from None
-        yield to
-
-
-@contextmanager
-def _server(programs: Path, file: Path, context: int) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [programs / SERVER, "-m", file, "-c", context, "-np", 1, "-t", torch.get_num_threads(), "--port", port]
-    # Keys and values in float32 too, and no kernel that rounds them.
-    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-    try:
-        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    except OSError as error:
-        raise UserError(f"{programs / SERVER} cannot be run ({error.strerror}).") from None
-    try:
-        _wait_for(process, address := f"http://127.0.0.1:{port}")
-        yield address
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait_for(process: subprocess.Popen, address: str) -> None:
-    end = time.monotonic() + _SECONDS_TO_START
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"{address}/health").close()
-            return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.2)
-    raise UserError(f"{SERVER} did not start within {_SECONDS_TO_START:.0f} seconds; does it read the file?")
 
 
 @reports_errors
@@ -123,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     file = open_checkpoint(options.model).path
     table = Table("ours in", "llama.cpp with", "largest difference", "mean", "same top token", title=str(file))
-    with _in_float32(options.llama_cpp, file) as dequantized:
+    with tempfile.TemporaryDirectory() as folder:
+        dequantized = Path(folder) / "float32.gguf"
+        convert(options.llama_cpp, file, dequantized, "F32", "--allow-requantize")
         theirs: dict[str, torch.Tensor] = {}
         for dtype in options.dtype:
             runtime, tokenizer = load(file, dtype=dtype_of(dtype), remark=print_remark)

@@ -63,9 +63,18 @@ def gguf_of(folder: Path, quantize: str | None, programs: Path, into: Path) -> P
     if quantize is None:
         return file
     quantized = into / f"model-{quantize}.gguf"
-    _run([str(programs / QUANTIZE), str(file), str(quantized), GGUF_TYPES[quantize]])
+    convert(programs, file, quantized, GGUF_TYPES[quantize])
     file.unlink()
     return quantized
+
+
+def convert(programs: Path, file: Path, to: Path, gguf_type: str, *options: str) -> None:
+    """Write a GGUF file with another type of weights by llama-quantize, in the folder `programs`.
+
+    Raises:
+        UserError: that failed; the message says why.
+    """
+    _run([str(programs / QUANTIZE), *options, str(file), str(to), gguf_type])
 
 
 def _run(command: list[str]) -> str:

@@ -36,7 +36,8 @@ _PROGRAM = """
             hit = max([len(one) for one in seen if is_known and one == prompt[: len(one)]], default=0)
             seen.append(prompt)
             logprob = -slots - 0.25 * ("-ub" in given) - 0.5 * (hit > 0)
-            rows = [dict(id=7, logprob=logprob, top_logprobs=[1]) for _ in range(asked["n_predict"])]
+            token = dict(id=7, logprob=logprob)
+            rows = [dict(token, top_logprobs=[token]) for _ in range(asked["n_predict"])]
             rows[1:4] = [dict(row, top_logprobs=[]) if drafts else row for row in rows[1:4]]
             return dict(completion_probabilities=rows, timings=dict(cache_n=hit, draft_n=drafts))
 
