@@ -178,6 +178,22 @@ def test_the_published_table(row):
     assert result.outcome == outcome and f"{result.largest_batch:,}" == largest_batch
 
 
+ON_TORCH = re.findall(
+    r"^\| (\S+) \| ([148]) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$",
+    (ROOT / "docs" / "trainium.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+def test_the_published_table_of_a_pytorch_device():
+    assert len(ON_TORCH) == 10
+    for name, ranks, context, *figures in ON_TORCH:
+        sizes = "trn2.3xlarge", int(ranks), 1, int(context.replace(",", ""))
+        result = plan.plan(published_config(name), torch.bfloat16, *sizes, DeviceGraphOptions())
+        bytes_of = result.weights, result.total, result.at_most
+        assert figures == [*(f"{count / GIBIBYTE:.1f}" for count in bytes_of), f"{result.largest_batch:,}"], name
+
+
 def test_refusals():
     with pytest.raises(UserError, match="has 4 logical cores"):
         planned("h-small", tp_degree=8)
