@@ -1,8 +1,8 @@
 """Estimates of a step's temporaries, in bytes: those that XLA's compiler for a CPU gives this package's graphs.
 
 It was asked for graphs in float32 with one layer of each kind. That is what all layers need, because they run one after
-another. The factors here are the most that it needed, of all members of the family and of Nemotron 3 Nano, with 128,
-512 and 2,048 tokens, on one and on four ranks, with 2,048 entries of the cache and with the longest context.
+another. The factors here cover what it needed of h-small and of Nemotron 3 Nano 30B-A3B, with 128, 512 and 2,048
+tokens, on one and on four ranks, with 2,048 entries of the cache and with the longest context.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.ops.attention import block_length
 from granite4_neuron.ops.xla.moe import ALL, expert_path
 
-# A prompt's, as multiples: of its graph's live set in bfloat16, of the scores of a block of keys, and of the tensors of
-# experts, in float32.
-_OF_LIVE_SET, _OF_SCORES, _OF_EXPERTS = 25, 10, 1.25
+# A prompt's, as multiples: of its graph's live set in bfloat16; in float32 of the scores of a block of keys, with more
+# than 64 blocks and with fewer; and of the tensors of experts.
+_OF_LIVE_SET, _OF_SCORES_OF_MANY, _OF_SCORES, _OF_EXPERTS = 25, 18, 10, 1.25
+_MANY_BLOCKS = 64
 # Decode copies a block of keys and values of each sequence, 1.04 times what they take in float32, and for few tokens
 # the chosen experts, 1.42 times.
 _OF_KEYS_AND_VALUES, _OF_CHOSEN = 1.05, 1.5
@@ -35,8 +36,9 @@ def of_prompt(config: ModelConfig, tp_degree: int, tokens: int, context: int) ->
     rank = config.rank_dimensions(tp_degree)
     estimates: list[float] = [_OF_LIVE_SET * live_set(config, tp_degree, torch.bfloat16, tokens).live]
     if config.layers_with(ATTENTION):
-        scores = rank.attention_heads * tokens * min(block_length(tokens, context), context)
-        estimates.append(_OF_SCORES * scores * _NUMBER)
+        block = min(block_length(tokens, context), context)
+        factor = _OF_SCORES_OF_MANY if context > _MANY_BLOCKS * block else _OF_SCORES
+        estimates.append(factor * rank.attention_heads * tokens * block * _NUMBER)
     if config.num_local_experts:
         estimates.append(_OF_EXPERTS * _entries_of_experts(config, rank.intermediate_size, tokens) * _NUMBER)
     return round(max(estimates))
