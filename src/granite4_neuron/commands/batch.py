@@ -57,8 +57,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "batch",
         help="answer a file of requests or prompts",
         description="Answer each line of INPUT with a line of OUTPUT, in the same order, in constant memory. An error "
-        "is the result of its line and ends nothing else. The command may be ended at any moment; run again, it goes "
-        "on behind the results that OUTPUT has.",
+        "becomes the result of its line, and the others go on. You may end the command at any moment; started again, "
+        "it continues after the results in OUTPUT.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     batch.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model in requests (default: the last part of --model)"
     )
-    prompts = batch.add_argument_group("lines with a prompt; a request says all of this itself")
+    prompts = batch.add_argument_group("lines with a prompt (requests have these options themselves)")
     prompts.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the chat template")
     prompts.add_argument("--system", metavar="TEXT", help="the system message of these conversations")
     prompts.add_argument(
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         start = _start(lines, results)
         if start < lines.size:
             if results.number:
-                print(f"{options.output} has {results.number:,} results; going on behind them.", file=sys.stderr)
+                print(f"{options.output} has {results.number:,} results; continuing after them.", file=sys.stderr)
             if options.ray:
                 _write(_on_cluster(options, lines, start), results, lines, start)
             else:

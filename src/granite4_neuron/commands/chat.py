@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    # First what one needs daily.
+    # Options of daily use come first.
     add_model_alone(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     chat.add_argument(

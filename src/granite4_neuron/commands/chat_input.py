@@ -114,8 +114,8 @@ class TerminalInput:
 
 
 def _keys() -> Input:
-    """Return standard input as keys: bytes that are not text are the replacement character, and Ctrl-C alone also
-    ends a pasted text that has a mark at its beginning only.
+    """Return standard input as keys. Bytes that are not text become the replacement character. Ctrl-C ends a pasted
+    text whose end is not marked.
     """
     from prompt_toolkit.input.posix_utils import PosixStdinReader
     from prompt_toolkit.input.vt100 import Vt100Input

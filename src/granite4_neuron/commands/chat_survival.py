@@ -32,7 +32,7 @@ _INPUT_FLAGS, _LOCAL_FLAGS, _KEYS = 0, 3, 6  # of termios.tcgetattr
 
 @contextmanager
 def keys_are_kept() -> Iterator[None]:
-    """Within the block the terminal keeps what is typed as it is until it is read, and only Ctrl-C is a signal.
+    """Within the block the terminal keeps typed text unchanged until it is read, and only Ctrl-C is a signal.
 
     By default a terminal shows typed text in the middle of an answer, edits it, stops all output at Ctrl-S, and ends
     the program at Ctrl-backslash.

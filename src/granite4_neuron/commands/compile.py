@@ -31,7 +31,7 @@ from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import ATTENTION_KERNELS
 
 SECOND_WAYS = (
-    "granite4-neuron: it was not compiled; what follows says why. The compiler may accept a graph in another form: try "
+    "granite4-neuron: compilation failed; the reason follows. The compiler may accept a graph in another form: try "
     "--prefill-scan quadratic for Mamba layers, --attention torch for attention, --expert-path nxd or nki for experts, "
     "and --jobs 1 if memory ran out."
 )

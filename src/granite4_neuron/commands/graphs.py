@@ -44,12 +44,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "graphs",
         help="what the compiled graphs of a model cost",
         description="Trace one rank's graphs, without weights, and count them with XLA's cost analysis before "
-        "optimisation, beside the least that a step can cost; fused is what would move if element-wise work moved "
-        "nothing. Temporaries are those of one layer of each kind, "
-        "compiled for the CPU, which in bfloat16 include float32 copies of weights. The live set estimates the "
-        "activations that a prompt's graph keeps in SBUF, of which two physical cores have 24 MiB each. What the "
-        "compiler for Trainium is "
-        "reported to handle badly is listed below the table.",
+        "optimisation, beside the least that a step can cost; fused is the number of bytes that would move if "
+        "element-wise operations moved none. Temporaries are those of one layer of each kind, compiled for the CPU; in "
+        "bfloat16 they include float32 copies of weights. The live set estimates the activations that a prompt's graph "
+        "keeps in SBUF, of which two physical cores have 24 MiB each. A list below the table has the constructs that "
+        "the compiler for Trainium is reported to handle badly.",
     )
     add_model(graph, family=True)
     graph.add_argument(

@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=at_least(1),
         default=MAX_NUM_SEQS,
         metavar="N",
-        help="the most texts at a time; plan goes on beyond it as the last two go on (default: %(default)s)",
+        help="the most texts at a time; plan extrapolates beyond it (default: %(default)s)",
     )
     measure.add_argument(
         "--max-model-len",

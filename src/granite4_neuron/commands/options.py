@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SHOWN_DIGITS = 40
 _MOST_CHARACTERS = 2**28  # of a text: a device may have no end
-_LARGEST = 2**31 - 1  # more than any count, and still a number for every library
+_LARGEST = 2**31 - 1  # above any count, and within the integers of every library
 MOST_THREADS = 1024
 
 

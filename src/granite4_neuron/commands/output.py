@@ -83,7 +83,7 @@ def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
     """Return the peak memory of this process; with RUSAGE_CHILDREN, that of the largest child it has waited for."""
     status = Path("/proc/self/status")
     if of == resource.RUSAGE_SELF and status.is_file():
-        # Linux counts in ru_maxrss what the process had before it became another program: its parent's memory.
+        # On Linux, ru_maxrss also counts the memory from before exec, which is the parent's.
         high = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
         if high is not None:
             return int(high[1]) * 1024

@@ -43,11 +43,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner = commands.add_parser(
         "plan",
         help="what fits into the memory of a Trainium2 core, and how fast it would be",
-        description="Add up what each core of an instance holds of a model: weights, state, cache and logits, and "
-        "estimates of what a step and each compiled graph need besides, with their upper ends. It exits with 0 if all "
-        "of it fits, with 1 if it does not, and with 3 if that is open. Without --model: a line for each member of the "
-        "family. With --latency: how long steps are predicted to take, which is no measurement. With --traffic or "
-        "--rate: how many replicas of a server some traffic needs.",
+        description="Add up the memory that a model needs on each core of an instance: weights, state, cache and "
+        "logits, and estimates, with upper bounds, of what a step and each compiled graph need besides. The exit "
+        "status is 0 if all of it fits, 1 if it does not, and 3 if that is open. Without --model: a line for each "
+        "member of the family. With --latency: predicted times of steps, which are no measurements. With --traffic or "
+        "--rate: the number of replicas that some traffic needs.",
     )
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(published_names())}"
@@ -55,8 +55,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--backend",
         choices=("nxdi", "torch"),
-        help="whose graphs: those that compile makes for NxD Inference, or those of PyTorch's device neuron with "
-        "--graphs model, where --prefill-buckets is what --context-buckets is here (default: nxdi, or torch for a "
+        help="plan the graphs that compile makes for NxD Inference (nxdi), or those of PyTorch's device neuron with "
+        "--graphs model (torch), whose --prefill-buckets are --context-buckets here (default: nxdi, or torch for a "
         "model that compile does not take)",
     )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
@@ -106,7 +106,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="--latency: also what XLA counts in this package's graphs, which takes minutes and needs torch_xla",
     )
-    add_plot(planner, "what --latency predicts, or of --traffic and --rate latencies over the rate of requests,")
+    add_plot(planner, "what --latency predicts, or the latencies of --traffic and --rate over the rate of requests,")
     add_traffic(planner)
     planner.set_defaults(run=run)
 

@@ -78,17 +78,17 @@ def add_traffic(planner: argparse.ArgumentParser) -> None:
             help="--rate: tokens, such as 512, uniform:128:1024, or normal:512:64 (mean and standard deviation)",
         )
     group.add_argument(
-        "--shared-prefix", type=at_least(0), metavar="N", help="--rate: tokens with which all prompts begin"
+        "--shared-prefix", type=at_least(0), metavar="N", help="--rate: number of tokens that all prompts begin with"
     )
     group.add_argument(
         "--num-requests",
         type=at_least(1),
         metavar="N",
-        help=f"--rate: requests in all (default: {DEFAULTS['num_requests']})",
+        help=f"--rate: number of requests (default: {DEFAULTS['num_requests']})",
     )
-    group.add_argument("--seed", type=at_least(0), metavar="N", help="--rate: of the arrivals and lengths")
+    group.add_argument("--seed", type=at_least(0), metavar="N", help="--rate: seed of the arrivals and lengths")
     group.add_argument(
-        "--replicas", type=at_least(1, 4096), nargs="+", metavar="N", help="numbers to try (default: 1 2 4 8)"
+        "--replicas", type=at_least(1, 4096), nargs="+", metavar="N", help="numbers of them to try (default: 1 2 4 8)"
     )
     group.add_argument(
         "--first-token",
@@ -97,25 +97,25 @@ def add_traffic(planner: argparse.ArgumentParser) -> None:
         help="replicas are enough if 95 %% of first tokens come within this time "
         f"(default: {DEFAULTS['first_token']:g})",
     )
-    group.add_argument("--price", type=number_in(0), metavar="P", help="of a replica for an hour, in any currency")
+    group.add_argument("--price", type=number_in(0), metavar="P", help="price of a replica an hour, in any currency")
     for name, what in {"max-num-seqs": "texts at a time", "max-model-len": "most tokens of a text"}.items():
         default = DEFAULTS[name.replace("-", "_")]
         group.add_argument(
             f"--{name}",
             type=at_least(2 if name == "max-model-len" else 1),
             metavar="N",
-            help=f"as of serve: {what} (default: {default})",
+            help=f"as for serve: {what} (default: {default})",
         )
     group.add_argument(
         "--prefix-cache",
         metavar="SIZE",
-        help=f"as of serve: memory of a replica's prefix cache, 0 for none (default: {DEFAULTS['prefix_cache']})",
+        help=f"as for serve: memory of a replica's prefix cache, 0 for none (default: {DEFAULTS['prefix_cache']})",
     )
     group.add_argument(
         "--max-gap",
         type=number_in(0, includes_least=False),
         metavar="MS",
-        help=f"as of serve: how long a text waits for its next token while prompts of others run (default: "
+        help=f"as for serve: how long a text waits for its next token while prompts of others run (default: "
         f"{DEFAULTS['max_gap']})",
     )
 

@@ -52,7 +52,7 @@ def add_prefix_folder(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--prefix-cache-dir-size",
         metavar="SIZE",
-        help=f"limit of these files (default: {_FOLDER_SIZE})",
+        help=f"most bytes of these files (default: {_FOLDER_SIZE})",
     )
 
 
@@ -158,7 +158,8 @@ def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder
 def save_prompt(
     options: argparse.Namespace, cache: PrefixCache | SlotPrefixCache | None, tokens: Sequence[int]
 ) -> None:
-    """Write a prompt's state to the file of --prompt-cache, or where a prompt cannot go on from it that of a beginning.
+    """Write a prompt's state to the file of --prompt-cache; the state of its beginning if no prompt can continue from
+    its end.
 
     Raises:
         UserError: it cannot be written, or there was no room for it in the cache.

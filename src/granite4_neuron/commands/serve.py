@@ -74,11 +74,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    # First what one needs daily.
+    # Options of daily use come first.
     add_model_alone(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument(
-        "--port", type=at_least(0, 65535), default=8000, metavar="N", help="0 for any (default: %(default)s)"
+        "--port", type=at_least(0, 65535), default=8000, metavar="N", help="0 for any free port (default: %(default)s)"
     )
     serve.add_argument(
         "--api-key",
@@ -127,8 +127,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=number_in(0, includes_least=False),
         default=MAX_GAP,
         metavar="MS",
-        help="how many milliseconds a stream should wait for its next token at most while prompts of others are read: "
-        "less makes streams smoother and first tokens later (default: %(default)s)",
+        help="most milliseconds that a stream should wait for its next token while prompts of others are read; less "
+        "makes streams smoother and first tokens later (default: %(default)s)",
     )
     limits.add_argument(
         "--max-queue",
@@ -151,7 +151,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=at_least(0),
         default=300,
         metavar="SECONDS",
-        help="how long the server, once told to end, finishes its requests (default: %(default)s)",
+        help="time to finish running requests after the signal to end (default: %(default)s)",
     )
     reuse = serve.add_argument_group("reuse and speculation")
     reuse.add_argument(

@@ -1,6 +1,5 @@
-"""JSON schemas whose objects have the members only that are named.
-
-By JSON schema itself, an object may have any others too, and a small model then adds members for ever.
+"""Closes the objects of JSON schemas, so that they have the named members only. By JSON Schema itself an object may
+have others too, and a small model then adds members for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def close_objects(schema: Schema) -> dict[str, Any]:
 
 
 class _Members(NamedTuple):
-    """What a part says of the members of its value.
+    """The members that a part of a schema allows in its value.
 
     names: those that it names.
     is_open: whether there may be others, or they are already closed.
@@ -95,7 +94,7 @@ class _Closing:
         return self._names[id(part)]
 
     def _rebuilt(self, part: Schema, form: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return a copy of a part with `form` of the schemas for the same value, and all others closed."""
+        """Return a copy of a part, with `form` of each schema for the same value and with all other schemas closed."""
         rebuilt = {}
         for name, value in part.items():
             if name in VALUES:
@@ -109,7 +108,7 @@ class _Closing:
         return rebuilt
 
     def _all_members(self, part: Schema) -> _Members:
-        """Return what a part, and those that describe the same value, say of its members."""
+        """Return the members that a part allows, together with the parts that describe the same value."""
         known = self._members.get(id(part))
         if known is not None:
             return known
@@ -125,7 +124,7 @@ class _Closing:
 
 
 def _own_members(part: Schema) -> _Members:
-    """Return what a part itself says of members."""
+    """Return the members that a part alone allows."""
     patterns = _mapping(part.get("patternProperties"))
     required = part.get("required", [])
     named = set(_mapping(part.get("properties")))

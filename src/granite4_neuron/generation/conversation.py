@@ -269,7 +269,7 @@ def _messages_in(file: Path) -> list[Mapping[str, str]] | None:
     """Return the messages in a file that begins as a JSON list; None for another file.
 
     Raises:
-        UserError: it cannot be read, or holds something else than turns of a user and an assistant.
+        UserError: it cannot be read, or holds anything but turns of a user and an assistant.
     """
     try:
         check_regular(file)

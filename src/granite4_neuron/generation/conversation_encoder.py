@@ -162,7 +162,7 @@ class ConversationEncoder:
 
 
 def _check_levels(variables: Mapping[str, Any]) -> None:
-    """Check that nothing is nested so deeply that functions that call themselves reach Python's limit."""
+    """Check that nothing is nested so deeply that recursive functions reach Python's limit."""
     for name, value in variables.items():
         level = [value]
         for _ in range(_MOST_LEVELS):

@@ -47,14 +47,15 @@ class InOrder(Generic[AnyJob]):
     """Runs jobs from an iterator of any length; memory does not grow.
 
     Args:
-        new_engine: returns an engine for sequences of so many tokens. It is called for the first job, and again when
-            one comes that is longer than the engine has room for, once that has no more work: then for twice as many
-            tokens at least.
+        new_engine: returns an engine for sequences of the given number of tokens. It is called for the first job, and
+            again for a job that is longer than the engine has room for: with at least twice as many tokens, once the
+            engine has no more work.
         longest: of the model's sequences, in tokens.
         portion: how many jobs are taken at a time. Prompts of a portion run in sorted order, so that those with the
             same beginning are neighbours.
         look_ahead: how many jobs may have been taken and not given back.
-        shares_prefixes: whether the engine has a prefix cache, which is to keep what prompts of a portion share.
+        shares_prefixes: whether the engine has a prefix cache, which then keeps the prefixes that prompts of a portion
+            share.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def load(
         device, graphs: of the backend "torch", see `TorchRuntime`.
         tp_degree: of the backend "torch", over how many devices the model is split; see `SplitRuntime`.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
-        compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
+        compiled: for "nxdi" only, the folder that the compile command wrote; it fixes dtype, scan and kernel.
         quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.loading.load_model`.
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
         adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.

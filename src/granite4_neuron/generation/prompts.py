@@ -24,8 +24,8 @@ _KINDS = "a text, a list or tensor of token ids, what a tokenizer returns, a lis
 
 
 def split(prompt: Prompt | Iterable[Prompt], which: str = "the prompt") -> tuple[list[Prompt], bool]:
-    """Return the single prompts, and whether there were several: a list of prompts, what gives them one by one, such as
-    a generator, or token ids with two axes. Messages call the prompt `which`.
+    """Return the single prompts, and whether `prompt` is several: a list, a generator or another iterable of prompts,
+    or token ids with two axes. Messages call the prompt `which`.
 
     Raises:
         UserError: it is not a prompt.
@@ -52,8 +52,8 @@ def encode(
     empty, too long, or not what it must be.
 
     Args:
-        vocab_size: that token ids must be within.
-        limit: of a sequence, one new token included.
+        vocab_size: token ids must be below it.
+        limit: the most tokens of a sequence, with one new token.
 
     Raises:
         UserError: there is no prompt.

@@ -13,8 +13,8 @@ def has_endless_reference(schema: Mapping[str, Any]) -> bool:
     """Return whether following references from some part of a schema leads back to it without a choice, as in
     {"$ref": "#"}: no value could ever be found to be valid.
 
-    A reference below a property or an item is not followed: a tree refers to itself and may be finite. References to
-    what is not in the schema are left to others.
+    A reference below a property or an item is not followed: a tree refers to itself and may be finite. References that
+    lead out of the schema are not followed.
     """
     parts = list(_parts(schema))
     waits: dict[int, list[int]] = {}  # from a part to the alternatives, by number, of which it is one

@@ -106,8 +106,8 @@ class GrammarConstraint:
         return self._run(lambda: self._forced(most), ())
 
     def _forced(self, most: int) -> Sequence[int]:
-        """Return the only tokens that masks would have. llguidance's own list of them is that of all forced bytes at
-        once; behind its first token, bytes may be spelled by other tokens.
+        """Return the tokens that are the only ones in their masks. llguidance's own list spells all forced bytes at
+        once; after its first token, other tokens could spell the rest.
         """
         matcher = self._matcher
         tokens: list[int] = []
@@ -124,7 +124,7 @@ class GrammarConstraint:
         return tokens
 
     def _run(self, work: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of the matcher's work, or something else once no time is left for it."""
+        """Return the result of the matcher's work, or `otherwise` if no time is left for it."""
         if self._seconds_left <= 0:
             return otherwise
         accepted, self._accepted = self._accepted, []

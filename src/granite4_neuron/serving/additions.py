@@ -13,7 +13,7 @@ from granite4_neuron.serving.text_times import TextTimes
 
 
 class Additions:
-    """What the answer to one request has beyond OpenAI's fields.
+    """The fields of an answer to one request that OpenAI's API does not have.
 
     Args:
         name: of a token, in log-probabilities.
@@ -37,7 +37,7 @@ class Additions:
         self._times = times
 
     def of_prompt(self, index: int, first: Output) -> dict[str, Any]:
-        """Return what is wanted of a sequence's prompt, by its first output."""
+        """Return the requested fields about a sequence's prompt, from the sequence's first output."""
         found: dict[str, Any] = {}
         if self._returns_tokens:
             found["prompt_token_ids"] = list(self._requests[index].tokens)
@@ -46,7 +46,7 @@ class Additions:
         return found
 
     def of_tokens(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return what is wanted of new tokens."""
+        """Return the requested fields about new tokens."""
         return {"token_ids": [output.token for output in outputs]} if self._returns_tokens else {}
 
     def of_event(self, index: int, outputs: Sequence[Output], is_last: bool) -> dict[str, Any]:

@@ -185,7 +185,9 @@ class Choices(Answer):
         return Event(error.body)
 
     def _add_prompt(self, answer: dict[str, Any], choice: dict[str, Any], outputs: Sequence[Output]) -> None:
-        """Add what is wanted of a choice's prompt: to the choice, or to the answer if all choices have one prompt."""
+        """Add the requested fields about a choice's prompt: to the choice, or to the answer if all choices have one
+        prompt.
+        """
         found = self._additions.of_prompt(choice["index"], outputs[0])
         (choice if self._has_several_prompts else answer).update(found)
 

@@ -120,7 +120,7 @@ class EngineThread:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Keep room for a request while it is not yet known how many sequences it has: for one.
+        """Keep room for one sequence of a request while the number of its sequences is unknown.
 
         Raises:
             RequestError: as `check_room`.
@@ -169,7 +169,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             failed = 0
-            # Whoever watches over the server is to start it again.
+            # A supervisor of the process is expected to start the server again.
             while max(failed, self._engine.failed_steps) < MOST_FAILED_STEPS and self._take_in():
                 failed = 0 if self._step() else failed + 1
         finally:
@@ -181,7 +181,7 @@ class EngineThread:
         before = stats.prompt_tokens + stats.generated_tokens
         try:
             outputs = self._engine.step()
-        except MemoryError:  # beside what is done for sequences: the next step goes on
+        except MemoryError:  # outside of the work for sequences, so the next step can go on
             return False
         self._metrics.stepped(stats.prompt_tokens + stats.generated_tokens - before)
         self._give_out(outputs)

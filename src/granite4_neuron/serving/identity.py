@@ -1,4 +1,4 @@
-"""The ids and times of answers: random and of now, or within `fixed` always the same for the same work."""
+"""The ids and times of answers: random ids and the current time, or within `fixed` the same ones each time."""
 
 from __future__ import annotations
 

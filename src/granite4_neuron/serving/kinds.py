@@ -51,7 +51,7 @@ def only(what: str, kinds: Collection[str], default: str | None = None, why: Map
 
 
 def text_of(kinds: Mapping[str, str], without_effect: Collection[str] = ()) -> BeforeValidator:
-    """Return the validator of a content: a text, or a list of parts, of which it makes one text.
+    """Return the validator of a content: a text, or a list of parts, whose texts it joins.
 
     Args:
         kinds: the types of parts, each with its field that has the text.

@@ -44,7 +44,7 @@ class Listener(socket.socket):
             ConnectionAbortedError: it was closed at once. An event loop then goes on to other work, and tries again.
         """
         connection, address = super().accept()
-        # A new descriptor has the lowest free number, so that as many are in use, if not more.
+        # A new descriptor gets the lowest free number, so at least that many are in use.
         if connection.fileno() < self._most:
             return connection, address
         connection.close()

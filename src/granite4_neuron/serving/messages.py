@@ -50,7 +50,7 @@ class ResultBlock(ResultFieldsWithoutEffect, BlockFieldsWithoutEffect, Strict):
 
 
 class ThinkingBlock(BlockFieldsWithoutEffect, Strict):
-    """What a model of another server thought. The templates of chats show none of it."""
+    """The reasoning of another server's model. No chat template shows it."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None

@@ -74,17 +74,19 @@ class Metrics:
             registry=self._registry,
         )
         tokens = _one_two_five(engine.max_length)
-        self._prompt_tokens = self._histogram("request_prompt_tokens", "Of a prompt.", tokens)
+        self._prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt.", tokens)
         self._computed_tokens = self._histogram(
-            "request_prefill_kv_computed_tokens", "Of a prompt, without those from the prefix cache.", tokens
+            "request_prefill_kv_computed_tokens", "Tokens of a prompt that the prefix cache did not have.", tokens
         )
-        self._generated_tokens = self._histogram("request_generation_tokens", "Of a text.", tokens)
+        self._generated_tokens = self._histogram("request_generation_tokens", "New tokens of a text.", tokens)
         self._most_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Of the longest text of a prompt.", tokens
+            "request_max_num_generation_tokens", "New tokens of the longest text of a prompt.", tokens
         )
-        self._asked_tokens = self._histogram("request_params_max_tokens", "At most, of a text.", tokens)
+        self._asked_tokens = self._histogram(
+            "request_params_max_tokens", "Most new tokens of a text, as requested.", tokens
+        )
         self._choices = self._histogram("request_params_n", "Texts for a prompt.", _CHOICES)
-        self._step_tokens = self._histogram("iteration_tokens_total", "Of a step of the engine.", _STEP)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of a step of the engine.", _STEP)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN
         )
@@ -92,17 +94,23 @@ class Metrics:
             "inter_token_latency_seconds", "Between two steps that give tokens of a text.", _BETWEEN_TOKENS
         )
         self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean of a text, but its first token.", _BETWEEN_TOKENS
+            "request_time_per_output_token_seconds", "Mean time of a text's tokens after the first.", _BETWEEN_TOKENS
         )
         self._latency = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to the end of a text.", _LATENCY
         )
         self._queue = self._histogram(
-            "request_queue_time_seconds", "From when the engine has a text until it starts.", _LATENCY
+            "request_queue_time_seconds", "From the arrival of a text at the engine to its start.", _LATENCY
         )
-        self._prefill = self._histogram("request_prefill_time_seconds", "From the start to the first token.", _LATENCY)
-        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _LATENCY)
-        self._inference = self._histogram("request_inference_time_seconds", "From the start to the end.", _LATENCY)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the start of a text to its first token.", _LATENCY
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token of a text to its last.", _LATENCY
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "From the start of a text to its end.", _LATENCY
+        )
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -174,9 +182,7 @@ class _EngineCollector(Collector):
         engine, stats = self._engine, self._engine.stats
         yield self._gauge("num_requests_running", "Texts being generated.", engine.num_running)
         yield self._gauge("num_requests_waiting", "Texts waiting for a slot.", engine.num_waiting)
-        yield self._gauge(
-            "kv_cache_usage_perc", "Of the slots, those in use.", engine.num_running / engine.num_sequences
-        )
+        yield self._gauge("kv_cache_usage_perc", "Share of slots in use.", engine.num_running / engine.num_sequences)
         yield self._counter(
             "prompt_tokens", "Prompt tokens, run or from the prefix cache.", stats.prompt_tokens + stats.cached_tokens
         )
@@ -204,9 +210,9 @@ class _EngineCollector(Collector):
             yield _own_gauge("prefix_cache_bytes", "Memory of the prefix cache.", kept.num_bytes)
         if isinstance(self._cache, PrefixCache) and self._cache.folder_bytes is not None:
             hits = self._cache.stats.folder_hit_tokens
-            yield _own_counter("prefix_cache_dir_hit_tokens", "Of the tokens found, those that only files had.", hits)
+            yield _own_counter("prefix_cache_dir_hit_tokens", "Tokens found that only files had.", hits)
             yield _own_gauge(
-                "prefix_cache_dir_bytes", "Files in the folder of the prefix cache.", self._cache.folder_bytes
+                "prefix_cache_dir_bytes", "Bytes of files in the folder of the prefix cache.", self._cache.folder_bytes
             )
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:

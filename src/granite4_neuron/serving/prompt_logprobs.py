@@ -33,7 +33,7 @@ class PromptLogprobs:
             raise RequestError(400, f"{message}shorter prompts, or a smaller logprobs.", "logprobs")
 
     def hold(self, requests: Sequence[Request]) -> Callable[[], None]:
-        """Count those of a request to the server that was checked; return what to call once its answer is sent.
+        """Count the log-probabilities of a checked request; return a function to call once its answer is sent.
 
         Raises:
             RequestError: 429, there are too many together with others.

@@ -186,7 +186,7 @@ class ConversationBody(Strict):
 
     @property
     def must_be_shown(self) -> list[str]:
-        """Which of tools and documents would be ignored by a chat template that does not show them."""
+        """Which of tools and documents the body has; a chat template that does not show them would ignore them."""
         return [name for name in ("tools", "documents") if getattr(self, name)]
 
     def template_variables(self) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
 
     @property
     def must_be_shown(self) -> list[str]:
-        """See `ConversationBody.must_be_shown`. A grammar sees to calls that are required."""
+        """See `ConversationBody.must_be_shown`. A grammar enforces required calls."""
         is_free = self.tool_choice.mode == "auto"
         return [name for name in super().must_be_shown if name != "tools" or is_free]
 

@@ -66,7 +66,7 @@ class OutputItem(ItemFieldsWithoutEffect, Strict):
 
 
 class ReasoningItem(ItemFieldsWithoutEffect, Strict):
-    """What a model of another server thought. The templates of chats show none of it."""
+    """The reasoning of another server's model. No chat template shows it."""
 
     type: Literal["reasoning"]
     summary: list[Any] = Field([])

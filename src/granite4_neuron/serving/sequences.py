@@ -168,7 +168,7 @@ class SequenceMaker:
         return structure_of(body.response_format, body.structured_outputs, body.json_schema, body.grammar)
 
     def _truncated(self, tokens: Sequence[int], body: GenerationBody, max_tokens: int | None) -> Sequence[int]:
-        """Return the last tokens of a prompt, as many as the body wants; of `ALL_THAT_FIT` those that leave room for
+        """Return the last tokens of a prompt, as many as the body wants: with `ALL_THAT_FIT` as many as leave room for
         `max_tokens`, or for one new token.
         """
         most = body.truncate_prompt_tokens
@@ -177,8 +177,8 @@ class SequenceMaker:
         return tokens if most is None else tokens[-most:]
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each word, at the beginning of a text and behind a space, as vLLM does: the latter where
-        it is another first token and as many tokens.
+        """Return the tokens of each word, at the beginning of a text and after a space. As in vLLM, the second spelling
+        counts only if it has another first token and the same number of tokens.
         """
         found = []
         for word in words:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class TextTimes:
-    """What happened when to a text of a request, in seconds as `time.perf_counter` counts them.
+    """The times of a text of a request, in seconds of `time.perf_counter`.
 
     prompt_tokens, cached_tokens: of its prompt, and of these the ones from the prefix cache.
     max_tokens: that it may have.

@@ -28,7 +28,9 @@ class CallsOfAnswer:
         return {"content": content or None, "tool_calls": described}
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Return what a piece of the answer adds: for each call one entry, as some clients read no further ones."""
+        """Return the content and calls that a piece of the answer adds. A call has one entry, because some clients read
+        only the first.
+        """
         pieces = [*self._stream.add(text), *(self._stream.finish() if is_last else ())]
         content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         calls: dict[int, dict[str, Any]] = {}

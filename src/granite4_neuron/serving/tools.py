@@ -126,7 +126,7 @@ def structure_of_calls(
         special: see `calls_grammar`.
 
     Raises:
-        RequestError: 400, the answer would have to follow something else than a JSON schema or be a call.
+        RequestError: 400, an answer without a call would have to follow a structure that is no JSON schema.
     """
     chosen = [tool.function for tool in tools if choice.names is None or tool.function.name in choice.names]
     required = choice.mode == "required"
@@ -147,6 +147,6 @@ def structure_of_calls(
 
 
 def _schema(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a call's arguments: an object, if it is described here and not elsewhere."""
+    """Return the schema of a call's arguments: an object, unless the schema refers to others."""
     is_elsewhere = parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
     return parameters if is_elsewhere else {"type": "object", **parameters}

@@ -40,7 +40,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a line.
+    """The result of a line.
 
     place: of the line in the input.
     line: of the output, with its end.
@@ -66,7 +66,7 @@ class LineJob(Job):
         self._unfinished = 0
 
     def prepare(self, maker: SequenceMaker, texts: TokenTexts, model: str, seed: int) -> None:
-        """Make the sequences; or make what is wrong with the line its result."""
+        """Make the sequences. If the line is wrong, the error becomes its result."""
         try:
             api, given = self._form.request()
             if given.get("seed") in (None, -1):  # so that a text that is made again is the same
@@ -177,7 +177,7 @@ class Batch:
 
 
 def _in_a_thread(make: Callable[[Given], Made], given: Iterator[Given], most: int) -> Generator[Made, None, None]:
-    """Yield what is made of each, in their order; a thread makes up to `most` before they are asked for."""
+    """Yield the result of `make` for each, in order; a thread makes up to `most` of them ahead."""
     with ThreadPoolExecutor(1, "lines") as thread:
         waiting: deque[Future[Made]] = deque(thread.submit(make, each) for each in islice(given, most))
         try:

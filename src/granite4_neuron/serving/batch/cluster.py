@@ -1,7 +1,8 @@
 """Answers a batch on the machines of a Ray cluster, by Ray Data: a model for each worker.
 
-A piece of work is a part of the input, which the worker reads itself. What becomes of a line depends on nothing but the
-line. So the results are those of one machine whoever does a part, also if it is done again because a worker was lost.
+A piece of work is a part of the input, which the worker reads itself. A line's result depends on the line only. So the
+results are those of one machine, whichever worker does a part, and even if a part is done again because a worker was
+lost.
 """
 
 from __future__ import annotations

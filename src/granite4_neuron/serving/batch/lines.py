@@ -30,8 +30,8 @@ class Line:
     content: bytes | Mapping[str, Any] | None
 
     def value(self) -> Mapping[str, Any]:
-        """Return it as an object. What JSON cannot say becomes what it can: bytes base64, numbers that are not finite
-        null, and others text. JSON can say 1e400, which is not finite here.
+        """Return it as an object. Values that JSON does not have are replaced: bytes by base64, numbers that are not
+        finite (also 1e400, which JSON can write) by null, others by their text.
 
         Raises:
             UserError: it is not an object in JSON.
@@ -66,7 +66,7 @@ class Lines(ABC):
         """Yield the lines that begin at places from `start` to `stop`, or to the end."""
 
     def place_behind(self, count: int) -> tuple[int, Line | None]:
-        """Return the place behind the first so many lines, and the last of them.
+        """Return the place after the first `count` lines, and the last of these lines.
 
         Raises:
             UserError: there are fewer.

@@ -17,8 +17,8 @@ _SECONDS = 1.0  # between two times that what was written is forced to the disk
 
 
 class Results:
-    """Appends results to a file, which keeps those of an earlier run. What the end of a run tore is cut off. A file
-    without results is removed at the end.
+    """Appends results to a file, which keeps those of an earlier run. A line that an earlier run left incomplete is cut
+    off. A file without results is removed at the end.
 
     path: of the file.
     number: of results in it.
