@@ -120,12 +120,12 @@ class MarconiCache(PrefixCache):
         self._window: int | None = None
         self._branches: set[int] = set()
 
-    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length):
+    def match_prefix(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length):
         self._prompts.append(list(tokens))
-        return super().match_prefix(tokens, is_place)
+        return super().match_prefix(tokens, is_cut_point)
 
-    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> set[int]:
-        self._branches = super().new_branches(tokens, is_place)
+    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
+        self._branches = super().new_branches(tokens, is_cut_point)
         return self._branches
 
     def insert(self, tokens: Sequence[int], state: object, slot: int, logits: torch.Tensor) -> None:
@@ -238,8 +238,8 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     limit, cuts, work = len(prompt) + len(answer), runtime.prompt_cuts, 0
     request, text = Request(prompt, len(answer)), TextStream(None, [], prompt)
     sequence = RunningSequence(0, request, limit, text, AppliedAdapter(), cuts)
-    prefix = cache.match_prefix(prompt, sequence.is_place)
-    sequence.cut_at(cache.new_branches(prompt, sequence.is_place))
+    prefix = cache.match_prefix(prompt, sequence.is_cut_point)
+    sequence.cut_at(cache.new_branches(prompt, sequence.is_cut_point))
     if not isinstance(cuts, Anywhere):
         sequence.cut_at([len(prompt) - 1])
     sequence.stored = 0 if prefix is None else prefix.length

@@ -1,4 +1,4 @@
-"""The adapter of a sequence: the position from which on it applies, and the prefix-cache keys that follow from it."""
+"""The adapter of a sequence: the position from which it applies, and the prefix-cache keys that result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AppliedAdapter:
     """An adapter of the runtime, or none, in one sequence.
 
     number: in the runtime, from 1 on; 0 for none.
-    start: the position from which on it applies. Before it, the state is that of the model without adapters.
+    start: the position from which it applies. Before it, the state is that of the model without adapters.
     """
 
     number: int = 0
@@ -25,7 +25,7 @@ class AppliedAdapter:
 
     @classmethod
     def of(cls, name: str | None, prompt: Sequence[int], adapters: Mapping[str, Adapter]) -> AppliedAdapter:
-        """Return the adapter of this name as it applies to a prompt and what follows it.
+        """Return the adapter of this name for a prompt and its continuation.
 
         Raises:
             UserError: there is no such adapter.

@@ -10,7 +10,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 256  # tokens
 
 
 class DraftBackoff:
-    """Exponential back-off of one sequence after windows of rejected drafts, with a new attempt after each pause."""
+    """Exponential back-off of one sequence after windows of rejected drafts. It tries again after each pause."""
 
     def __init__(self) -> None:
         self._accepted: deque[int] = deque(maxlen=WINDOW)

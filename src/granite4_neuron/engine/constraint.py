@@ -11,28 +11,27 @@ import torch
 class Constraint(Protocol):
     """Decides after each token which tokens may follow, end-of-sequence tokens among them.
 
-    The engine advances a copy of its own by each token that it chooses, and never by a draft. So nothing has to be
-    rolled back.
+    The engine advances its own copy by each chosen token and never by a draft, so nothing has to be rolled back.
     """
 
     def fork(self) -> Constraint:
-        """Return a copy that advances by itself."""
+        """Return a copy that advances independently."""
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a copy of logits [vocab_size] in which those of tokens that may not follow are -inf.
 
         Raises:
-            NoTokenLeft: no token may follow, or it takes too long to find out.
+            NoTokenLeft: no token may follow, or finding one takes too long.
         """
 
     def accept(self, token: int) -> None:
         """Advance by a token that may follow."""
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens may follow, one after another."""
+        """Return how many of these tokens, from the first on, may follow one after another."""
 
     def forced(self, most: int) -> Sequence[int]:
-        """Return at most so many tokens that follow one after another because none of them has an alternative.
+        """Return the next tokens that have no alternative, `most` at most.
 
-        They save time. It is never wrong to return fewer, or none.
+        They only save time: it is never wrong to return fewer, or none.
         """

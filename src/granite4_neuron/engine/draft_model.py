@@ -15,7 +15,8 @@ from granite4_neuron.runtime.interface import Row, Runtime, require
 
 
 class DraftModel:
-    """Proposes the tokens of a small model, chosen like the target's: greedily, or with the same random numbers.
+    """Proposes tokens of a small model, chosen as the target chooses its own: greedily, or with the same random
+    numbers.
 
     With the same random numbers, a sampled draft is accepted about as often as the two distributions overlap, and the
     text stays the target's own (Daliri et al., https://arxiv.org/abs/2408.07978).
@@ -27,7 +28,7 @@ class DraftModel:
         runtime: of the small model; it must be able to verify.
         vocab_size: the target model's.
         num_sequences: how many sequences it can follow; for others it proposes nothing.
-        max_length: of a sequence; beyond it, it proposes nothing.
+        max_length: the most tokens of a sequence; beyond that it proposes nothing.
         prefix_cache: of the small model's runtime. It keeps the states at the ends of prompts and of sequences, for
             sequences with the same beginning.
 
@@ -84,19 +85,19 @@ class DraftModel:
         return [slot for slot in range(1, self._num_sequences + 1) if slot not in in_use]
 
     def _forget_unfinished(self) -> None:
-        """Forget the sequences that a call was reading when it failed: nobody knows what their state has seen."""
+        """Forget the sequences that a failed call was running: it is not known which tokens their state has seen."""
         for id in self._unfinished:
             self._followed.pop(id, None)
         self._unfinished = ()
 
     def _forget_others(self, requests: Sequence[DraftRequest]) -> None:
-        """If there is no slot for a new sequence, forget those that are not asked for: their engine is gone."""
+        """If there is no slot for a new sequence, forget those without a request: their engine is gone."""
         ids = {request.id for request in requests}
         if not self._free and not ids <= self._followed.keys():
             self._followed = {id: followed for id, followed in self._followed.items() if id in ids}
 
     def _begin(self, request: DraftRequest) -> _Draft | None:
-        """Return the drafts of a sequence, none yet; None if it is to have none."""
+        """Return an empty list of drafts for a sequence; None if it gets no drafts."""
         followed, most = self._follow(request), self._most(request)
         return _Draft(request, followed, most) if followed is not None and most > 0 else None
 
@@ -109,7 +110,8 @@ class DraftModel:
         return followed
 
     def _most(self, request: DraftRequest) -> int:
-        """Return the most drafts for a sequence: one more than there is room for, as the last draft is never run."""
+        """Return the most drafts for a sequence: one more than there is room for, because the last draft is never run.
+        """
         room = self._max_length - len(request.tokens)
         return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0
 
@@ -126,7 +128,7 @@ class DraftModel:
         return last_logits
 
     def _catch_up(self, followed: _Followed) -> None:
-        """Run a prompt, or tokens that came without a call of `propose`, except for the last token."""
+        """Run a prompt, or tokens added without a call of `propose`, except for the last token."""
         last, is_prompt = len(followed.tokens) - 1, followed.stored == 0
         if is_prompt:
             self._restore(followed)
@@ -159,7 +161,7 @@ class DraftModel:
 
 
 def _after_last_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[torch.Tensor]:
-    """Return the logits [vocab_size] after each row's last token, of those of a verification."""
+    """Return the logits [vocab_size] after each row's last token from the logits of a verification."""
     return [row_logits[len(row.tokens) - 1] for row_logits, row in zip(logits, rows, strict=True)]
 
 
@@ -184,7 +186,7 @@ class _Followed:
         return Row(self.slot, self.stored, self.tokens[self.stored : stop])
 
     def add(self, row: Row, logits: torch.Tensor) -> None:
-        """Record that the state has seen the row; `logits` [vocab_size] are those after it."""
+        """Record that the state has seen the row; `logits` [vocab_size] come after its last token."""
         self.stored += len(row.tokens)
         self.logits = logits
 
@@ -204,7 +206,7 @@ class _Draft:
         return Row(self.followed.slot, self.followed.stored, self.tokens)
 
     def grow(self, logits: torch.Tensor) -> bool:
-        """Add a draft; return whether there may be a further one."""
+        """Add a draft; return whether another one may follow."""
         try:
             self.chooser = self.chooser or self.request.chooser.fork()
             self.tokens.append(self.chooser(logits, [*self.request.tokens, *self.tokens]))

@@ -18,7 +18,7 @@ class TokenChooser(Protocol):
     """Chooses a sequence's next token, see `engine.Sampler`."""
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        """Choose the token after `tokens` by logits [vocab_size]; raises a UserError if none can be chosen."""
+        """Choose the token after `tokens` from logits [vocab_size]; raises a UserError if none can be chosen."""
 
     def fork(self) -> TokenChooser:
         """Return a copy that chooses the same tokens and leaves this one unchanged."""
@@ -28,8 +28,8 @@ class TokenChooser(Protocol):
 class DraftRequest:
     """A sequence to draft for.
 
-    id: of the sequence, the same at each call.
-    tokens: prompt and accepted tokens; more of them at a later call. They are the engine's own, and not to be changed.
+    id: of the sequence; the same in each call.
+    tokens: prompt and accepted tokens, more of them in later calls. They belong to the engine; do not change them.
     most: the most drafts; may be 0.
     chooser: how its tokens are chosen.
     cache_salt: of its request.
@@ -46,7 +46,7 @@ class Drafter(Protocol):
     """Proposes the next tokens of sequences."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Propose for each sequence 0 to `most` tokens that may follow it."""
+        """Propose 0 to `most` tokens that may follow, for each sequence."""
 
     def end(self, id: int) -> None:
         """Forget a sequence that has ended. It may never have been in a call of `propose`."""

@@ -14,9 +14,9 @@ class Drafting:
     """The proposals of an engine's drafter. If it fails, there are none.
 
     Args:
-        drafter: None to propose nothing.
-        runtime: verifies what is proposed.
-        draft_tokens: the most tokens to ask for, for each sequence.
+        drafter: None for no proposals.
+        runtime: verifies the proposals.
+        draft_tokens: the most tokens to request for each sequence.
     """
 
     def __init__(self, drafter: Drafter | None, runtime: Runtime, draft_tokens: int):
@@ -26,7 +26,7 @@ class Drafting:
         self._saving_time = SavingTime("The drafter")
 
     def propose(self, sequences: Sequence[RunningSequence], interval: int | None) -> Sequence[Sequence[int]]:
-        """Return the tokens that may follow each sequence, no more than it has room for; or nothing at all.
+        """Return proposed tokens for each sequence, no more than it has room for; or nothing at all.
 
         Args:
             interval: see `RunningSequence.most_drafts`.

@@ -1,7 +1,7 @@
 """Continuous batching: sequences start when there is room, and leave when they end, while others run.
 
 Each step of the engine is one step of the runtime: schedule, run, postprocess. `engine.scheduler` decides
-what it runs, `engine.live_sequences` what a failure ends.
+what it runs; `engine.live_sequences` decides what a failure ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _IDS = itertools.count()
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method of an engine wait while another thread runs one, and first end the sequences that an earlier call
-    left unfinished.
+    """Make a method of an engine wait while another thread runs one. Before the method runs, end the sequences that an
+    earlier call left unfinished.
     """
 
     @functools.wraps(method)
@@ -56,7 +56,7 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
 class _Launched(NamedTuple):
     """A step of decode that the device runs.
 
-    idle: ids of sequences to which it adds nothing, because the device has left their tokens to the host.
+    idle: ids of sequences to which it adds nothing, because the device left their tokens to the host.
     """
 
     step: ScheduledStep
@@ -78,11 +78,11 @@ class Engine:
     The output of a sequence does not depend on other sequences: when they start and end, how long they are, or whether
     they fail.
 
-    A failure ends the sequences that something was done for, each with an error output, and no others. A request's own
-    code, such as a logits processor, is called for its sequence alone, the runtime for all sequences of a step. A step
+    A failed operation ends the sequences that it was for, each with an error output, and no others. A request's own
+    code, such as a logits processor, runs for its sequence alone; the runtime runs for all sequences of a step. A step
     counts for a sequence when its outputs are among those that `step` is to return. If an exception leaves a call, as
-    an interrupt does, the next call first ends the sequences of a step that has begun and does not count. Drafts and
-    snapshots only save time: if one fails, that is logged, and the sequences go on without.
+    an interrupt does, the next call first ends the sequences of a step that began and does not count. Drafts and
+    snapshots only save time: if one fails, that is logged, and the sequences continue without it.
 
     Args:
         runtime: runs the steps.
@@ -96,13 +96,13 @@ class Engine:
         prefix_cache: states of earlier sequences for new ones with the same beginning. It belongs to this runtime and
             can be used by several engines one after another. Its memory and slots do not count towards `memory_bytes`
             and `num_sequences`.
-        drafter: proposes tokens, which makes sequences faster and does not change them. A sequence whose drafts keep
-            being rejected pauses drafting.
-        draft_tokens: the most tokens it proposes for a sequence.
-        max_gap: how many seconds a sequence should wait for its next token at most while prompts of others run, where
-            two steps of decode are not longer. The sizes of a prompt's pieces then follow from measured step times.
-            A runtime whose prompts have fixed cuts runs at least a chunk between two steps of decode. None for whole
-            chunks, of which one comes between two steps of decode or shares such a step.
+        drafter: proposes tokens, which makes sequences faster and does not change them. Drafting pauses for a sequence
+            whose drafts keep being rejected.
+        draft_tokens: the most tokens that the drafter proposes for a sequence.
+        max_gap: the longest time in seconds that a sequence should wait for its next token while other prompts run; two
+            steps of decode if they take longer. Measured step times then set the sizes of a prompt's pieces. A runtime
+            whose prompts have fixed cut points runs at least a chunk between two steps of decode. None for whole
+            chunks: one runs between two steps of decode or shares a step with decode.
         clock: tells the time in seconds.
 
     Attributes:
@@ -157,21 +157,23 @@ class Engine:
         parts = self._slots, self._live, self._prefixes, drafting
         self._scheduler = Scheduler(runtime, *parts, prompts_first, max_gap, clock)
         self._clock = clock
-        self._ahead: _Launched | None = None  # begun before the tokens that it runs were known
+        self._ahead: _Launched | None = None  # launched before the tokens that it runs were known
         self._lock = threading.RLock()
 
     def warm_up(self) -> None:
-        """Have the runtime compile what steps need, so that no step waits for it; see `Runtime.warm_up`."""
+        """Have the runtime compile everything that steps need, so that no step waits for a compiler; see
+        `Runtime.warm_up`.
+        """
         self.runtime.warm_up(self._slots.state, verified_tokens=self._verified_tokens)
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits, or has outputs that no step has returned yet."""
+        """Whether a sequence runs, waits, or has outputs that no step has returned yet."""
         return self._live.has_work
 
     @property
     def failed_steps(self) -> int:
-        """Steps of the runtime, and allocations of its state, that have failed since the last step that did not."""
+        """Steps of the runtime, and allocations of its state, that have failed since the last step that succeeded."""
         return self._slots.failed_steps
 
     @property
@@ -192,8 +194,8 @@ class Engine:
             The id of its outputs.
 
         Raises:
-            UserError: the request is invalid, its adapter is not there, or it could never run because it is longer than
-                `max_length` or needs more memory than `memory_bytes`.
+            UserError: the request is invalid, its adapter is not loaded, or it could never run because it is longer
+                than `max_length` or needs more memory than `memory_bytes`.
         """
         request.check(self.runtime.config.vocab_size)
         if request.prompt_logprobs is not None:
@@ -216,10 +218,10 @@ class Engine:
 
     @_one_at_a_time
     def cancel(self, id: int) -> bool:
-        """End a sequence at once, without further output; false if it has already ended.
+        """End a sequence at once, without further output. Return false if it has already ended.
 
         Raises:
-            UserError: `id` cannot be that of a sequence.
+            UserError: `id` cannot be the id of a sequence.
         """
         if not is_whole(id):
             raise UserError(f"id is {reprlib.repr(id)}, and must be the number that `Engine.add` returned.")
@@ -229,7 +231,7 @@ class Engine:
     def finish(self, id: int) -> str:
         """End a running sequence as if it had reached its limit; return the text that was held back.
 
-        Unlike `cancel`, this keeps its state in the prefix cache. Read the outputs of the last step before.
+        Unlike `cancel`, this keeps its state in the prefix cache. Before calling it, read the outputs of the last step.
 
         Raises:
             UserError: no sequence of that id runs.
@@ -246,16 +248,18 @@ class Engine:
         return sequence.text.finish()
 
     def step(self) -> list[Output]:
-        """Run one step; return the new tokens, in order for each sequence: with a drafter perhaps several."""
+        """Run one step; return the new tokens, in order for each sequence. With a drafter a sequence may have several.
+        """
         self._run_step()
-        # Python handles no signal between these two: an interrupt leaves the outputs to the next step or to the caller.
+        # Python handles no signal between these two, so an interrupt leaves the outputs to the next step or to the
+        # caller.
         outputs, self._live.outputs = self._live.outputs, []
         return outputs
 
     @_one_at_a_time
     def _run_step(self) -> None:
         """Schedule, run, postprocess."""
-        self._live.keep_due()  # the last step's new tokens have not waited for this
+        self._live.keep_due()  # only now: the last step's new tokens do not wait for it
         self._scheduler.admit()
         started = self._clock()
         step = None if self._ahead is None else self._live_part(self._ahead)
@@ -272,7 +276,7 @@ class Engine:
         self._record(step, self.stats.generated_tokens - generated, self._clock() - started)
 
     def _run(self, step: ScheduledStep) -> torch.Tensor:
-        """Run a step; return the logits as `Runtime.step` does."""
+        """Run a step; return logits as `Runtime.step` does."""
         self._slots.failed_steps += 1
         logits = self.runtime.step(self._slots.state, step.rows, step.all_logits)
         self._slots.failed_steps = 0
@@ -290,7 +294,8 @@ class Engine:
                 self._live.count(sequence, len(row.tokens), last, [*sequence.give_taken(), *outputs])
 
     def _leaves_logits(self, step: ScheduledStep) -> bool:
-        """Return whether the logits of a step stay on the device, from where only the wanted rows come to the host."""
+        """Return whether the logits of a step stay on the device, and only the rows that are needed come to the host.
+        """
         if step.prompt_rows or "decode" in self.runtime.cannot:
             return False
         if any(each.taken for each in step.sequences):  # a row has several tokens, or nothing follows
@@ -298,16 +303,16 @@ class Engine:
         return any(each.takes_chosen for each in step.sequences)
 
     def _live_part(self, launched: _Launched) -> ScheduledStep:
-        """Return a step without the sequences that have ended, and those to which it adds nothing."""
+        """Return a step without the sequences that have ended and without those to which it adds nothing."""
         step, live = launched.step, self._live.running.keys() - launched.idle
         numbers = [number for number, each in enumerate(step.sequences) if each.id in live]
         sequences = [step.sequences[number] for number in numbers]
         return step._replace(sequences=sequences, rows=[step.rows[number] for number in numbers])
 
     def _decode(self, step: ScheduledStep) -> None:
-        """Run a step of decode, or go on with one that has been launched; choose the next token of each sequence.
+        """Run a step of decode, or continue one that has been launched; choose the next token of each sequence.
 
-        Before it waits for the tokens it has the device begin the step that runs them, if there may be such a step.
+        Before waiting for the tokens, launch the step that runs them, if there may be one.
         """
         launched = self._ahead or _Launched(step, self._launch(step))
         self._ahead = None
@@ -337,7 +342,7 @@ class Engine:
                 self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
 
     def _launch(self, step: ScheduledStep, ahead: int = 0) -> Decoded:
-        """Have the device begin a step of decode.
+        """Launch a step of decode on the device.
 
         Args:
             ahead: how many tokens of each sequence are not known yet.
@@ -387,7 +392,7 @@ class Engine:
         self._scheduler.record(step, seconds)
         decode_rows, prompt_tokens = len(step.rows) - step.prompt_rows, step.prompt_tokens
         first_tokens = sum(len(each.tokens) > len(each.request.tokens) for each in step.sequences[decode_rows:])
-        # The time of a step of both is divided by their tokens.
+        # The time of a step with prompts and decode is divided in proportion to their tokens.
         prompt_part = prompt_tokens / (prompt_tokens + decode_rows) if prompt_tokens else 0.0
         self.stats.prompt_tokens += prompt_tokens
         self.stats.prompt_seconds += prompt_part * seconds

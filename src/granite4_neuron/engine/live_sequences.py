@@ -17,7 +17,7 @@ from granite4_neuron.engine.sampling import RequestFault
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.errors import UserError, sentence_of
 
-# In a row: then the device is lost.
+# Consecutive failures after which the device counts as lost.
 MOST_FAILED_STEPS = 3
 
 _LOGGER = logging.getLogger(__name__)
@@ -26,14 +26,15 @@ _LOGGER = logging.getLogger(__name__)
 class LiveSequences:
     """The sequences that wait or run, and their outputs. Only this class decides what a failure ends.
 
-    All work for sequences is done within `guard`: if it fails, they end with an error output, and no others do. Work
-    counts for a sequence when `count` has added its outputs. An interrupt leaves a guard without an end; then
+    All work for sequences runs within `guard`: if it fails, these sequences end with an error output, and no others.
+    Work counts for a sequence when `count` has added its outputs. An interrupt leaves a guard unfinished; then
     `end_unfinished` ends the sequences whose work does not count.
 
-    waiting: by priority, those of the same one in order of arrival.
-    running: by id, in the order in which they started; each has a slot.
-    ended: of which a prefix cache is to keep a snapshot before the next step; nobody gets their slots until then.
-    outputs: that count, and that no step has returned yet.
+    waiting: by priority, and within a priority in order of arrival.
+    running: by id, in the order of their starts; each has a slot.
+    ended: sequences of which a prefix cache will keep a snapshot before the next step; their slots are not free until
+        then.
+    outputs: those that count and that no step has returned yet.
 
     Args:
         prefixes, drafting: are told which sequences have ended.
@@ -49,10 +50,10 @@ class LiveSequences:
         self._prefixes = prefixes
         self._drafting = drafting
         self._unfinished: dict[int, RunningSequence] = {}  # by id, those whose work does not count yet
-        self._failed_ahead: dict[int, Callable[[], None]] = {}  # by id, what ends the sequence
+        self._failed_ahead: dict[int, Callable[[], None]] = {}  # by id, the function that ends the sequence
 
     def add(self, sequence: RunningSequence) -> None:
-        """Have a new sequence wait."""
+        """Queue a new sequence."""
         bisect.insort(self.waiting, sequence, key=lambda each: each.request.priority)
 
     @property
@@ -61,12 +62,13 @@ class LiveSequences:
         return bool(self.waiting or self.running or self.outputs)
 
     def guard(self, *sequences: RunningSequence) -> _Guard:
-        """Return a context for work for these sequences. If it fails, those of them that have not ended yet end."""
+        """Return a context for work for these sequences. If the work fails, those that have not ended yet end."""
         return _Guard(self._unfinished, self.fail, sequences)
 
     def guard_ahead(self, *sequences: RunningSequence) -> _Guard:
-        """Return a context for work whose outputs come after those that the sequences are about to get. If it fails,
-        the next call ends them; no snapshot is kept of one that ends before, because its state may be lost.
+        """Return a context for work whose outputs come after those that the sequences are about to get. If the work
+        fails, the next call ends the sequences. No snapshot is kept of a sequence that ends before that, because its
+        state may be lost.
         """
         return _Guard(self._unfinished, self._fail_later, sequences)
 
@@ -77,8 +79,8 @@ class LiveSequences:
         logits: torch.Tensor | LogitsOnDevice,
         outputs: Sequence[Output],
     ) -> None:
-        """Have a step count for a sequence: its state has seen so many more tokens, and these are its outputs. Note
-        whether a snapshot of it is due: the outputs of others do not wait until it is copied.
+        """Make a step count for a sequence: its state has seen `num_tokens` more tokens, and these are its outputs.
+        Only note whether a snapshot is due: the outputs of other sequences do not wait for the copy.
 
         Args:
             logits: [vocab_size], after the last of those tokens.
@@ -98,22 +100,22 @@ class LiveSequences:
         self._unfinished.pop(sequence.id, None)
 
     def keep_due(self) -> None:
-        """Keep the snapshots that are due since the last step. It may be interrupted and done again."""
+        """Keep the snapshots that are due since the last step. An interrupted call may be repeated."""
         self._prefixes.keep_due([*self.ended, *self.running.values()])
         for sequence in self.ended:
             self._prefixes.release(sequence)
         self.ended.clear()
 
     def end_unfinished(self) -> None:
-        """End the sequences of a step that has been interrupted and does not count, or for which one has failed that
-        was to follow.
+        """End the sequences of an interrupted step that does not count, and those whose next step could not be
+        launched.
         """
         for fail in list(self._failed_ahead.values()):
             fail()
         self.fail(list(self._unfinished.values()), "it was interrupted in the middle of a step.")
 
     def fail(self, sequences: Sequence[RunningSequence], error: str, is_requests_fault: bool = False) -> None:
-        """End sequences, with an error output where no output has ended them. It may be interrupted and done again."""
+        """End sequences, with an error output unless an output has ended them. An interrupted call may be repeated."""
         ended = {output.id for output in self.outputs if output.finish_reason is not None}
         for sequence in sequences:
             if sequence.id in self.running or sequence in self.waiting:
@@ -127,7 +129,7 @@ class LiveSequences:
             self._failed_ahead[sequence.id] = partial(self.fail, [sequence], error, is_requests_fault)
 
     def end(self, sequence: RunningSequence) -> None:
-        """Forget a sequence. It may be interrupted and done again."""
+        """Forget a sequence. An interrupted call may be repeated."""
         if sequence not in self.ended:
             self._prefixes.release(sequence)
         self._drafting.end(sequence)
@@ -139,7 +141,7 @@ class LiveSequences:
             self.keep_due()
 
     def cancel(self, id: int) -> bool:
-        """End a sequence and drop its outputs; return whether there was anything of it."""
+        """End a sequence and drop its outputs; return whether it was there or had outputs."""
         found = [self.running[id]] if id in self.running else [each for each in self.waiting if each.id == id]
         for sequence in found:
             self.end(sequence)
@@ -150,11 +152,11 @@ class LiveSequences:
 
 
 class _Guard:
-    """See `LiveSequences.guard`. It is not a generator because it is entered for each token.
+    """See `LiveSequences.guard`. A class, because entering a generator for each token would be slower.
 
     Args:
         unfinished: by id, the sequences whose work does not count yet.
-        fail: is called with those of the sequences that have not ended, an error, and whether it is a request's fault.
+        fail: called with the sequences that have not ended, an error, and whether a request caused it.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ def ngram_propose(tokens: Sequence[int] | np.ndarray, min_n: int, max_n: int, ma
 
     Args:
         tokens: [length], integer.
-        min_n, max_n: lengths of suffixes to look for, at least 1. Occurrences may overlap the suffix.
+        min_n, max_n: shortest and longest suffix to look for, at least 1. Occurrences may overlap the suffix.
         max_model_len: drafts end there.
         k: the most drafts.
 

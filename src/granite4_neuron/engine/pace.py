@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may run, so that the streams of others do not wait too long for it."""
+"""How many tokens of prompts a step may run, so that other sequences do not wait too long for their next token."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 
-_LEAST = 16  # tokens of prompts in a step that holds some: prompts always advance
-STEPS = 5  # that a prediction comes from: few enough to follow the load, enough for one slow step not to count
+_LEAST = 16  # tokens of prompts in a step that has any, so that prompts always advance
+STEPS = 5  # behind a prediction: few enough to follow the load, enough to ignore one slow step
 
 
 class Pace:
-    """Predicts the time of steps from that of the last ones.
+    """Predicts the time of a step from the times of the last steps.
 
-    A step's time is taken to be that of a step of decode, and for each token of a prompt a time more. The second is
-    what was measured beside the first: if that no longer holds, because more sequences run now, it makes up for it.
+    The model of a step's time is the time of a step of decode, plus a time for each token of a prompt. The second is
+    measured as the remainder after the first, so it corrects the first when that is out of date, for instance because
+    more sequences run now.
 
     Args:
-        max_gap: how long, in seconds, other sequences may wait for their next token: two steps of decode at least,
-            because otherwise prompts would hardly advance where decode alone takes that long. None for any time.
+        max_gap: how long, in seconds, other sequences may wait for their next token. At least two steps of decode are
+            allowed, because prompts would hardly advance if decode alone took that long. None for no limit.
         clock: tells the time in seconds.
     """
 
@@ -30,22 +31,23 @@ class Pace:
         self._since = clock()
 
     def begin(self) -> None:
-        """Have the others wait from now on. What is done between two steps, such as a snapshot, counts as well."""
+        """Start the waiting time of the other sequences. Work between two steps, such as a snapshot, counts as well."""
         self._since = self._clock()
 
     def record(self, prompt_tokens: int, has_decode: bool, seconds: float) -> None:
-        """Take note of a step: how many tokens of prompts it ran, and whether tokens of other sequences too."""
+        """Record a step: how many tokens of prompts it ran, and whether it ran next tokens of other sequences too."""
         if prompt_tokens:
             self._per_token.append(max(0.0, seconds - (self._decode_seconds if has_decode else 0.0)) / prompt_tokens)
         else:
             self._decode.append(seconds)
 
     def prompt_tokens(self, most: int) -> int:
-        """Return how many tokens of prompts may run before other sequences have theirs, `most` of them at most."""
+        """Return how many tokens of prompts, at most `most`, may run before the next tokens of other sequences."""
         return most if self._max_gap is None else max(min(_LEAST, most), min(most, self._tokens_in_time()))
 
     def has_time_for(self, tokens: int) -> bool:
-        """Return whether so many tokens of prompts may run before other sequences have theirs, as far as is known."""
+        """Return whether this many tokens of prompts may run before the next tokens of other sequences, by prediction.
+        """
         return self._max_gap is not None and self._tokens_in_time() >= tokens
 
     @property

@@ -1,9 +1,9 @@
 """A prefix cache in the host's memory: a radix tree over tokens.
 
-A sequence can only continue from a place where its recurrent state was kept. So an entry is a snapshot at one exact
-length: the recurrent state, with the keys and values of all tokens before it. Entries with a common prefix share its
-keys and values: each node of the tree holds those between its parent's length and its own. Where sequences diverge
-there is a node, with or without a recurrent state.
+A sequence can continue only from a length at which its recurrent state was kept. So an entry is a snapshot at one exact
+length: the recurrent state, and the keys and values of all tokens up to there. Entries with a common prefix share its
+keys and values, because each node of the tree holds those between its parent's length and its own. A node where
+sequences diverge may have no recurrent state.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from granite4_neuron.state.snapshot import (
     recurrent_state,
 )
 
-SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
+SHORTEST_SHARED = 16  # tokens: a shorter common prefix is not worth a step and a snapshot
 
 
 @dataclass
 class PrefixCacheStats:
-    """queries, query_tokens, hit_tokens: look-ups, their tokens, and the tokens that they found.
-    folder_hit_tokens: of these, the tokens that only files had.
-    snapshots, num_bytes: entries in the cache, and the memory of all nodes in bytes.
+    """queries, query_tokens, hit_tokens: look-ups, their tokens, and the tokens found.
+    folder_hit_tokens: of the tokens found, those that only files had.
+    snapshots, num_bytes: entries in the cache, and the bytes of all nodes.
     in_use: running sequences that started from an entry.
     evictions: entries evicted so far.
     """
@@ -55,7 +55,7 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A prefix found in the cache. It is not evicted until it is released, or nobody holds it any more.
+    """A prefix found in the cache. It is not evicted until it is released or garbage-collected.
 
     snapshots: of its `length` tokens, for `Runtime.restore`.
     logits: [vocab_size], float32, after the last of them.
@@ -70,22 +70,22 @@ class Prefix:
 class PrefixCache:
     """Snapshots of sequences by their tokens, in the host's memory. Those worth least are evicted first (`Entries`).
 
-    If keeping one fails, or is interrupted, the cache forgets all: its tree may not be whole.
+    If keeping a snapshot fails or is interrupted, the cache forgets everything, because its tree may be inconsistent.
 
-    slots: slots of the state that it reserves: none.
+    slots: the slots of the state that it reserves; none.
 
     Args:
         runtime: the model that runs the sequences.
         max_bytes: limit of its memory in bytes; None for no limit.
-        interval: keep a snapshot of each sequence where a step ends at a multiple of this many tokens, besides those at
-            the ends of its prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`: no
+        interval: keep a snapshot of each sequence where a step ends at a multiple of this many tokens, and at the ends
+            of its prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`, because no
             step of a prompt ends at other multiples. None for the ends only.
-        at_branches: also keep a snapshot where a prompt diverges from an earlier sequence, for a third one with the
-            same beginning; the prompt is cut there.
-        folder: keeps snapshots in files too, and is asked for longer ones than are in memory; None for none.
+        at_branches: also keep a snapshot where a prompt diverges from an earlier sequence, for later ones with the same
+            beginning. The prompt is cut there.
+        folder: keeps snapshots in files too, and is searched for snapshots longer than those in memory; None for none.
 
     Raises:
-        UserError: the runtime makes no snapshots, or the interval is not such a multiple.
+        UserError: the runtime cannot make snapshots, or the interval is not such a multiple.
     """
 
     slots: Sequence[int] = ()
@@ -128,17 +128,17 @@ class PrefixCache:
         """The bytes of the files in its folder; None without one."""
         return None if self._folder is None else self._folder.num_bytes
 
-    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> Prefix | None:
-        """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
+    def match_prefix(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> Prefix | None:
+        """Find the longest cached prefix of a sequence that ends at a cut point; it may be the whole sequence."""
         self._check_tree()
         self._stats.queries += 1
         self._stats.query_tokens += len(tokens)
-        node = self._longest(tokens, is_place)
+        node = self._longest(tokens, is_cut_point)
         if self._folder is not None:
-            found = self._folder.find(tokens, node.length + SHORTEST_SHARED, is_place)
+            found = self._folder.find(tokens, node.length + SHORTEST_SHARED, is_cut_point)
             if found is not None:
                 self._load(found)
-                before, node = node.length, self._longest(tokens, is_place)
+                before, node = node.length, self._longest(tokens, is_cut_point)
                 self._stats.folder_hit_tokens += node.length - before
         self._entries.record_match(node if node.length else None)
         if node.entry is None:
@@ -150,13 +150,15 @@ class PrefixCache:
         self._stats.hit_tokens += node.length
         return prefix
 
-    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> set[int]:
-        """Return where a sequence diverges from an earlier one, if the last snapshot before that is far enough away."""
+    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
+        """Return the length at which a sequence diverges from an earlier one, if it is far enough after the last
+        snapshot.
+        """
         if not self.at_branches:
             return set()
         node, _, shared = self._descend(tokens)
         length = node.length + shared
-        found = self._longest(tokens, is_place).length
+        found = self._longest(tokens, is_cut_point).length
         return {length} if length - found >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
@@ -175,7 +177,7 @@ class PrefixCache:
         self._runtime.restore(state, prefix.snapshots, slot)
 
     def insert(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
-        """Keep a snapshot of a sequence, unless there already is one or there is no room.
+        """Keep a snapshot of a sequence, unless it is already there or there is no room.
 
         Args:
             tokens: all tokens that the slot has seen.
@@ -186,19 +188,19 @@ class PrefixCache:
             self._write(self._longest(tokens), tokens)
 
     def make_ready(self) -> None:
-        """Hold memory ready for the next snapshot while there is room: the first token of a prompt may have to wait for
-        it. Once the cache is full, a snapshot gets the memory of one that is evicted for it.
+        """Preallocate memory for the next snapshot while there is room, because the first token of a prompt may wait
+        for that snapshot. Once the cache is full, a snapshot gets the memory of an evicted one.
         """
         self._runtime.prepare_snapshot(self._has_room_for_state)
 
     def _write(self, node: Node, tokens: Sequence[int]) -> None:
-        """Keep the entry of a node, if it has one, in the folder too; the sequence begins with its tokens."""
+        """Write the entry of a node, if it has one, to the folder too; the sequence begins with the node's tokens."""
         if self._folder is not None and node.entry is not None:
             snapshots = self._snapshots(node, node.entry)
             self._folder.keep(tuple(tokens[: node.length]), snapshots, node.entry.logits)
 
     def _insert(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
-        """Keep a snapshot as `insert` does; `take` makes it, with the keys and values from a position on."""
+        """Keep a snapshot as `insert` does; `take(start)` makes it, with the keys and values from `start` on."""
         self._check_tree()
         self._is_changing = True
         self._change(tokens, take, logits)
@@ -216,7 +218,7 @@ class PrefixCache:
         if child is not None:
             node = node.split(child, shared)
         if covered < len(tokens):
-            # Before making room, which depends on it: the new entry takes the place of one that it goes on from.
+            # Before making room, which depends on it: the new entry replaces the one that it continues.
             self._entries.record_continuation(node)
         self._make_room(needed, node)
         self._add(node, tuple(tokens[covered:]), take(covered), logits)
@@ -225,7 +227,7 @@ class PrefixCache:
         """Add a snapshot from `export`.
 
         Raises:
-            UserError: it is of another model, does not hold what it should, or was not made by `export`.
+            UserError: it belongs to another model, is incomplete, or was not made by `export`.
         """
         snapshot.check(self._runtime)
         if len(snapshot.tokens) != snapshot.length or snapshot.start or LOGITS not in snapshot.tensors:
@@ -244,9 +246,7 @@ class PrefixCache:
             self._runtime.prepare_snapshot(False)
 
     def export(self, tokens: Sequence[int]) -> Snapshot | None:
-        """Return the entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is
-        none.
-        """
+        """Return the entry for exactly these tokens as one snapshot with tokens and logits; None if there is none."""
         self._check_tree()
         node, _, _ = self._descend(tokens)
         if node.length != len(tokens) or node.entry is None:
@@ -256,15 +256,15 @@ class PrefixCache:
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def export_beginning(self, tokens: Sequence[int]) -> Snapshot | None:
-        """Return what `export` does of the longest prefix from which a longer prompt can go on, or if there is none, of
-        the longest one; None if there is none at all.
+        """Export the longest prefix from which a longer prompt can continue, or the longest prefix if there is none;
+        None if the cache has no prefix of these tokens.
         """
         cuts, length = self._runtime.prompt_cuts, len(tokens) + 1
         node = self._longest(tokens, lambda place: cuts.last(place, length) == place)
         return self.export(tokens[: (node if node.length else self._longest(tokens)).length])
 
     def _check_tree(self) -> None:
-        """Forget all if an earlier change has not come to its end."""
+        """Forget everything if an earlier change was not completed."""
         if self._is_changing:
             self._forget()
 
@@ -274,16 +274,17 @@ class PrefixCache:
         self._stats.snapshots = self._stats.num_bytes = 0
         self._is_changing = False
 
-    def _longest(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> Node:
-        """Return the longest entry that is a prefix of a sequence, with such a length; the root if there is none."""
+    def _longest(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> Node:
+        """Return the longest entry that is a prefix of a sequence and ends at a cut point; the root if there is none.
+        """
         node = self._descend(tokens)[0].entry_above
-        while node.parent is not None and not is_place(node.length):
+        while node.parent is not None and not is_cut_point(node.length):
             node = node.parent.entry_above
         return node
 
     def _descend(self, tokens: Sequence[int]) -> tuple[Node, Node | None, int]:
-        """Return the last node whose tokens all match; its child that matches in part, if any; and how many of the
-        child's tokens match.
+        """Return the last node whose tokens all match; its child that matches in part, if there is one; and how many of
+        the child's tokens match.
         """
         node = self._root
         while node.length < len(tokens):
@@ -297,7 +298,7 @@ class PrefixCache:
         return node, None, 0
 
     def _snapshots(self, node: Node, entry: Entry) -> list[Snapshot]:
-        """Return the snapshots of the nodes down to this one, whose entry it is."""
+        """Return the snapshots of the nodes down to this one; `entry` is its entry."""
         dtype, fingerprint = self._runtime.dtype, self._runtime.fingerprint
         *above, last = node.path
         before = [Snapshot(each.start, each.length, each.keys_and_values, dtype, fingerprint) for each in above]
@@ -325,7 +326,7 @@ class PrefixCache:
         return self.max_bytes is None or self._stats.num_bytes + self._num_bytes(0) <= self.max_bytes
 
     def _has_room(self, needed: int, neighbour: Node) -> bool:
-        """Return whether there is room for a new entry, or evicting others can make it. The keys and values up to its
+        """Return whether there is room for a new entry, or eviction can make room. The keys and values up to its
         neighbour stay.
         """
         if self.max_bytes is None or self._stats.num_bytes + needed <= self.max_bytes:
@@ -342,7 +343,7 @@ class PrefixCache:
 
     def _bytes_in_use(self, neighbour: Node) -> int:
         """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""
-        # There may be far more entries than sequences that run; a node of a tree that was forgotten is none of them.
+        # Start from the few prefixes in use, not from the many entries. A forgotten tree's node is no entry.
         used = {prefix.node for prefix in self._found if prefix.node in self._entries}
         nodes = {node for each in (*used, neighbour) for node in each.path}
         return sum(node.entry_bytes for node in used) + sum(node.tokens_bytes for node in nodes)
@@ -357,7 +358,7 @@ class PrefixCache:
         self._prune(node, neighbour)
 
     def _prune(self, node: Node, neighbour: Node | None = None) -> None:
-        """Remove a node that nothing needs, and then its parents up to the neighbour if they are not needed either."""
+        """Remove a node that nothing needs, and then parents that are not needed either, up to the neighbour."""
         while node is not neighbour and node.parent is not None and node.entry is None and not node.children:
             self._stats.num_bytes -= node.tokens_bytes
             del node.parent.children[node.tokens[0]]
@@ -373,7 +374,7 @@ class PrefixCache:
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences."""
     least, most = 0, min(len(some), len(others))
-    while least < most:  # parts are compared much faster than one token after another
+    while least < most:  # comparing tuples is much faster than comparing token by token
         middle = (least + most + 1) // 2
         if tuple(some[least:middle]) == tuple(others[least:middle]):
             least = middle

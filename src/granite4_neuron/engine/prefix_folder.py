@@ -1,4 +1,4 @@
-"""Snapshots of a prefix cache in the files of a folder, for later processes and for others beside this one."""
+"""Snapshots of a prefix cache in the files of a folder, for later and concurrent processes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from granite4_neuron.state.snapshot import LOGITS, Snapshot, cut_keys_and_values
 _LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{64})\.safetensors")
 _UNFINISHED = re.compile(rf"\.{_NAME.pattern}\..*")  # `Snapshot.save` writes in such a folder first
-_HEADER_BYTES = 2**16  # of a file, at most; the largest model's have 20 kB
-_WAITING = 8  # snapshots that wait to be written; their memory is held until then
+_HEADER_BYTES = 2**16  # of a file, at most; the largest model's header has 20 kB
+_WAITING = 8  # most snapshots that wait to be written; each holds its memory until then
 _CLOSE_SECONDS = 10.0
 
 
@@ -49,23 +49,23 @@ class PrefixFolder:
     """Snapshots of sequences by their tokens, in files of a folder. The least recently used are removed first.
 
     A file has the recurrent state and the logits after a sequence's tokens, and the keys and values since the longest
-    shorter snapshot of the same sequence in the folder. It is written by a thread, whole or not at all. Processes may
-    share a folder; one sees the files of another when it starts and whenever it writes. States under an
-    adapter are not written: its number may be another one in the next process.
+    shorter snapshot of the same sequence in the folder. A thread writes it, completely or not at all. Processes may
+    share a folder; a process sees the files of another when it starts and whenever it writes. States under an adapter
+    are not written, because the adapter's number may differ in the next process.
 
-    A file that is damaged or not what its name says is logged once and then ignored. If a snapshot cannot be written,
-    that is logged too, and the next one is tried.
+    A file that is damaged or does not match its name is logged once and then ignored. A failure to write is logged too;
+    the next snapshot is tried again.
 
-    num_bytes: of the files in the folder, as it last saw them.
+    num_bytes: of the files in the folder when it last looked.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         max_bytes: limit of its files in bytes; None for no limit.
         runtime: the model that runs the sequences.
 
     Raises:
-        UserError: the limit is not a number of bytes; or the folder cannot be made or read, belongs to somebody else,
-            or others may enter it.
+        UserError: the limit is not a number of bytes; or the folder cannot be made or read, belongs to another user, or
+            other users may enter it.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None, runtime: Runtime):
@@ -89,13 +89,15 @@ class PrefixFolder:
         self._thread = threading.Thread(target=self._run, name="prefix folder", daemon=True)
         self._thread.start()
 
-    def find(self, tokens: Sequence[int], least: int, is_place: Callable[[int], bool] = any_length) -> Snapshot | None:
-        """Read the longest prefix of a sequence that has at least so many tokens, and such a length: all of it, with
+    def find(
+        self, tokens: Sequence[int], least: int, is_cut_point: Callable[[int], bool] = any_length
+    ) -> Snapshot | None:
+        """Read the longest prefix of a sequence that has at least `least` tokens and ends at a cut point, with its
         tokens and logits.
         """
         if tokens[0] >= self._runtime.config.vocab_size:  # the key of an adapter or a salt: see `_write`
             return None
-        while (chain := self._longest_chain(tokens, least, is_place)) is not None:
+        while (chain := self._longest_chain(tokens, least, is_cut_point)) is not None:
             if (snapshots := self._read(chain)) is not None:
                 length = chain[-1].length
                 tensors = padded_keys_and_values(snapshots, length)
@@ -103,24 +105,24 @@ class PrefixFolder:
         return None
 
     def keep(self, tokens: Sequence[int], snapshots: Sequence[Snapshot], logits: torch.Tensor) -> None:
-        """Have the thread write a snapshot if it is not there, and note its use, unless it has too much to do.
+        """Queue a snapshot to be written if it is not there, and record its use. Drop it if the queue is full.
 
         Args:
-            tokens: as `PrefixCache.insert`.
-            snapshots: one after another, up to the last of the tokens. Their tensors are not copied.
+            tokens: as for `PrefixCache.insert`.
+            snapshots: consecutive, up to the last of the tokens. Their tensors are not copied.
             logits: [vocab_size], float32, after the last of them.
         """
         with suppress(queue.Full):
             self._queue.put_nowait((tokens, snapshots, logits))
 
     def close(self) -> None:
-        """Write what waits to be written, for some seconds at most."""
+        """Write the queued snapshots, for `_CLOSE_SECONDS` at most."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=_CLOSE_SECONDS)
             self._thread.join(_CLOSE_SECONDS)
 
     def _keys(self, tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, str]:
-        """Return a hash of the model and the first tokens for each of these lengths."""
+        """Return, for each length, a hash of the model and that many first tokens."""
         data, digest, done, keys = array("q", tokens), self._model.copy(), 0, {}
         for length in sorted(lengths):
             digest.update(data[done:length])
@@ -128,19 +130,19 @@ class PrefixFolder:
         return keys
 
     def _longest_chain(
-        self, tokens: Sequence[int], least: int, is_place: Callable[[int], bool] = any_length
+        self, tokens: Sequence[int], least: int, is_cut_point: Callable[[int], bool] = any_length
     ) -> list[_File] | None:
-        """Return files that together hold the longest prefix of such a length, in order; None if there are none."""
+        """Return the files, in order, that hold the longest prefix that ends at a cut point; None if there are none."""
         files = {file.key: file for file in self._files if file not in self._refused}
         keys = self._keys(tokens, {file.length for file in files.values() if file.length <= len(tokens)})
         for length in sorted(keys, reverse=True):
-            if length >= least and is_place(length) and (chain := _chain(files, keys, length)) is not None:
+            if length >= least and is_cut_point(length) and (chain := _chain(files, keys, length)) is not None:
                 return chain
         return None
 
     def _read(self, chain: Sequence[_File]) -> list[Snapshot] | None:
-        """Return the snapshots of files, all but the last without recurrent state; None if one is not there or not what
-        it should be. It is not asked for again.
+        """Return the snapshots of files, all but the last without recurrent state. If a file is gone or invalid, return
+        None and ignore that file from now on.
         """
         snapshots = []
         for file in chain:
@@ -148,7 +150,7 @@ class PrefixFolder:
             try:
                 snapshot = Snapshot.load(path, self._runtime, keys_and_values_only=file != chain[-1])
                 if (snapshot.start, snapshot.length, snapshot.note) != (file.start, file.length, file.key):
-                    raise UserError(f"{path} is of another sequence than its name says.")
+                    raise UserError(f"{path} belongs to another sequence than its name says.")
                 if file == chain[-1] and LOGITS not in snapshot.tensors:
                     raise UserError(f"{path} has no logits.")
             except UserError as error:
@@ -168,7 +170,7 @@ class PrefixFolder:
     def _write_next(self) -> bool:
         """Wait for the next snapshot and write it; return false if there will be no more.
 
-        What goes wrong is logged, once until a write works again, and ends neither the thread nor the process. An
+        A failure is logged once until a write succeeds again, and ends neither the thread nor the process. An
         unforeseen error is logged with its traceback.
         """
         if (item := self._queue.get()) is None:
@@ -205,7 +207,7 @@ class PrefixFolder:
                 self._look()
 
     def _is_used(self, tokens: Sequence[int]) -> bool:
-        """Note the use of the snapshot of exactly these tokens; return whether there is one."""
+        """Record a use of the snapshot of exactly these tokens; return whether there is one."""
         chain = self._longest_chain(tokens, len(tokens))
         try:
             self._touch(chain or [])
@@ -218,7 +220,7 @@ class PrefixFolder:
             os.utime(self.folder / file.name)
 
     def _make_room(self, needed: int, sizes: Mapping[_File, int], spared: Sequence[_File]) -> bool:
-        """Remove the least recently used files until there is room; if that would not do, return false at once."""
+        """Remove the least recently used files until there is room. If that cannot be enough, return false at once."""
         if self.max_bytes is None:
             return True
         if sum(sizes[file] for file in spared) + needed > self.max_bytes:
@@ -233,7 +235,7 @@ class PrefixFolder:
         return True
 
     def _look(self) -> dict[_File, int]:
-        """See which files there are; return them as `_sizes`."""
+        """Update the list of files; return them as `_sizes` does."""
         sizes = self._sizes()
         self._files, self.num_bytes = frozenset(sizes), sum(sizes.values())
         return sizes
@@ -248,14 +250,14 @@ class PrefixFolder:
                     file = _File(int(match[1]), int(match[2]), match[3])
                     with suppress(FileNotFoundError):  # another process may have removed it
                         about = entry.stat()
-                        # A longer snapshot needs the shorter ones, and not the other way round.
+                        # A longer snapshot needs the shorter ones, so it comes first.
                         found.append((about.st_mtime_ns, -file.length, file, about.st_size))
         found.sort(key=lambda each: each[:2])
         return {file: size for _, _, file, size in found if file.start < file.length}
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the folder for writing; remove files that other processes had begun to write when they were ended."""
+        """Lock the folder for writing; remove unfinished files of processes that have ended."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -268,7 +270,7 @@ class PrefixFolder:
 
 
 def _chain(files: Mapping[str, _File], keys: Mapping[int, str], length: int) -> list[_File] | None:
-    """Return the files by whose snapshots a sequence of that length is made; None if one is not there."""
+    """Return the files whose snapshots together make a sequence of that length; None if one is missing."""
     chain: list[_File] = []
     while length:
         file = files.get(keys.get(length, ""))
@@ -280,10 +282,10 @@ def _chain(files: Mapping[str, _File], keys: Mapping[int, str], length: int) -> 
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that only its owner may enter, or check that it is one.
+    """Make a folder that only its owner may enter, or check that an existing one is private.
 
     Raises:
-        UserError: it is not, or cannot be made.
+        UserError: it is not private, or cannot be made.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

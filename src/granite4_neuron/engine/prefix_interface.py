@@ -1,4 +1,4 @@
-"""The interface of a prefix cache, as an engine uses it."""
+"""The interface of a prefix cache that an engine uses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TOKEN_BITS = 64  # of a key without a salt
 
 
 def salted(keys: Sequence[int], salt: str | None) -> Sequence[int]:
-    """Return a prefix cache's keys for a sequence with this salt: sequences with different ones, or without, have no
-    common prefix.
+    """Return a prefix cache's keys for a sequence with this salt. Sequences with different salts, or one with and one
+    without, have no common prefix.
 
     Args:
-        keys: of the sequence's first tokens and what follows; they are not empty.
+        keys: of the sequence from its first token on; not empty.
     """
     if salt is None:
         return keys
@@ -27,7 +27,7 @@ def salted(keys: Sequence[int], salt: str | None) -> Sequence[int]:
 
 
 def any_length(length: int) -> bool:
-    """Return whether a sequence may begin from a prefix of this length, where it may from any."""
+    """Return True: a sequence may continue from a prefix of any length."""
     return True
 
 
@@ -50,21 +50,21 @@ class AnyPrefixCache(Protocol[Found]):
 
     @property
     def interval(self) -> int | None:
-        """The engine has snapshots kept at multiples of it; None for no such snapshots."""
+        """The engine keeps snapshots at multiples of it; None for no such snapshots."""
 
-    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = ...) -> Found | None:
-        """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
+    def match_prefix(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> Found | None:
+        """Find the longest cached prefix of a sequence that ends at a cut point; it may be the whole sequence."""
 
-    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = ...) -> set[int]:
-        """Return where to cut a sequence, and keep snapshots of it, beside the usual places. It may begin from prefixes
-        of such lengths.
+    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> set[int]:
+        """Return further lengths at which to cut a sequence and keep snapshots. It may continue only from prefixes that
+        end at a cut point.
         """
 
     def attach(self, state: HybridState | None) -> None:
-        """Use this state; forget what belongs to another one."""
+        """Use this state; forget everything that belongs to another one."""
 
     def detach(self) -> None:
-        """Forget what belongs to the state: it may be lost."""
+        """Forget everything that belongs to the state, which may be lost."""
 
     def restore(self, prefix: Found, state: HybridState | None, slot: int) -> None:
         """Copy a prefix into a slot."""
@@ -73,7 +73,7 @@ class AnyPrefixCache(Protocol[Found]):
         """Record that a sequence that started from this prefix has ended."""
 
     def insert(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
-        """Keep a slot's state; `tokens` are all that it has seen, `logits` [vocab_size] those after the last."""
+        """Keep a slot's state. `tokens` are all that it has seen; `logits` [vocab_size] come after the last of them."""
 
     def make_ready(self) -> None:
         """Prepare for the next `insert`."""

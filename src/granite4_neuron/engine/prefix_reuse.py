@@ -15,11 +15,11 @@ from granite4_neuron.runtime.interface import Runtime
 
 
 class PrefixReuse:
-    """Lets sequences begin from cached prefixes, and keeps snapshots of them for later ones. If the cache fails, they
-    go on without.
+    """Lets sequences begin from cached prefixes, and keeps snapshots of them for later ones. If the cache
+    fails, they continue without it.
 
     Args:
-        cache: None to reuse nothing.
+        cache: None for no reuse.
         runtime: cuts the prompts.
         slots: with the state of the sequences.
         stats: counts the tokens found.
@@ -34,30 +34,31 @@ class PrefixReuse:
 
     @property
     def interval(self) -> int | None:
-        """The cache keeps snapshots at its multiples, of answers too; None for no such snapshots of answers."""
+        """Snapshots of answers are kept at multiples of it; None for none."""
         keeps_answers = self._runtime.prompt_cuts.keeps_answers
         return self.cache.interval if self.cache is not None and keeps_answers else None
 
     def is_worth_waiting(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Return whether one of the others, which run in this step, will put a shared prefix into the cache."""
+        """Return whether one of the others, which run in this step, will add a shared prefix to the cache."""
         if self.cache is None or sequence.has_begun:
             return False
         interval, chunk = self.cache.interval, self._runtime.tokens_per_step
         kept = ((other, other.next_kept(interval, chunk)) for other in others)
         return any(
-            sequence.is_place(length) and length <= common_length(sequence.keys, other.keys) for other, length in kept
+            sequence.is_cut_point(length) and length <= common_length(sequence.keys, other.keys)
+            for other, length in kept
         )
 
     def begin(self, sequence: RunningSequence) -> None:
-        """Start a prompt from its longest cached prefix, which may be all of it."""
+        """Start a prompt from its longest cached prefix, which may be the whole prompt."""
         if self.cache is None or sequence.has_begun:
             return
         sequence.has_begun = True
         with self._saving_time:
             self.cache.attach(self._slots.state)
-            sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_place)
-            sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_place))
-            if not self._runtime.prompt_cuts.keeps_answers:  # a longer prompt cannot go on from this one's end
+            sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_cut_point)
+            sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_cut_point))
+            if not self._runtime.prompt_cuts.keeps_answers:  # a longer prompt cannot continue from this one's end
                 sequence.cut_at([len(sequence.request.tokens) - 1])
             if sequence.prefix is not None:
                 self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
@@ -65,7 +66,7 @@ class PrefixReuse:
                 self._stats.cached_tokens += sequence.stored
 
     def is_due(self, sequence: RunningSequence, more: int = 0) -> bool:
-        """Return whether a snapshot of a sequence is to be kept when it has so many more tokens than now."""
+        """Return whether a snapshot of a sequence is due when its state has seen `more` more tokens than now."""
         return self.cache is not None and sequence.is_kept(self.cache.interval, more)
 
     def keep_due(self, sequences: Iterable[RunningSequence]) -> None:
@@ -90,12 +91,12 @@ class PrefixReuse:
                 self.cache.make_ready()
 
     def release(self, sequence: RunningSequence) -> None:
-        """Let go of the prefix that a sequence started from."""
+        """Release the prefix from which a sequence started."""
         if self.cache is not None and sequence.prefix is not None:
             with self._saving_time:
                 self.cache.release(sequence.prefix)
 
     def detach(self) -> None:
-        """Have the cache forget what belongs to the state, which may be lost."""
+        """Make the cache forget everything that belongs to the state, which may be lost."""
         if self.cache is not None:
             self.cache.detach()

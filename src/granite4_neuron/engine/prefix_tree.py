@@ -1,4 +1,4 @@
-"""The nodes of a prefix cache's tree, and which of its entries is worth least."""
+"""The nodes of a prefix cache's tree, and the choice of the entry to evict."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import torch
 
 from granite4_neuron.state.snapshot import cut_keys_and_values
 
-_MOST_COMPARED = 100  # entries of a kind: looking for the one to evict must not take longer the more there are
+_MOST_COMPARED = 100  # entries of a kind, so that finding a victim takes no longer when there are more
 
 
 class NodeKind(IntEnum):
-    """A node's place in the tree, which predicts its use: how many sequences have gone on from it, at most two."""
+    """A node's place in the tree, which predicts its use: how many sequences have continued from it, counted up to two.
+    """
 
     END = 0  # of a sequence
-    CONTINUED = 1  # by one sequence; a longer entry has mostly taken its place
+    CONTINUED = 1  # by one sequence, whose longer entry is mostly found instead
     BRANCH = 2  # where sequences diverged
 
 
@@ -30,9 +31,9 @@ _KINDS = tuple(NodeKind)
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What a sequence needs, beside keys and values, to continue after a node's last token.
+    """The part of a sequence's state, beside keys and values, that is needed to continue after a node's last token.
 
-    recurrent: the state there.
+    recurrent: the recurrent state there.
     logits: [vocab_size].
     num_bytes: the bytes of these two.
     """
@@ -46,12 +47,12 @@ class Entry:
 class Node:
     """The tokens between its parent's length and its own, with their keys and values.
 
-    parent: None of the root, which has no tokens.
-    entry: None if there is none, or it was evicted.
-    continuations: how many sequences have gone on from it so far, each with another token or yet without one.
-    users: prefixes that `PrefixCache.match_prefix` returned of it and somebody still holds; while there are any, it is
-        not evicted.
-    last_use: the number of look-ups when it was kept or found last.
+    parent: None for the root, which has no tokens.
+    entry: None if there never was one, or it was evicted.
+    continuations: how many sequences have continued from it so far, each with another token or without one yet.
+    users: prefixes from `PrefixCache.match_prefix` for this node that are still held; while there are any, it is not
+        evicted.
+    last_use: the number of look-ups when it was last added or found.
     tokens_bytes: the bytes of its keys and values.
     """
 
@@ -84,7 +85,7 @@ class Node:
 
     @property
     def path(self) -> list[Node]:
-        """From the first node below the root to this one."""
+        """The nodes from the first below the root to this one."""
         return [] if self.parent is None else [self, *self.above][::-1]
 
     @property
@@ -107,15 +108,15 @@ class Node:
 
     @property
     def saved_tokens(self) -> int:
-        """How many tokens fewer are run if a prompt finds this entry rather than the nearest above it that will last:
-        one where sequences diverged.
+        """How many fewer tokens a prompt runs with this entry than with the nearest entry above that will last, which
+        is one where sequences diverged.
         """
         lasting = (node.length for node in self.above if node.entry is not None and node.kind == NodeKind.BRANCH)
         return self.length - next(lasting, 0)
 
     @property
     def freed_bytes(self) -> int:
-        """The bytes that are free once this entry is evicted."""
+        """The bytes that evicting this entry frees."""
         freed = self.entry_bytes
         if self.children:
             return freed
@@ -128,14 +129,14 @@ class Node:
 
     @property
     def saved_per_byte(self) -> float:
-        """`saved_tokens` over `freed_bytes`. It is kept until `note_change`, because each eviction asks for many."""
+        """`saved_tokens` over `freed_bytes`, cached until `note_change` because each eviction reads many of them."""
         if self._saved_per_byte is None:
             self._saved_per_byte = self.saved_tokens / self.freed_bytes
         return self._saved_per_byte
 
     def note_change(self) -> None:
-        """Have `saved_per_byte` calculated again, here and below: call it after a change of the entry, of which kind
-        it is, or of whether there are no children, one or more.
+        """Invalidate `saved_per_byte` of this node and those below. Call it after a change of the entry, of its kind,
+        or between no, one and more children.
         """
         nodes = [self]
         while nodes:
@@ -162,22 +163,22 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 class Entries:
-    """The entries of a prefix cache, and which of them is evicted first: the one worth least.
+    """The entries of a prefix cache. The one worth least is evicted first.
 
-    An entry is worth the tokens that it saves per byte, times the hit rate of its kind, over the square root of the
-    number of look-ups since its last use. So in conversations the ends of earlier turns make room first,
-    and where prompts share examples or a system message, the ends of sequences that nothing continues.
+    The worth of an entry is the number of tokens that it saves per byte, times the hit rate of its kind, divided by the
+    square root of the number of look-ups since its last use. So in conversations the ends of earlier turns are evicted
+    first, and where prompts share examples or a system message, the ends of sequences that nothing continues.
 
     Weighing savings per byte is from Marconi (Pan et al., MLSys 2025), dividing by age from hyperbolic
-    caching (Blankstein et al., ATC 2017). Marconi adds recency and savings, with a factor that it finds in a replay of
-    past requests; counts by kind need no such factor.
+    caching (Blankstein et al., ATC 2017). Marconi adds recency and savings, with a factor found by
+    replaying past requests; hit rates by kind need no such factor.
     """
 
     def __init__(self) -> None:
-        # By kind, each in the order of their last use.
+        # One dictionary for each kind, in the order of last use.
         self._of_kind: list[OrderedDict[Node, None]] = [OrderedDict() for _ in NodeKind]
         # Priors of the hit rates. Where sequences diverged, others will; an entry with a longer one below is seldom
-        # found. None is 0, so that each kind has a chance.
+        # found. No prior is 0, so that each kind has a chance.
         self._found = [1.0, 0.1, 2.0]
         self._seen = [1] * len(NodeKind)
         self._look_ups = 0
@@ -189,7 +190,7 @@ class Entries:
         return node in self._of_kind[node.kind]
 
     def record_match(self, found: Node | None) -> None:
-        """Count a look-up, and the entry that it found, if any."""
+        """Count a look-up, and the entry that it found, if there is one."""
         self._look_ups += 1
         for kind, entries in enumerate(self._of_kind):
             self._seen[kind] += len(entries)
@@ -205,7 +206,7 @@ class Entries:
         entry.last_use = self._look_ups
 
     def record_continuation(self, node: Node) -> None:
-        """Record that one more sequence goes on from a node, which may be an entry."""
+        """Record that one more sequence continues from a node, which may be an entry."""
         is_entry = self._of_kind[node.kind].pop(node, self) is None
         node.continuations += 1
         if node.continuations == NodeKind.BRANCH:
@@ -217,14 +218,15 @@ class Entries:
         del self._of_kind[entry.kind][entry]
 
     def victim(self) -> Node:
-        """Return the entry to evict: one without users; there must be one."""
+        """Return the entry to evict. There must be one without users."""
         victim, least, now = None, math.inf, self._look_ups + 1
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
             chance, compared = found / seen, 0
-            saved, last_use = math.inf, now  # of the last one whose worth was calculated
+            saved, last_use = math.inf, now  # of the last entry whose worth was calculated
             for entry in entries:
                 its_saved = entry._saved_per_byte or entry.saved_per_byte
-                # One that saves no less and was used no earlier is worth no less, as are mostly all behind the first.
+                # Skip an entry that saves no less and was used no earlier: it is worth no less. Mostly that is all but
+                # the first.
                 if its_saved < saved or entry.last_use < last_use:
                     worth = chance * its_saved / math.sqrt(now - entry.last_use)
                     if worth < least:

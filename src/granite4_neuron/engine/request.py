@@ -25,16 +25,16 @@ def _to_tokens(value: Sequence[int] | torch.Tensor | np.ndarray) -> tuple[int, .
 
 @dataclass(frozen=True)
 class Request(SamplingParams):
-    """A sequence to continue, with its sampling options as keyword arguments. It keeps copies of the lists it is given.
+    """A sequence to continue, with its sampling options as keyword arguments. It copies the lists that it gets.
 
-    tokens: the prompt; a list. A tensor or an array with one axis is taken too.
-    max_tokens: new tokens at most.
+    tokens: the prompt: a list, or a tensor or array with one axis.
+    max_tokens: the most new tokens.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
-        or where it may be cut last before that (`Runtime.prompt_cuts`), and an engine with a prefix cache keeps a
+        or at the last cut point before that (`Runtime.prompt_cuts`), and an engine with a prefix cache keeps a
         snapshot. None for none.
     skip_special_tokens: whether special tokens are left out of the text.
     adapter: the name of an adapter of the runtime; None for the model without.
-    priority: among the sequences that wait for a slot, those of a lower number start first.
+    priority: of the sequences that wait for a slot, those with a lower number start first.
     cache_salt: a text that divides a prefix cache: only sequences with the same one share states. None for none.
 
     Stop strings need an engine with a tokenizer.
@@ -81,7 +81,7 @@ class Request(SamplingParams):
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Facts about a prompt once all of it has been run.
+    """Facts about a prompt after all of it has run.
 
     cached_tokens: how many of its tokens the prefix cache had.
     started: when the sequence got a slot, in seconds of the engine's clock, which is `time.perf_counter` by default.
@@ -123,16 +123,16 @@ class Output:
 class GenerationStats:
     """Totals over all sequences of an engine; grows while it runs. Times in seconds."""
 
-    prompt_tokens: int = 0  # that were run
-    cached_tokens: int = 0  # of prompts, that the prefix cache had
+    prompt_tokens: int = 0  # those that were run
+    cached_tokens: int = 0  # tokens of prompts that the prefix cache had
     prompt_seconds: float = 0.0
     generated_tokens: int = 0
-    decode_tokens: int = 0  # generated ones but the first of each sequence, which prefill gives
+    decode_tokens: int = 0  # generated tokens except the first of each sequence, which comes from prefill
     decode_seconds: float = 0.0
-    decode_rows: int = 0  # one for each sequence of each step of decode; without speculation as many as tokens
+    decode_rows: int = 0  # one for each sequence in each step of decode; without speculation as many as decode_tokens
     drafts: int = 0  # rows of a step that had drafted tokens
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # of those
+    accepted_tokens: int = 0  # of the drafted ones
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -163,7 +163,7 @@ def check_count(name: str, value: object, least: int) -> None:
 
 
 def check_has(name: str, value: object, *attributes: str) -> None:
-    """Check that an optional argument has the attributes that it is used for; None passes.
+    """Check that an optional argument has the attributes that are used; None passes.
 
     Raises:
         UserError: it lacks one of the attributes.

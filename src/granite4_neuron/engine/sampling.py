@@ -35,7 +35,7 @@ _CONSTRAINT = "the request's constraint"
 
 
 class RequestFault(UserError):
-    """A request's own code has failed, such as a logits processor or its constraint. The message names it."""
+    """A request's own code failed, such as a logits processor or its constraint. The message names the code."""
 
 
 class NoTokenLeft(RequestFault):
@@ -67,9 +67,10 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_length: int):
         self._processors = _logits_processors(params, prompt_length)
-        self._copies = bool(params.logits_processors)  # a processor may write to the scores, and others read the logits
+        # A processor may write to the scores, which others read as logits.
+        self._copies = bool(params.logits_processors)
         self._constraint = _fork(params.constraint)
-        self._certain: list[int] = []  # the tokens that the constraint forces, if they are known
+        self._certain: list[int] = []  # the tokens that the constraint forces, as far as they are known
         self._takes_forced = all(isinstance(each, _LEAVE_THE_ONLY_TOKEN) for each in self._processors)
         self._is_greedy = params.temperature == 0
         options = 1 if params.temperature is None else params.temperature, params.top_k or 0, params.top_p or 1
@@ -83,34 +84,34 @@ class Sampler:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether the token is always the one of the model's highest logit, of equal ones the first."""
+        """Whether the token is always the one with the model's highest logit, or the first of equal ones."""
         return self._is_greedy and not self._processors and self._constraint is None
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the token is drawn by temperature, top_k, top_p and min_p alone, as a `Draw` can say."""
+        """Whether the token is drawn with temperature, top_k, top_p and min_p alone, which a `Draw` describes."""
         kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
         can_be_said = not self._is_greedy and self._options.top_k <= MOST_TOP_K
         return can_be_said and self._constraint is None and all(isinstance(each, kinds) for each in self._processors)
 
     def draw(self, ahead: int, vocab_size: int) -> Draw:
-        """Return how a device draws the token that comes after `ahead` others, if `is_drawn`."""
+        """Return how a device is to draw the token that comes after `ahead` others, if `is_drawn`."""
         return self._options._replace(noise=self.noise(ahead, vocab_size))
 
     def count_drawn(self) -> None:
-        """Have the next token's noise be used: a device has drawn that token with it."""
+        """Discard the next token's noise, with which a device has drawn that token."""
         self._noise.popleft()
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        """Choose the token to append by the model's logits; see `mask` and `choose`."""
+        """Choose the token to append from the model's logits; see `mask` and `choose`."""
         return self.choose(self.mask(logits), tokens)
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [vocab_size] with -inf for tokens that the constraint forbids; without one, the same tensor.
 
         Raises:
-            NoTokenLeft: it forbids all.
-            RequestFault: it fails.
+            NoTokenLeft: the constraint forbids all tokens.
+            RequestFault: the constraint fails.
             UserError: the logits are not finite.
         """
         if self._constraint is None:
@@ -123,7 +124,7 @@ class Sampler:
         return masked
 
     def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Return the first of some drafts, up to one that the constraint forbids.
+        """Return the drafts before the first one that the constraint forbids.
 
         Raises:
             RequestFault: the constraint fails.
@@ -137,8 +138,8 @@ class Sampler:
             return drafts[:count]
 
     def certain(self, most: int, vocab_size: int) -> Sequence[int]:
-        """Return at most so many tokens that will be chosen next, whatever the logits: each is the only one that the
-        constraint allows.
+        """Return at most `most` tokens that will be chosen next whatever the logits, because the constraint allows no
+        others.
 
         Raises:
             RequestFault: the constraint fails.
@@ -155,8 +156,8 @@ class Sampler:
         return self._certain[:most]
 
     def take_certain(self, vocab_size: int) -> int:
-        """Return the first of the `certain` tokens, and advance as `choose` does: also the random numbers, so that
-        those of later tokens stay the same.
+        """Return the first of the `certain` tokens and advance as `choose` does. The random numbers advance too, so
+        that later tokens get the same ones.
         """
         token = self._certain[0]
         if not self._is_greedy:
@@ -173,7 +174,7 @@ class Sampler:
             tokens: the sequence so far, prompt included.
 
         Raises:
-            NoTokenLeft: the logits are finite, but not after the options have been applied.
+            NoTokenLeft: the logits are finite, but after applying the options none is.
             RequestFault: a logits processor or the constraint fails.
             UserError: the logits are not finite.
         """
@@ -205,12 +206,12 @@ class Sampler:
     def noise(self, ahead: int, vocab_size: int) -> torch.Tensor:
         """Return the random numbers [vocab_size] of the choice that comes after `ahead` others, in float32.
 
-        They do not depend on logits, so they may be drawn before these are known. Each choice has its own, the same
-        whenever they are drawn: of probabilities p it takes the highest p / noise. That is how torch.multinomial
-        chooses, bit by bit: noise has an exponential distribution, so each token wins with its probability.
+        They do not depend on logits, so they may be drawn before the logits are known. Each choice has its own numbers,
+        whenever they are drawn. With probabilities p, the token with the highest p / noise is chosen, bit by bit as in
+        torch.multinomial: noise has an exponential distribution, so each token wins with its probability.
         """
         while len(self._noise) <= ahead:
-            # `exponential_` computes the same one by one, which takes 2.6 times as long.
+            # `exponential_` computes the same numbers one by one, which takes 2.6 times as long.
             uniform = torch.empty(vocab_size, dtype=torch.float64).uniform_(generator=self._generator)
             self._noise.append(uniform.neg_().log1p_().neg_().float())
         return self._noise[ahead]
@@ -231,7 +232,7 @@ class Sampler:
         """Apply the options to logits [vocab_size]. A token is drawn from the softmax of the result."""
         if not self._processors:
             return logits
-        _check_finite(logits)  # here, or a processor would be blamed
+        _check_finite(logits)  # before a processor can be blamed
         input_ids = cast(torch.LongTensor, torch.tensor([tokens]))  # transformers' name for int64
         return self._processors(input_ids, logits[None].clone() if self._copies else logits[None])[0]
 
@@ -245,10 +246,10 @@ class _RequestsProcessor(LogitsProcessor):
         self._name = f"the request's logits processor {name}"
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return its scores.
+        """Return the processor's scores.
 
         Raises:
-            RequestFault: it fails.
+            RequestFault: the processor fails.
         """
         with _blamed_on(self._name):
             result = _checked(self._processor(input_ids, scores), scores)
@@ -285,8 +286,7 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
 
 
 class MinNewTokensUnlessComplete(MinNewTokensLengthLogitsProcessor):
-    """Forbids the tokens that would end a text too early, but not where a structure is complete: nothing else may
-    follow there.
+    """Forbids the tokens that would end a text too early, unless a structure is complete and nothing else may follow.
     """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -333,7 +333,7 @@ def _checked(result: object, scores: torch.Tensor) -> torch.Tensor:
 
 
 def are_finite(logits: torch.Tensor) -> bool:
-    """Return whether a token can be chosen by logits [vocab_size]: the highest is a number, and none is NaN."""
+    """Return whether a token can be chosen from logits [vocab_size]: the highest is finite, and none is NaN."""
     return math.isfinite(logits[_argmax(logits)])
 
 
@@ -343,17 +343,17 @@ def _check_finite(logits: torch.Tensor) -> None:
 
 
 def _argmax(logits: torch.Tensor) -> int:
-    """Return the token of the highest logit, or one whose logit is NaN.
+    """Return the token with the highest logit, or one whose logit is NaN.
 
-    numpy's argmax runs in one thread. torch's would wake its threads, which then spin beside those of the next step.
+    numpy's argmax runs in one thread. torch's would wake its threads, which then spin during the next step.
     """
     return int(logits.numpy().argmax())
 
 
 def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
-    """Processors of the options that have an effect, in the order of transformers' generate.
+    """Return processors for the options that have an effect, in the order of transformers' generate.
 
-    A request's biases and penalties come first, because they are added to the model's own logits.
+    Biases and penalties come first, because they are added to the model's own logits.
     """
     processors = LogitsProcessorList()
     if params.min_tokens and params.stop_token_ids:
@@ -361,11 +361,11 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         processors.append(MinNewTokensUnlessComplete(prompt_length, int(params.min_tokens), stops))
     if params.logit_bias:
         biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
-        # It is annotated with lists, of which transformers 4.57 refuses the token 0.
+        # Annotated to take lists, but with a list transformers 4.57 refuses the token 0.
         processors.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]  # it takes a dictionary too
     if params.allowed_token_ids is not None:
         allowed = torch.tensor(list(params.allowed_token_ids))
-        # It is annotated with lists, and indexes with what it gets.
+        # Annotated to return lists, but used only as an index.
         processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))  # type: ignore[arg-type]
     if params.bad_words_ids:
         processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in params.bad_words_ids]))

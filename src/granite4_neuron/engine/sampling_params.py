@@ -23,16 +23,17 @@ Params = TypeVar("Params", bound="SamplingParams")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number of any library's, and not a boolean."""
+    """Return whether a value is a finite number of any library, and not a boolean."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond those of double precision
+    except OverflowError:  # an integer too large for double precision
         return False
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer of any library's, and not a boolean."""
-    if type(value) is int:  # a prompt may have a hundred thousand, and what follows takes a microsecond
+    """Return whether a value is an integer of any library, and not a boolean."""
+    # Fast path: a prompt may have a hundred thousand tokens, and the check below takes a microsecond.
+    if type(value) is int:
         return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -52,11 +53,11 @@ class Option:
     """The rule for an option's values.
 
     is_valid: whether a value is allowed.
-    requirement: what a value must be, for messages.
-    convert: makes the value that is kept; without an argument, the value that stands for None.
+    requirement: describes allowed values in messages.
+    convert: makes the value that is kept; without an argument, the value for None.
     from_checkpoint: whether None means the value in the checkpoint's generation_config.json.
     turns_on_sampling: whether any value means that tokens are sampled, even if the checkpoint's default is greedy.
-    is_setting: whether it is one number that shapes a text; a chat has all of these as `/set NAME VALUE`.
+    is_setting: whether it is a single number that shapes a text; a chat has these as `/set NAME VALUE`.
     """
 
     is_valid: Callable[[Any], bool]
@@ -77,8 +78,7 @@ class Option:
 
 
 def option(is_valid: Callable[[Any], bool], requirement: str, *, default: Any = None, **rule: Any) -> Any:
-    """Return a field of a dataclass of options; arguments are those of `Option`. None is allowed where it is the
-    default.
+    """Return a field of a dataclass of options. Arguments are those of `Option`; None is allowed if it is the default.
     """
     return field(default=default, metadata={"option": Option(is_valid, requirement, **rule)})
 
@@ -130,34 +130,35 @@ def _is_num_logprobs(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options for how a sequence's tokens are chosen, when it ends, and what is reported of it. The names are vLLM's,
+    """Options that decide how a sequence's tokens are chosen, when it ends and what is reported. The names are vLLM's
     or transformers'.
 
     temperature: divides the logits; 0 is greedy.
-    top_k: choose among so many of the likeliest tokens; 0 for all.
+    top_k: choose among this many of the likeliest tokens; 0 for all.
     top_p: choose among the likeliest tokens whose probabilities add up to this.
     min_p: choose among tokens at least this many times as likely as the likeliest.
     repetition_penalty: above 1, makes tokens of the prompt and of the text less likely.
-    frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was generated, and once
-        if it was generated at all.
+    frequency_penalty, presence_penalty: subtracted from a token's logit once for each time that it was generated, and
+        once if it was generated at all.
     logit_bias: added to the logits of tokens, by token id.
-    allowed_token_ids: only these tokens are chosen, so that one of `stop_token_ids` ends the sequence only if it is
-        among them; None for all.
-    bad_words_ids: lists of tokens, as in transformers' generate: the last token of a list is not chosen where the
-        others stand before it.
-    seed: of the sequence's random numbers; None for different ones each time.
-    stop: strings that end the text and are not part of it, or one such string.
+    allowed_token_ids: only these tokens are chosen; one of `stop_token_ids` can end the sequence only if it is among
+        them. None for all.
+    bad_words_ids: lists of tokens, as in transformers' generate: the last token of a list is not chosen after the
+        others.
+    seed: of the sequence's random numbers; None for a different seed each time.
+    stop: one string or several that end the text and are not part of it.
     stop_token_ids: tokens that end the sequence.
-    min_tokens: before so many new tokens none of `stop_token_ids` is chosen, and no string of `stop` ends the text.
+    min_tokens: before this many new tokens none of `stop_token_ids` is chosen, and no string of `stop` ends the text.
     logits_processors: classes of transformers, or functions, that are called with the tokens so far, [1, tokens] int64,
         and the scores of the next one, [1, vocab_size] float32, and return new scores. They run after biases and
         penalties and before the temperature, as in transformers' generate, and must depend on their arguments only.
     logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
-    prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
-    constraint: limits which tokens may follow, before any other option changes logits and before log-probabilities of
-        new tokens are taken (see `engine.Constraint`). Each sequence advances a copy of it.
+    prompt_logprobs: the same for the prompt's tokens. The whole prompt then runs, whatever a prefix cache has.
+    constraint: limits which tokens may follow (see `engine.Constraint`). It applies before any other option changes
+        logits and before log-probabilities of new tokens are computed. Each sequence advances a copy of it.
 
-    An option that is None has the checkpoint's value, if there is one (see `with_defaults`), or no effect.
+    An option that is None takes the checkpoint's value if there is one (see `with_defaults`); otherwise it has no
+    effect.
 
     Raises:
         UserError: an option is outside its range.
@@ -204,7 +205,7 @@ class SamplingParams:
             if value is not None or each.default is not None:
                 rule.check(each.name, value)
             if rule.convert is not None:
-                # A caller cannot change the converted copy later.
+                # A converted copy, which the caller cannot change later.
                 object.__setattr__(self, each.name, rule.convert() if value is None else rule.convert(value))
 
     def with_defaults(self: Params, defaults: GenerationConfig) -> Params:
@@ -226,7 +227,7 @@ class SamplingParams:
         return replace(self, **values)
 
     def with_seed_offset(self: Params, number: int) -> Params:
-        """Return a copy for text `number` of several: it has the seed plus that number."""
+        """Return a copy for text `number` of several, with the seed plus that number."""
         return self if self.seed is None else replace(self, seed=(self.seed + number) % _NUM_SEEDS)
 
 

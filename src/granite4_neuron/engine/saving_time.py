@@ -1,4 +1,4 @@
-"""Work that only saves time, such as a prefix cache's or a drafter's, may fail: texts go on without it."""
+"""Work that only saves time, such as a prefix cache's or a drafter's, may fail: texts continue without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class SavingTime:
-    """A context for work that only saves time. If it fails, the engine goes on without it; the first failure is logged.
+    """A context for work that only saves time. If it fails, the engine continues without it; the first failure is
+    logged.
 
     Args:
         what: its name in the log, such as "The drafter".

@@ -1,12 +1,11 @@
 """Decides what runs next: which sequences get a slot, which of them are in the next step, and with which tokens.
 
-Where a runtime packs rows (`Runtime.packs_rows`), a step holds the next token of every sequence whose prompt is done,
-and pieces of prompts, as many tokens as there is time for (`engine.pace`). So a prompt delays the others little, and
+If a runtime packs rows (`Runtime.packs_rows`), a step has the next token of every sequence whose prompt is done, and
+pieces of prompts with as many tokens as there is time for (`engine.pace`). So a prompt delays the others little, and
 the weights are read once for all.
 
-Elsewhere, because a chunk beside single tokens would be padded to a rectangle, and for an engine with a drafter, a step
-is either a chunk of prompts or decode, which may have drafts. The two take turns; several chunks may come in a row if
-there is time.
+Elsewhere, and with a drafter, a step is either a chunk of prompts or decode, which may have drafts: a chunk beside
+single tokens would be padded to a rectangle. The two alternate; several chunks may run in a row if there is time.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import MOST_STOPS, Row, Runtime
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE
 
-# A step takes the time of so many tokens, besides that of its own: it reads the weights.
+# A step costs as much as this many tokens on top of its own, because it reads the weights.
 _STEP_TOKENS = 16
 
 
 class ScheduledStep(NamedTuple):
-    """A step of the runtime; one without rows does nothing.
+    """A step of the runtime. Without rows it does nothing.
 
     sequences, rows: in the same order.
-    prompt_rows: how many of the rows, which are the last ones, are pieces of prompts; each other one is a sequence's
-        last token, followed by drafts.
+    prompt_rows: how many of the last rows are pieces of prompts; each other row is a sequence's last token, followed by
+        drafts.
     all_logits: whether the logits of all tokens are needed, for log-probabilities of a prompt.
-    has_drafts: whether a row has drafts, which are to be verified.
+    has_drafts: whether a row has drafts to verify.
     """
 
     sequences: Sequence[RunningSequence]
@@ -46,7 +45,7 @@ class ScheduledStep(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens of prompts it runs."""
+        """The number of tokens of prompts that it runs."""
         return sum([len(row.tokens) for row in self.rows[len(self.rows) - self.prompt_rows :]])
 
 
@@ -54,8 +53,8 @@ class Scheduler:
     """Decides what each step runs.
 
     Args:
-        runtime: has the limits of a step.
-        slots: for running sequences, and their memory.
+        runtime: gives the limits of a step.
+        slots: of running sequences, with their memory.
         live: the sequences.
         prefixes: lets prompts begin from cached prefixes.
         drafting: proposes tokens for decode.
@@ -83,12 +82,12 @@ class Scheduler:
         self._prompts_are_next = True
         self._clock = clock
         self._pace = Pace(max_gap, clock)
-        self._others_wait = False  # for their next token, while a step of prompts alone runs
+        self._others_wait = False  # whether sequences wait for their next token while a step of prompts alone runs
 
     def admit(self) -> None:
-        """Give waiting sequences slots, in their order: one that does not fit yet holds back those after it."""
+        """Give waiting sequences slots, in order: a sequence that does not fit yet holds back those after it."""
         live = self._live
-        if self._slots.failed_steps and not live.running:  # a device's state may be lost with a step that failed
+        if self._slots.failed_steps and not live.running:  # a failed step may have lost a device's state
             self._prefixes.detach()
             self._slots.renew()
         while live.waiting:
@@ -104,7 +103,7 @@ class Scheduler:
                 return
 
     def schedule(self) -> ScheduledStep:
-        """Return the next step. A sequence whose whole prompt is cached gets its first token without one."""
+        """Return the next step. A sequence whose whole prompt is cached gets its first token without a step."""
         running = list(self._live.running.values())
         prompts = [sequence for sequence in running if sequence.is_prompt]
         others = [sequence for sequence in running if not sequence.is_prompt] if prompts else running
@@ -122,7 +121,7 @@ class Scheduler:
         return self._decode(others)
 
     def record(self, step: ScheduledStep, *seconds: float) -> None:
-        """Take note of how long a step took, or each of several such steps in a row."""
+        """Record the time of a step, or of each of several such steps in a row."""
         has_decode = len(step.rows) > step.prompt_rows
         if step.rows:
             prompt_tokens = step.prompt_tokens
@@ -132,14 +131,14 @@ class Scheduler:
             self._pace.begin()
 
     def following(self, step: ScheduledStep) -> ScheduledStep | None:
-        """Return the step of decode that may begin before the tokens of another one are known, if there is one.
+        """Return the step of decode that may begin before the tokens of `step` are known; None if there is none.
 
-        Its rows run tokens that the device has chosen. It is the step that comes next whatever these are, except for
-        sequences that one of them ends. Nobody needs the state of such a sequence but a prefix cache, for which the
-        device leaves it as it is.
+        Its rows run tokens that the device has chosen. Whatever these tokens are, it is the next step, except for
+        sequences that one of the tokens ends. Only a prefix cache needs the state of such a sequence, and the device
+        leaves that state as it is.
 
-        There is none while a sequence is not in that other step: a prompt, or one whose token the device left to the
-        host.
+        There is no such step while a running sequence is not in `step`: a prompt, or a sequence whose token the device
+        left to the host.
         """
         if self._drafting.drafter is not None or len(step.sequences) < len(self._live.running):
             return None
@@ -174,15 +173,15 @@ class Scheduler:
         return ScheduledStep(sequences, rows, prefill.prompt_rows)
 
     def _prefill(self, prompts: Sequence[RunningSequence], most: int) -> ScheduledStep:
-        """Take one chunk of the first prompt, together with those of others that fit into the step.
+        """Take one chunk of the first prompt, and chunks of other prompts that fit into the step.
 
         Args:
-            most: tokens, of a runtime that packs rows; others always have whole chunks.
+            most: the most tokens, for a runtime that packs rows; other runtimes take whole chunks.
         """
         chosen: list[RunningSequence] = []
         rows: list[Row] = []
         for sequence in prompts:
-            # Not one more token fits. Later sequences wait: they may find more in the prefix cache by then.
+            # No further token fits. Later sequences wait; they may find more in the prefix cache by then.
             room = self._room(rows, most)
             if len(rows) == self._runtime.rows_per_step or room < 1 or not self._may_share(sequence, chosen):
                 break
@@ -202,22 +201,22 @@ class Scheduler:
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
 
     def _room(self, rows: Sequence[Row], most: int) -> int:
-        """Return how many tokens another row may have in a step of these rows."""
+        """Return how many tokens another row may have in a step with these rows."""
         if self._runtime.packs_rows:
             return most - sum(len(row.tokens) for row in rows)
         room = self._runtime.tokens_per_step // (len(rows) + 1)
         return room if all(len(row.tokens) <= room for row in rows) else 0
 
     def _may_share(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Return whether a prompt may be in a step with others. Where rows are packed, none is padded for the logits of
-        all its tokens, which are a rectangle.
+        """Return whether a prompt may be in a step with others. If rows are packed, a row with the logits of all its
+        tokens runs alone, because those logits are a rectangle and packed rows are not padded.
         """
         if not self._runtime.packs_rows or not others:
             return True
         return not sequence.reports_prompt and not others[0].reports_prompt
 
     def _begin(self, sequence: RunningSequence) -> None:
-        """Start a prompt from its cached prefix. If that is the whole prompt, choose the first token at once."""
+        """Start a prompt from its cached prefix. If the prefix is the whole prompt, choose the first token at once."""
         with self._live.guard(sequence):
             self._prefixes.begin(sequence)
             if sequence.prefix is not None and not sequence.is_prompt:
@@ -225,7 +224,7 @@ class Scheduler:
                 self._live.count(sequence, 0, logits, sequence.choose([logits]))
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> ScheduledStep:
-        """Take the last token of each sequence, tokens that are certain to follow it, and drafts."""
+        """Take the last token of each sequence, the forced tokens after it, and drafts."""
         self._take_certain(sequences)
         sequences = [sequence for sequence in sequences if sequence.id in self._live.running]
         drafts = self._drafts(sequences)
@@ -234,7 +233,7 @@ class Scheduler:
         return ScheduledStep(sequences, rows, has_drafts=any(drafts.values()))
 
     def _take_certain(self, sequences: Sequence[RunningSequence]) -> None:
-        """Add tokens to which a constraint leaves no alternative, where steps of several tokens give the same bits."""
+        """Add tokens to which a constraint leaves no alternative, if steps of several tokens give the same bits."""
         longest, vocab_size = self._runtime.tokens_per_verification, self._runtime.config.vocab_size
         if self._runtime.prompt_cuts != ANYWHERE or longest == 1:
             return
@@ -257,7 +256,7 @@ class Scheduler:
                         self._live.count(sequence, 0, sequence.logits, sequence.give_taken())
 
     def _drafts(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
-        """Return the drafts of sequences that have some, by id, as far as their constraints allow them."""
+        """Return drafts by sequence id, up to the first draft that a sequence's constraint forbids."""
         if self._drafting.drafter is None:
             return {}
         drafts = {}
@@ -270,8 +269,10 @@ class Scheduler:
 
 
 def _longest_row(lengths: Sequence[int]) -> int:
-    """Return how many tokens the rows of a step that is padded to a rectangle may have, if there are so many of each,
-    for most tokens in the least time.
+    """Return how many tokens the rows of a padded step may have, so that it runs the most tokens per unit of time.
+
+    Args:
+        lengths: how many tokens each row could have.
     """
     time = {longest: _STEP_TOKENS + len(lengths) * longest for longest in lengths}
     return max(

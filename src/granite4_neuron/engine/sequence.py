@@ -22,7 +22,7 @@ from granite4_neuron.runtime.prompt_cuts import ANYWHERE, PromptCuts
 
 
 class LogitsOnDevice(NamedTuple):
-    """The logits of a row that `Runtime.decode` has run, which stay on the device until they are read."""
+    """The logits of a row of `Runtime.decode`, which stay on the device until they are read."""
 
     decoded: Decoded
     row: int
@@ -38,20 +38,20 @@ class RunningSequence:
 
     request: with the checkpoint's defaults.
     limit: the most tokens, prompt and new ones.
-    adapter: that the request names, or none.
+    adapter: the one that the request names, or none.
     prompt_cuts: of the runtime.
-    slot: 0 until it has one. started: when it got that, by the engine's clock.
+    slot: 0 until it has one. started: when it got the slot, by the engine's clock.
     tokens: prompt and new ones.
-    stored: how many of them the state has seen.
+    stored: how many of the tokens the state has seen.
     cuts: lengths at which the prompt is cut and a prefix cache keeps a snapshot.
-    has_begun: whether the prefix cache has been asked, or tokens have been run.
+    has_begun: whether the prefix cache has been searched, or tokens have run.
     prefix: the cached prefix that was found for it, if any.
-    cached_tokens: how many tokens of it the state has.
-    backoff: when to draft for it, or to run a drawn token before the host knows it.
+    cached_tokens: how many tokens came from it.
+    backoff: decides when to draft, or to run a drawn token before the host knows it.
     logits: [vocab_size], after the last stored token, perhaps still on the device; None before the first step.
-    taken: the outputs of tokens that were certain, which count with the step that runs them.
-    is_due: whether a prefix cache is to keep a snapshot before the next step.
-    prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
+    taken: the outputs of forced tokens, which count with the step that runs them.
+    is_due: whether a prefix cache will keep a snapshot before the next step.
+    prompt_logprobs: of the prompt tokens run so far, except the first, if requested.
     """
 
     id: int
@@ -75,19 +75,19 @@ class RunningSequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
     _keys: list[int] = field(default_factory=list)
-    _cut: int = 0  # where the tokens that run now end, in this step or a later one
+    _cut: int = 0  # the end of the tokens that run now, in this step or in several
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request, len(self.request.tokens))
         self.tokens = list(self.request.tokens)
-        self.cuts = {self.adapter.start} - {0}  # a step is with an adapter or without
+        self.cuts = {self.adapter.start} - {0}  # a row has one adapter, or none
         self.cut_at(self.request.snapshots_at or ())
-        # The logits of a prompt's tokens are not kept anywhere.
+        # No cache has the logits of a prompt's tokens.
         self.has_begun = self.request.prompt_logprobs is not None
 
     @property
     def keys(self) -> Sequence[int]:
-        """The tokens as a prefix cache knows them."""
+        """The tokens as keys of a prefix cache."""
         if not self.adapter.number and self.request.cache_salt is None:
             return self.tokens
         known = len(self._keys)
@@ -97,7 +97,7 @@ class RunningSequence:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether tokens of the prompt have still to be run."""
+        """Whether some tokens of the prompt have not run yet."""
         return self.stored < len(self.request.tokens)
 
     @property
@@ -107,40 +107,40 @@ class RunningSequence:
 
     @property
     def takes_chosen(self) -> bool:
-        """Whether the next token is one that a device can choose, and nothing else of the logits is needed."""
+        """Whether a device can choose the next token, and nothing else of the logits is needed."""
         return self.request.logprobs is None and (self.sampler.takes_likeliest or self.sampler.is_drawn)
 
     @property
     def takes_drawn(self) -> bool:
-        """Whether it is one that a device can draw."""
+        """Whether a device can draw the next token."""
         return self.takes_chosen and self.sampler.is_drawn
 
     def is_as_prompt(self, length: int) -> bool:
-        """Return whether its state after so many tokens is the one that a prompt of them leaves. Where numbers depend
-        on cuts, an answer's tokens leave another one. So may a step with the logits of all tokens.
+        """Return whether its state after `length` tokens is the same as after a prompt of these tokens. If numbers
+        depend on cuts, generated tokens leave another state; so may a step with the logits of all tokens.
         """
         is_own = length <= len(self.request.tokens) and self.request.prompt_logprobs is None
         return is_own or self.prompt_cuts.keeps_answers
 
-    def is_place(self, length: int) -> bool:
-        """Return whether its prompt may be cut at a length, see `runtime.prompt_cuts`."""
+    def is_cut_point(self, length: int) -> bool:
+        """Return whether its prompt may be cut at a length; see `runtime.prompt_cuts`."""
         return self.prompt_cuts.last(length, len(self.request.tokens)) == length
 
     def cut_at(self, lengths: Iterable[int]) -> None:
-        """Have its prompt cut, and a prefix cache keep a snapshot, at the last places up to these lengths."""
+        """Cut its prompt, and let a prefix cache keep a snapshot, at the last cut points up to these lengths."""
         self.cuts |= {self.prompt_cuts.last(length, len(self.request.tokens)) for length in lengths} - {0}
 
     def next_cut(self, chunk: int) -> int:
-        """Return where the tokens to run next end: at one of `cuts`, after the last token, or before that at a multiple
-        of `chunk`, unless a chunk has room for what comes after. It stays there until they have been run, in one step
-        or in pieces.
+        """Return where the tokens to run next end: at one of `cuts` or at the end, or before that at a multiple of
+        `chunk` if more than a chunk is left. The value stays the same until these tokens have run, in one step or in
+        pieces.
         """
         if self._cut <= self.stored:
             self._cut = self._cut_after(self.stored, chunk)
         return self._cut
 
     def next_kept(self, interval: int | None, chunk: int) -> int:
-        """Return at which of the next cuts of the prompt a prefix cache will keep a snapshot."""
+        """Return the next cut of the prompt at which a prefix cache will keep a snapshot."""
         length = self.next_cut(chunk)
         while not self._is_kept_at(length, interval):
             length = self._cut_after(length, chunk)
@@ -152,37 +152,37 @@ class RunningSequence:
         return Row(self.slot, self.stored, tokens, self.adapter.at(self.stored), is_prompt=self.is_prompt)
 
     def with_draw(self, row: Row, ahead: int, vocab_size: int) -> Row:
-        """Return a row with how a device draws the token that comes after `ahead` others, if it may."""
+        """Return the row with the description of how a device draws the token after `ahead` others, if it may."""
         return replace(row, draw=self.sampler.draw(ahead, vocab_size)) if self.takes_drawn else row
 
     def following_row(self) -> Row:
-        """Return the row that runs the token which `next_row` without drafts has the device choose."""
+        """Return the row that runs the token that the device chooses in `next_row` without drafts."""
         length = len(self.tokens)
         stops = tuple(self.request.stop_token_ids or ())[:MOST_STOPS]
         return Row(self.slot, length, [CHOSEN], self.adapter.at(length), stops)
 
     @property
     def has_ended(self) -> bool:
-        """Whether a token that was certain is the last one. It is not run."""
+        """Whether the sequence ends with a forced token, which does not run."""
         return bool(self.taken) and self.taken[-1].finish_reason is not None
 
     def last_row(self, drafts: Sequence[int]) -> Row:
-        """Return all tokens that are still to be run, followed by drafts."""
+        """Return all tokens that have not run, followed by drafts."""
         return self.next_row(len(self.tokens) - self.has_ended, drafts)
 
     @property
     def num_unrun(self) -> int:
-        """How many tokens have not been run, of which the last one's successor is not known yet."""
+        """The number of tokens that have not run. The token after the last of them is not known yet."""
         return len(self.tokens) - self.stored
 
     def most_certain(self, longest: int, interval: int | None) -> int:
-        """Return how many tokens to take that are certain, so that the next row has at most `longest`, and none beyond
-        a snapshot; see `most_drafts`.
+        """Return the most forced tokens to take, so that the next row has at most `longest` tokens and none beyond a
+        snapshot; see `most_drafts`.
         """
         return 0 if self.has_ended else max(0, min(longest - self.num_unrun, self._tokens_to_snapshot(interval)))
 
     def most_drafts(self, most: int, interval: int | None) -> int:
-        """Return how many drafts to ask for: `most`, but none in a pause, and none beyond the limit or a snapshot.
+        """Return how many drafts to request: `most`, but none in a pause, and none beyond the limit or a snapshot.
 
         Args:
             interval: a prefix cache keeps snapshots at its multiples; None for no such snapshots.
@@ -192,18 +192,18 @@ class RunningSequence:
         return max(0, min(most, self.limit - len(self.tokens) - 1, self._tokens_to_snapshot(interval)))
 
     def is_kept(self, interval: int | None, more: int = 0) -> bool:
-        """Return whether a prefix cache keeps a snapshot of a running sequence with so many more tokens than now."""
+        """Return whether a prefix cache keeps a snapshot when the state has seen `more` more tokens than now."""
         return self._is_kept_at(self.stored + more, interval)
 
     def take_certain(self, count: int, vocab_size: int) -> None:
-        """Add so many tokens that are certain, up to one that ends the sequence."""
+        """Add `count` forced tokens, up to one that ends the sequence."""
         for _ in range(count):
             self.taken.append(self.append(self.sampler.take_certain(vocab_size)))
             if self.has_ended:
                 return
 
     def give_taken(self) -> list[Output]:
-        """Return the outputs of tokens that were certain; the step that runs them counts."""
+        """Return the outputs of the forced tokens that the present step runs."""
         taken, self.taken = self.taken, []
         return taken
 
@@ -217,9 +217,10 @@ class RunningSequence:
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
 
     def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Output]:
-        """Choose the next token, and further ones as long as each equals its draft.
+        """Choose the next token, and further tokens while each equals its draft.
 
-        Each is chosen exactly as without drafts: from logits after the same tokens, with the next random number.
+        Each token is chosen exactly as without drafts: from the logits after the same tokens, with the next random
+        number.
 
         Args:
             logits: [vocab_size], after the last token and after each draft.
@@ -229,7 +230,7 @@ class RunningSequence:
             try:
                 allowed = self.sampler.mask(token_logits)
                 token = self.sampler.choose(allowed, self.tokens)
-            except UserError as error:  # the logits are not finite, or what the request brings has failed
+            except UserError as error:  # the logits are not finite, or the request's own code failed
                 is_requests_fault = isinstance(error, RequestFault)
                 return [*outputs, Output(self.id, None, self.text.finish(), "error", str(error), is_requests_fault)]
             outputs.append(self.append(token, allowed))
@@ -238,7 +239,7 @@ class RunningSequence:
         return outputs
 
     def take(self, token: int) -> Output:
-        """Add the token of `Decoded.tokens`, which the device has decided."""
+        """Add a token of `Decoded.tokens`, which the device chose."""
         if token < 0:
             return Output(self.id, None, self.text.finish(), "error", NOT_FINITE)
         if self.takes_drawn:
@@ -246,8 +247,8 @@ class RunningSequence:
         return self.append(token)
 
     def append(self, token: int, logits: torch.Tensor | None = None) -> Output:
-        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`; without them, one that was
-        certain, or whose log-probability nobody asks for.
+        """Add a token that was chosen from logits [vocab_size], the result of `Sampler.mask`. They are None for a
+        forced token, and if no log-probability is needed.
         """
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
@@ -272,7 +273,7 @@ class RunningSequence:
         return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt, stop_string=self.text.stop_string)
 
     def _tokens_to_snapshot(self, interval: int | None) -> int:
-        """Return how many tokens may follow in the next row before a prefix cache is to keep a snapshot."""
+        """Return how many more tokens the next row may have before a prefix cache keeps a snapshot."""
         return self.limit if interval is None else interval - self.stored % interval - self.num_unrun
 
     def _cut_after(self, length: int, chunk: int) -> int:

@@ -19,7 +19,7 @@ from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 @dataclass(frozen=True, eq=False)
 class KeptSlot:
-    """A prefix in a slot of its own, or a copy of one that somebody has found.
+    """A prefix in a slot of its own, as kept or as found by `match_prefix`.
 
     logits: [vocab_size], float32, after its last token.
     """
@@ -34,10 +34,10 @@ class KeptSlot:
 
 
 class SlotPrefixCache:
-    """Like `PrefixCache`, but in reserved slots of the state. It only copies from slot to slot.
+    """Like `PrefixCache`, but in reserved slots of the state. It only copies slots to slots.
 
     Each of its few slots holds one prefix: up to the end of a prompt or of a generation, up to where a sequence
-    diverges from a kept prefix, or a pinned one. The least recently used is evicted first, pinned ones never.
+    diverges from a kept prefix, or a pinned one. The least recently used is evicted first; pinned ones never are.
 
     Args:
         runtime: the model that runs the sequences; if it keeps its state itself, prefixes outlive an engine.
@@ -73,7 +73,7 @@ class SlotPrefixCache:
         return self._stats
 
     def attach(self, state: HybridState | None) -> None:
-        """Use this state; forget all prefixes if it is not the same as before."""
+        """Use this state; forget all prefixes if it is another one than before."""
         if state is not self._state:
             self._forget()
             self._state = state
@@ -83,11 +83,11 @@ class SlotPrefixCache:
         self._forget()
         self._state = None
 
-    def match_prefix(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> KeptSlot | None:
-        """Find the longest cached prefix of a sequence, which may be all of it, with such a length."""
+    def match_prefix(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> KeptSlot | None:
+        """Find the longest cached prefix of a sequence that ends at a cut point; it may be the whole sequence."""
         self._stats.queries += 1
         self._stats.query_tokens += len(tokens)
-        longest = self._longest(tokens, is_place)
+        longest = self._longest(tokens, is_cut_point)
         if longest is None:
             return None
         self._kept.move_to_end(longest.tokens)
@@ -96,11 +96,11 @@ class SlotPrefixCache:
         self._found.add(found)
         return found
 
-    def new_branches(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> set[int]:
-        """Return where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones
-        end.
+    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
+        """Return the lengths at which to cut a sequence: where it diverges from a kept prefix, if far enough, and where
+        pinned prefixes end.
         """
-        longest = self._longest(tokens, is_place)
+        longest = self._longest(tokens, is_cut_point)
         found = 0 if longest is None else longest.length
         shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
@@ -116,7 +116,7 @@ class SlotPrefixCache:
         self._found.discard(prefix)
 
     def insert(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
-        """Keep a copy of a slot, unless there already is one for these tokens.
+        """Keep a copy of a slot, unless these tokens are already kept.
 
         Args:
             tokens: all tokens that the slot has seen.
@@ -135,15 +135,17 @@ class SlotPrefixCache:
         self._kept[tokens] = KeptSlot(tokens, free, logits.clone())
 
     def make_ready(self) -> None:
-        """Do nothing: slots are there."""
+        """Do nothing: the slots are already allocated."""
 
-    def _longest(self, tokens: Sequence[int], is_place: Callable[[int], bool] = any_length) -> KeptSlot | None:
-        """Return the longest kept prefix of a sequence, with such a length."""
-        prefixes = [kept for kept in self._kept.values() if is_place(kept.length) and _begins_with(tokens, kept.tokens)]
+    def _longest(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> KeptSlot | None:
+        """Return the longest kept prefix of a sequence that ends at a cut point."""
+        prefixes = [
+            kept for kept in self._kept.values() if is_cut_point(kept.length) and _begins_with(tokens, kept.tokens)
+        ]
         return max(prefixes, key=lambda kept: kept.length, default=None)
 
     def _evict(self) -> None:
-        # Where a prompt may not be cut at a pinned prefix's end, the longest beginning of it is kept instead.
+        # If a prompt may not be cut at a pinned prefix's end, its longest kept beginning is pinned instead.
         pinned = [self._longest(prefix) for prefix in self._pinned]
         oldest = next(kept for kept in self._kept.values() if kept not in pinned)
         del self._kept[oldest.tokens]
@@ -154,8 +156,8 @@ class SlotPrefixCache:
 
 
 def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
-    """Return the slots for a `SlotPrefixCache` of a runtime that keeps its state itself: those above `num_sequences`,
-    as many as fit into `max_bytes`.
+    """Return the slots for a `SlotPrefixCache` of a runtime that keeps its own state: those above `num_sequences`, as
+    many as fit into `max_bytes`.
 
     Raises:
         UserError: there are none.

@@ -12,11 +12,11 @@ from granite4_neuron.system.available_memory import available_bytes
 
 
 def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequence[int] = ()) -> int:
-    """Return how many sequences of `max_length` tokens can run at a time, 1 to `most`: half of the available memory is
-    for them, if the runtime does not keep the state itself.
+    """Return how many sequences of `max_length` tokens can run at a time, 1 to `most`. They get half of the available
+    memory, unless the runtime keeps its own state.
 
     Args:
-        set_aside: as of `Slots`.
+        set_aside: as for `Slots`.
     """
     if runtime.own_slots:
         return max(1, min(most, runtime.own_slots, *(slot - 1 for slot in set_aside)))
@@ -30,11 +30,11 @@ class Slots:
     """The slots of a state. The state is allocated for all of them, but takes memory only when written.
 
     A slot keeps the memory of its longest sequence, so the free slot with the most memory is used first. If no sequence
-    runs and the memory of free slots is needed, the state is allocated again. Only the
-    user of the slots knows which are in use, so none can be lost.
+    runs and the memory of free slots is needed, the state is allocated again. The caller says which slots are in use,
+    so no slot can be lost.
 
-    state: of the runtime; None where the runtime keeps its state.
-    failed_steps: steps with the state, and allocations of it, that have failed since the last step that did not.
+    state: of the runtime; None if the runtime keeps its own state.
+    failed_steps: steps with the state, and allocations of it, that have failed since the last step that succeeded.
 
     Args:
         runtime: allocates the state.
@@ -70,7 +70,7 @@ class Slots:
         self._allocate()
 
     def check(self, length: int) -> None:
-        """Check that a sequence of that length can run.
+        """Check that a sequence of this length can run.
 
         Raises:
             UserError: it needs more than `memory_bytes`.
@@ -111,11 +111,11 @@ class Slots:
         return [slot for slot in range(1, self._num_sequences + 1) if slot not in taken]
 
     def renew(self) -> None:
-        """Have the state allocated again before a slot is taken. None may be in use."""
+        """Make the next `take` allocate the state again. No slot may be in use."""
         self._lengths = {}
 
     def _allocate(self) -> None:
-        self._lengths, self.state = {}, None  # the old one's memory first
+        self._lengths, self.state = {}, None  # free the old state's memory first
         self.failed_steps += 1  # until there is a state
         self.state = self._runtime.allocate(self._num_slots, self._max_length)
         self.failed_steps -= 1
@@ -128,7 +128,7 @@ class Slots:
         return sum(map(self._bytes, lengths.values())) <= self._memory_bytes
 
     def _bytes(self, length: int) -> int:
-        """Return the bytes that a slot has taken for a sequence of this length; 0 before its first one."""
+        """Return the bytes that a slot takes whose longest sequence had this length; 0 for length 0."""
         return _bytes_of(self._runtime, length) if length else 0
 
 

@@ -13,11 +13,11 @@ _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
 class TextStream:
-    """The text of one growing sequence. It gives out text once it is certain: whole characters, and no part of a
-    possible stop string.
+    """The text of one growing sequence. It returns text once it is certain: whole characters, and no part of a possible
+    stop string.
 
     All pieces together equal the tokenizer's text of all tokens; trailing bytes that are not a whole character become
-    U+FFFD. A character that begins in the prompt and ends in the first tokens is given out whole.
+    U+FFFD. A character that begins in the prompt and ends in the first tokens is returned whole.
 
     Args:
         tokenizer: a fast tokenizer, or None for no text.
@@ -39,7 +39,7 @@ class TextStream:
         self._stop = stop
         self._held = ""
         self._undecoded: list[int] = []  # tokens that the decoder keeps until they make whole characters
-        self.stop_string: str | None = None  # that ended the text
+        self.stop_string: str | None = None  # the one that ended the text
         for token in self._incomplete_end(prompt):
             self._decode(token)
         self._of_prompt = len(self._undecoded)
@@ -51,11 +51,11 @@ class TextStream:
     def add(self, token: int, may_stop: bool = True) -> str:
         """Add a token; return the text that is now certain, and set `stop_string` when one is complete.
 
-        Without `may_stop`, a stop string that the token completes is text.
+        Without `may_stop`, a stop string that the token completes counts as text.
         """
         before = len(self._held)
         self._held += self._decode(token)
-        # Only what ends in the new text: an earlier one was not to stop.
+        # Only stop strings that end in the new text: earlier ones came before the text may stop.
         found = ((self._held.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
         ends = [(at, text) for at, text in found if at >= 0]
         if ends and may_stop:
@@ -65,7 +65,7 @@ class TextStream:
         return self._give_out(len(self._held) - possible_start(self._held, self._stop))
 
     def finish(self) -> str:
-        """Return the text that was held back; call it when no token follows."""
+        """Return the text that was held back. Call it when no token follows."""
         if self._tokenizer is not None and len(self._undecoded) > self._of_prompt:
             self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
         self._undecoded = []

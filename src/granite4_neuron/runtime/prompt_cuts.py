@@ -1,9 +1,9 @@
-"""Where a prompt may be cut so that its numbers stay the same bit by bit: at its places.
+"""Where a prompt may be cut so that its numbers stay bit-identical: at its cut points.
 
-A prompt's places follow from its length alone. Whatever was cached, whoever else runs and however long a step may be,
-its pieces begin and end at places, so each token gets the numbers that it gets when the prompt runs alone. A state that
-a prompt leaves at one of its places is the one that any prompt with the same tokens leaves there, if the place is one
-of its own too: `last` never has a place of one prompt that another one reaches by other pieces.
+A prompt's cut points depend on its length alone. Its pieces begin and end at cut points, whatever was cached, whoever
+else runs and however long a step may be. So each token gets the numbers that it gets when the prompt runs alone. All
+prompts with the same tokens up to a cut point that they share leave the same state there, because they reach it by the
+same pieces.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any, ClassVar, Protocol
 
 
 class PromptCuts(Protocol):
-    """The places of prompts.
+    """The cut points of prompts.
 
-    keeps_answers: whether tokens of an answer leave the states that a prompt's pieces leave, as far as the runtime
-        promises that.
+    keeps_answers: whether the runtime promises that generated tokens leave the same states as a prompt's pieces.
     """
 
     @property
     def keeps_answers(self) -> bool: ...
 
     def last(self, most: int, length: int) -> int:
-        """Return the last place of a prompt of `length` tokens that is at most `most`. Its end is one, and so is 0."""
+        """Return the last cut point up to `most` of a prompt of `length` tokens. 0 and the prompt's end are cut points.
+        """
 
 
 @dataclass(frozen=True)
 class Anywhere:
-    """Every length is a place, in answers too.
+    """Every length is a cut point, in answers too.
 
-    is_exact: whether numbers stay the same bit by bit; otherwise they do within rounding.
+    is_exact: whether numbers stay bit-identical; otherwise they agree within rounding.
     """
 
     is_exact: bool
@@ -48,7 +48,7 @@ ANYWHERE = Anywhere(True)
 
 @dataclass(frozen=True)
 class Multiples:
-    """Places are the multiples of a number, in pieces of any length, and the prompt's end."""
+    """Cut points are the multiples of a number, with pieces of any length between them, and the prompt's end."""
 
     number: int
     keeps_answers: ClassVar[bool] = False
@@ -60,10 +60,10 @@ class Multiples:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Places are the ends of the pieces that `pieces` returns for the whole prompt.
+    """Cut points are the ends of the pieces that `pieces` returns for the whole prompt.
 
-    What `pieces` returns for the rest of a prompt behind one of its places is the rest of what it returns for the
-    prompt; and for the tokens up to that place, the beginning.
+    For the tokens up to a cut point `pieces` returns the beginning of what it returns for the whole prompt, and for the
+    tokens after it the rest.
 
     buckets: ascending.
     """
@@ -86,19 +86,19 @@ class Pieces:
         return whole
 
 
-# A piece of a prompt takes as long as if it had about this many tokens more, because it reads all weights. With 167
+# A piece of a prompt takes as long as if it had about this many more tokens, because it reads all weights. With 167
 # TFLOPS and 725 GB/s a core of a Trainium2 multiplies 230 tokens by a weight in bfloat16 while it reads the weight; an
 # H200 multiplies 206.
 _TOKENS_PER_PIECE = 256
 
 
 def pieces(tokens: int, buckets: Sequence[int]) -> list[int]:
-    """Return the buckets that the pieces of a prompt take, in its order; only the last piece is padded.
+    """Return the buckets of the pieces of a prompt, in order. Only the last piece is padded.
 
-    After as many of the largest bucket as the prompt fills, each time the better of two: the smallest bucket that holds
-    the rest; or the largest one that the rest fills, and then the pieces of what remains. What costs less is better,
-    where a piece costs the tokens of its bucket, padding too, and `_TOKENS_PER_PIECE` more. So 600 tokens are 512 and
-    128 even if there is a bucket of 1,024; and 130 are one piece of 512, not two of 128.
+    First come as many of the largest bucket as the prompt fills. For the rest, the cheaper of two choices is taken: the
+    smallest bucket that holds the rest; or the largest bucket that the rest fills, followed by the pieces of the
+    remainder. A piece costs the tokens of its bucket, with padding, and `_TOKENS_PER_PIECE` more. So 600 tokens are 512
+    and 128 even if there is a bucket of 1,024; and 130 are one piece of 512, not two of 128.
 
     Args:
         tokens: at least 1.
@@ -119,15 +119,15 @@ def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
 
 
 def cost(pieces: Sequence[int]) -> int:
-    """Return how many tokens of a long piece take as long as these pieces, as far as `pieces` knows."""
+    """Return the cost of pieces in tokens, as `pieces` compares it."""
     return sum(pieces) + len(pieces) * _TOKENS_PER_PIECE
 
 
 def as_json(cuts: PromptCuts) -> list[Any]:
-    """Return cuts for a file of JSON; `from_json` reads them.
+    """Return cuts as JSON values; `from_json` reads them.
 
     Raises:
-        TypeError: they are not of this module.
+        TypeError: they are not a class of this module.
     """
     match cuts:
         case Anywhere(is_exact):
@@ -140,10 +140,10 @@ def as_json(cuts: PromptCuts) -> list[Any]:
 
 
 def from_json(value: Any) -> PromptCuts:
-    """Return what `as_json` was given.
+    """Return the cuts that `as_json` wrote.
 
     Raises:
-        ValueError: it has not returned this.
+        ValueError: the value is not from `as_json`.
     """
     match value:
         case ["anywhere", bool(is_exact)]:

@@ -167,7 +167,7 @@ def test_a_file_under_another_ones_name(place, runtime, caplog):
     (ours, theirs) = sorted(place.glob("0-16-*"), key=lambda file: key in file.name)
     ours.replace(theirs)
     assert PrefixFolder(place, SIZE, runtime).find(OTHERS[:20], 1) is None
-    assert "is of another sequence than its name says" in caplog.text
+    assert "belongs to another sequence than its name says" in caplog.text
 
 
 def test_a_file_of_another_model(place, runtime, caplog):
