@@ -368,7 +368,7 @@ class TestCommand:
     def test_a_rank_that_dies_beside_steps_ends_the_process(self):
         done = subprocess.run([sys.executable, "-c", DEAD_RANK], capture_output=True, text=True, timeout=300)
         assert done.returncode == 1 and done.stdout == ""
-        assert "the process of rank 1 has failed, and the others cannot go on without it" in done.stderr
+        assert "the process of rank 1 has failed, and the others cannot continue without it" in done.stderr
         assert "Traceback" not in done.stderr
 
     def test_a_call_that_was_broken_off_closes_the_runtime(self):
@@ -398,7 +398,7 @@ class TestCommand:
         rank.kill()
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 1
-        assert "the process of rank 1 has failed, and the others cannot go on without it" in errors
+        assert "the process of rank 1 has failed, and the others cannot continue without it" in errors
 
     def test_ranks_end_with_the_command(self):
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]

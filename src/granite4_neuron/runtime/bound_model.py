@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class BoundModel:
     """The part of `Runtime` that follows from a model bound to its operators.
 
-    weights_digest: returns `digest_of_weights` of all that it computes with.
-    kernels: facts, for `facts_digest`, that tell its way of computing from others beside the model and the versions.
+    weights_digest: returns `digest_of_weights` of all weights that it computes with.
+    kernels: facts for `facts_digest` that distinguish its kernels from others, besides the model and the versions.
     """
 
     cannot: Mapping[Ability, str] = {
@@ -71,13 +71,13 @@ class BoundModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, as they are held in memory."""
+        """Bytes of all weights in memory."""
         weights = [weight for _, weight in self.model.named_weights()]
         return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """A sentence for each faster way of computing that this runtime does not take."""
+        """For each faster implementation that this runtime does not use, a sentence that says why."""
         return self.model.fallbacks
 
     @cached_property
@@ -88,14 +88,14 @@ class BoundModel:
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
     def with_model(self, model: HybridForCausalLM) -> Self:
-        """Return a runtime like this one of another bound model, on the same device."""
+        """Return a runtime like this one for another bound model, on the same device."""
         other = copy.copy(self)
         other.__dict__.pop("fingerprint", None)
         other.model = model
         return other
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
+        """Implement `Runtime.warm_up`: there is nothing to compile in advance."""
 
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
         """Implement `Runtime.decode`.
@@ -122,10 +122,10 @@ class BoundModel:
         raise UserError(self.cannot["adapters"])
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
-        """Implement `Runtime.prepare_snapshot`: memory is taken with the snapshot."""
+        """Implement `Runtime.prepare_snapshot`: each snapshot allocates its own memory."""
 
     def slot_layout(self, start: int, length: int) -> Layout:
-        """Implement `Runtime.slot_layout`, from a state which takes no memory."""
+        """Implement `Runtime.slot_layout`, from a state that takes no memory."""
         degree, positions = self.model.parallel.degree, length - start
         state = HybridState.allocate(
             self.config,
@@ -149,7 +149,7 @@ def _version() -> str | None:
 
 
 def digest_of_weights(model: HybridForCausalLM, adapters: Mapping[str, Adapter] = {}) -> str:
-    """Return `weights_digest` of a model, or of a rank's part of it, and of adapters; the config is part of it."""
+    """Return `weights_digest` of a model, or of a rank's part of it, with its config and adapters."""
     invocations = [adapter.invocation for adapter in adapters.values()]
     weights = [*model.named_weights(), *adapter_weights(adapters)]
     return weights_digest(weights, model.dtype, model.config, model.parallel.degree, invocations)

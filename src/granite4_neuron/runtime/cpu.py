@@ -91,7 +91,7 @@ class CPURuntime(BoundModel):
         self.prompt_cuts = Anywhere(is_exact=self.model.is_fused)
         if self.model.is_fused:
             self.cannot = {ability: why for ability, why in self.cannot.items() if ability != "adapters"}
-        # Adapters that are loaded later change no state that is kept in a file, and are not to be held by this.
+        # Without adapters that are loaded later: no state in a file depends on them, and this must not keep them alive.
         self.weights_digest = partial(digest_of_weights, self.model.without_forms(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
@@ -115,7 +115,7 @@ class CPURuntime(BoundModel):
         self._bind({each: adapter for each, adapter in self.adapters.items() if each != name})
 
     def _bind(self, adapters: Mapping[str, Adapter]) -> None:
-        """Have the model compute with these adapters; its weights are shared, and the states stay valid."""
+        """Bind the model to these adapters. Its weights are shared, and states stay valid."""
         self.model = self.model.bind(self.model.operators, adapters=list(adapters.values()))
         self.adapters = dict(adapters)
 
@@ -155,7 +155,7 @@ class CPURuntime(BoundModel):
         """Implement `Runtime.verify`."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
-        # A step of one token advances the state as it reads it, and so cannot leave it as it is.
+        # At least 2: a step of one token advances the state while it reads it, so it cannot leave the state unchanged.
         inputs = step_inputs(rows, max(2, longest))
         logits, kept_inputs = self.model.verify(*inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows))
         return Verification(rows, logits[:, :longest], kept_inputs)

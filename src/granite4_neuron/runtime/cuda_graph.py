@@ -1,4 +1,4 @@
-"""A captured sequence of kernels on a GPU, which is launched as one; copies to the host; the precision of products."""
+"""CUDA graphs: kernels that are captured once and launched together. Also copies to the host, and tensor cores."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class CudaGraph:
     """A function of tensors that is captured once and replayed with other values in them.
 
     Args:
-        function: of all inputs. Tensors that are not among them have to stay where they are.
+        function: takes all inputs. Other tensors that it uses must keep their addresses.
         from_host: the input on the host.
         others: further inputs, on the GPU.
         device: the GPU.
 
-    The inputs are such that `function` may be run without harm: it is run a few times.
+    `function` runs a few times with these inputs, so it must do no harm with them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CudaGraph:
         self._from_host = self._pinned.to(device)
         self._others = [tensor.clone() for tensor in others]
         self._inputs = self._from_host, *self._others
-        # First runs compile or choose an algorithm, and neither can be captured.
+        # The first runs compile or choose an algorithm, which cannot be captured.
         stream = _stream_of_first_runs(self._from_host.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -51,8 +51,8 @@ class CudaGraph:
     def replay(self, from_host: torch.Tensor, others: Sequence[torch.Tensor]) -> Any:
         """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed.
 
-        The GPU may not have finished the replay before this one: the copy of the input is no part of the graph, so that
-        only it has to be waited for.
+        The GPU may not have finished the previous replay. The copy of the input is not a part of the graph, so only
+        that copy has to be waited for.
         """
         self._is_copied.synchronize()
         self._pinned.copy_(from_host)
@@ -66,13 +66,13 @@ class CudaGraph:
 
 @functools.cache
 def _stream_of_first_runs(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all graphs: cuBLAS keeps memory for every stream that it has seen."""
+    """Return one stream for all graphs, because cuBLAS keeps memory for every stream that it has seen."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage: another graph may be in it, whose memory cannot be given back during a capture."""
+    """Disable garbage collection: it might free another graph, whose memory cannot be released during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,13 +83,13 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor from a GPU, through memory that is faster for that, and wait for it."""
+    """Copy a tensor from a GPU through pinned memory, and wait for it."""
     return start_copy(tensor)()
 
 
 def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a tensor from a GPU as `to_host` does; return what waits for the copy, and not for what is launched
-    after it.
+    """Begin to copy a tensor from a GPU as `to_host` does. Return a function that waits for the copy only, not for work
+    launched after it, and returns the tensor.
     """
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copied.copy_(tensor, non_blocking=True)
@@ -105,10 +105,10 @@ def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def tensor_cores(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Have a GPU's tensor cores round the operands of products in float32 to 11 bits, in a model of bfloat16 only.
+    """In a bfloat16 model, let a GPU's tensor cores round the operands of float32 products to 11 bits (TF32).
 
-    They add in float32. Weights, and what these are multiplied with, have 8 bits; so only the products of the
-    recurrence are less exact.
+    They accumulate in float32. Weights and the activations that they multiply have 8 bits, so only the products of the
+    recurrence become less exact.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         yield

@@ -1,6 +1,6 @@
-"""Lets a process be forked after it has computed, as gunicorn --preload and multiprocessing do.
+"""Lets a process fork after it has computed, as gunicorn --preload and multiprocessing do.
 
-The child has none of OpenMP's threads, but OpenMP does not know this, and the child would wait for them forever.
+The child has none of OpenMP's threads. OpenMP does not know this, so the child would wait for them forever.
 """
 
 from __future__ import annotations

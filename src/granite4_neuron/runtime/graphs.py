@@ -1,9 +1,9 @@
 """The common part of runtimes of compiled graphs: which graphs there are, and which of them a step takes.
 
-The set of graphs is fixed: one for each length bucket of prefill, one for decode, and for each length bucket of a
-verification one for it and one for what is accepted of it; each for every bucket of the cache's length. Prefill takes
-one sequence. The others take all sequences in the order of their slots, also those without a row, whose state they
-leave alone. State stays on the device, and each graph updates it in place.
+The set of graphs is fixed: one for each length bucket of prefill, one for decode, and one for verification and one for
+commit for each of their length buckets; each of these for every bucket of the cache's length. Prefill takes one
+sequence. The other graphs take all sequences in the order of their slots. A sequence without a row keeps its state.
+State stays on the device, and each graph updates it in place.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from granite4_neuron.state.snapshot import Snapshot, check_chain, cut_keys_and_v
 PREFILL_BUCKETS = (128, 512)
 VERIFY_BUCKETS = (4, 8, 16)
 SHORTEST_CACHE = 1024
-# The columns of a step's inputs: each row's start, its number of tokens and its slot, and then the tokens; in decode
-# these are the token and the row's stops.
+# The columns of a step's inputs: each row's start, its number of tokens, its slot, and then its tokens; in decode its
+# token and its stops.
 START, LENGTH, SLOT, TOKENS = range(4)
 
 _NO_STOPS = [CHOSEN] * MOST_STOPS
@@ -52,8 +52,8 @@ class DecodedOnDevice(NamedTuple):
     """The `Decoded` of a device.
 
     by_slot: each slot's logits [num_sequences, vocab_size], on the device or the host.
-    chosen: waits for the token of each slot, [num_sequences].
-    entries: of the rows in them.
+    chosen: waits for the token of each slot and returns them, [num_sequences].
+    entries: each row's entry in both.
     to_host: copies a tensor to the host.
     """
 
@@ -68,7 +68,7 @@ class DecodedOnDevice(NamedTuple):
         return [chosen[entry] for entry in self.entries]
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """Implement `Decoded.logits`. Single rows are copied alone."""
+        """Implement `Decoded.logits`. A single row is copied alone."""
         entries = [self.entries[row] for row in rows]
         if len(entries) == 1:
             return self.to_host(self.by_slot[entries[0]])[None]
@@ -80,12 +80,12 @@ class GraphRuntime(BoundModel, ABC):
 
     Args:
         model: with weights, which are copied to the device; it is not changed.
-        operators: the ones to compute with.
+        operators: that the model is bound to.
         generation_config: the checkpoint's defaults for generation.
         prefill_buckets: numbers of tokens that prefill graphs take; a prompt is cut into pieces for them, see `pieces`.
     """
 
-    # A prefill graph takes one sequence: a second one would double the graphs for little.
+    # A prefill graph takes one sequence: graphs for two would double their number for little gain.
     rows_per_step = 1
     tokens_per_verification = VERIFY_BUCKETS[-1]
     state_dtype = torch.float32
@@ -103,7 +103,7 @@ class GraphRuntime(BoundModel, ABC):
             self.model = model.bind(operators, device)
             self.weights_digest = partial(digest_of_weights, self.model)
         else:
-            # Reading weights back from a device takes as long as loading them; they are read here as they go there.
+            # Hash the weights while they are copied: reading them back from a device takes as long as loading them.
             with ThreadPoolExecutor(1) as pool:
                 digest = pool.submit(digest_of_weights, model)
                 self.model = model.bind(operators, device)
@@ -139,8 +139,8 @@ class GraphRuntime(BoundModel, ABC):
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`. Rows with one further token are decoded together; others are prefilled one by one.
 
-        The first token of a sequence is always a prefill: the decode graph cannot start from zeros. So is a last token
-        of a prompt, which has the numbers of a prefill wherever the prompt was cut before it.
+        The first token of a sequence is always prefilled, because the decode graph cannot start from zeros. The last
+        token of a prompt is prefilled too, so that its numbers do not depend on where the prompt was cut before it.
         """
         decoding = [row for row in rows if _is_decode(row)]
         if len(decoding) == len(rows):
@@ -187,9 +187,9 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
-        """Run a graph of `model.forward` of a part of one prompt; return its logits, on the device or the host.
+        """Run a graph of `model.forward` for a piece of one prompt; return its logits, on the device or the host.
 
-        Its shapes depend on the number of tokens and on the cache's bucket only.
+        Its shapes depend only on the number of tokens and on the cache's bucket.
 
         Args:
             inputs: of `graph_inputs`, on the host.
@@ -197,7 +197,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
-        """Run a graph of `model.forward` of one token of all sequences; return its logits, on the device or the host.
+        """Run a graph of `model.forward` for one token of all sequences; return its logits, on the device or the host.
 
         Args:
             inputs: of `decode_inputs`, on the host.
@@ -205,28 +205,30 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        """Run a graph of `model.verify` of all sequences; return its logits, on the device or the host, and inputs."""
+        """Run a graph of `model.verify` for all sequences; return its logits, on the device or the host, and the kept
+        inputs.
+        """
 
     @abstractmethod
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
-        """Run a graph of `model.advance` of all sequences; `inputs` as of `_run`."""
+        """Run a graph of `model.advance` for all sequences; `inputs` are those of `graph_inputs`."""
 
     @abstractmethod
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
-        """Return copies of what a slot holds, by the names of `HybridState.slot_tensors`."""
+        """Return copies of a slot's tensors, by the names of `HybridState.slot_tensors`."""
 
     @abstractmethod
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
-        """Write tensors of `_read_slot` to a slot."""
+        """Write tensors from `_read_slot` to a slot."""
 
     def _decode(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
-        """Decode one token of each row: [rows, vocab_size]. Slots without a row keep their state."""
+        """Decode one token of each row; return logits [rows, vocab_size]. Slots without a row keep their state."""
         inputs = decode_inputs(rows, state.num_sequences)
         logits = self._decoded(state, inputs, bucket_of_cache(rows, state)).cpu()
         return _entries_of(logits, [row.slot - 1 for row in rows])
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
-        """Prefill a row's tokens, in pieces: logits [1, vocab_size], or of each token."""
+        """Prefill a row's tokens in pieces; return logits [1, vocab_size], or with `all_logits` those of each token."""
         logits = []
         start = 0
         for tokens in pieces(len(row.tokens), self.prefill_buckets):
@@ -239,7 +241,7 @@ class GraphRuntime(BoundModel, ABC):
 
 
 def cache_buckets(max_length: int) -> list[int]:
-    """Return the lengths of cache of graphs: powers of four times the shortest, up to one that holds max_length."""
+    """Return the cache lengths of the graphs: powers of four times the shortest, up to one that holds max_length."""
     buckets = [min(SHORTEST_CACHE, max_length)]
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
@@ -247,7 +249,7 @@ def cache_buckets(max_length: int) -> list[int]:
 
 
 def cache_length(max_length: int, longest: int) -> int:
-    """Return the length of the cache of a state for max_length tokens, of a model for sequences of up to `longest`."""
+    """Return the length of a state's cache for max_length tokens, if the model takes sequences of up to `longest`."""
     return bucket(max_length, cache_buckets(max(max_length, longest)))
 
 
@@ -257,15 +259,15 @@ def bucket(length: int, buckets: Sequence[int]) -> int:
 
 
 def buckets_up_to(length: int, buckets: Sequence[int]) -> Sequence[int]:
-    """Return the ascending buckets that lengths from 1 to `length` take; none for 0."""
+    """Return the ascending buckets for lengths from 1 to `length`; none for 0."""
     return buckets[: bisect.bisect_left(buckets, length) + 1] if length else ()
 
 
 def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
-    """Return a step's inputs as one tensor, [rows, 3 + tokens], so that one transfer brings them to the device.
+    """Return a step's inputs as one tensor, [rows, 3 + tokens], so that one transfer copies them to the device.
 
-    Its columns are `START`, `LENGTH`, `SLOT`, and from `TOKENS` on the tokens, padded on the right. It is in int32:
-    devices have no indices of 64 bits, or slow ones.
+    Its columns are `START`, `LENGTH`, `SLOT`, and from `TOKENS` on the tokens, padded on the right. It is int32,
+    because devices have no 64-bit indices, or slow ones.
     """
     padded = [[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows]
     values = [[row.start, len(row.tokens), row.slot, *ids] for row, ids in zip(rows, padded, strict=True)]
@@ -273,7 +275,7 @@ def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
 
 
 def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
-    """Return a tensor like that of `graph_inputs`, of a row for every slot, with each row's stops behind its token:
+    """Return a tensor like that of `graph_inputs` with a row for every slot, and with each row's stops after its token:
     [num_sequences, 4 + `MOST_STOPS`].
     """
     values = [
@@ -284,7 +286,7 @@ def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
 
 
 def draw_inputs(rows: Sequence[Row], num_sequences: int, vocab_size: int) -> torch.Tensor:
-    """Return the draws of a step as one tensor, for `ops.xla.topk.drawn`, of a row for every slot."""
+    """Return the draws of a step as one tensor for `ops.xla.topk.drawn`, with a row for every slot."""
     inputs = torch.zeros(num_sequences, NOISE + vocab_size)
     for row in rows:
         if row.draw is not None:
@@ -295,8 +297,8 @@ def draw_inputs(rows: Sequence[Row], num_sequences: int, vocab_size: int) -> tor
 
 
 def with_chosen(inputs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return `graph_inputs` of one token of `decode_inputs`, with the chosen tokens [rows] in their places; a row that
-    one of them stops has no token.
+    """Return `decode_inputs` as `graph_inputs` of one token, with the chosen tokens [rows] filled in. A row whose
+    chosen token is one of its stops gets length 0.
     """
     given, stops = inputs[:, TOKENS], inputs[:, TOKENS + 1 :]
     is_chosen = given < 0
@@ -307,7 +309,7 @@ def with_chosen(inputs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(inputs: torch.Tensor) -> StepInputs:
-    """Return what `interface.step_inputs` returns, of `graph_inputs`; within a graph, on the device."""
+    """Split `graph_inputs` into the tensors of `interface.step_inputs`; within a graph, on the device."""
     input_ids, start = inputs[:, TOKENS:], inputs[:, START : START + 1]
     positions = start + torch.arange(input_ids.shape[1], dtype=inputs.dtype, device=inputs.device)
     return input_ids, positions, inputs[:, LENGTH], inputs[:, SLOT]
@@ -318,16 +320,16 @@ def _is_decode(row: Row) -> bool:
 
 
 def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
-    """Return a row for every slot, without tokens where there is none."""
+    """Return a row for every slot; a slot without a row gets one without tokens."""
     by_slot = {row.slot: row for row in rows}
     return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
 
 
 def _entries_of(by_slot: torch.Tensor, entries: Sequence[int]) -> torch.Tensor:
-    """Return some entries of a tensor; the first ones are not copied, because logits are large."""
+    """Return some entries of a tensor. If they are its first ones, they are not copied, because logits are large."""
     return by_slot[: len(entries)] if list(entries) == list(range(len(entries))) else by_slot[list(entries)]
 
 
 def bucket_of_cache(rows: Sequence[Row], state: HybridState) -> int:
-    """Return the length of cache that a step of rows visits."""
+    """Return the length of cache that a step with these rows visits."""
     return bucket(max(row.start + len(row.tokens) for row in rows), cache_buckets(state.max_length))

@@ -1,8 +1,8 @@
-"""The interface of a runtime, which runs steps of a model. Engine, accuracy check and benchmark use nothing below it.
+"""The interface of a runtime, which runs steps of a model. Engine, accuracy check and benchmark use no lower layer.
 
 A sequence has a slot of a state; slots count from 1. A runtime's results do not depend, beyond rounding, on how a
 sequence is cut into steps, nor on other rows of a step or on the contents of a slot before a row starts at position 0.
-Where a prompt may be cut without any difference, `Runtime.prompt_cuts` tells.
+`Runtime.prompt_cuts` says where a prompt may be cut without any difference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Draw(NamedTuple):
     top_k: at most `MOST_TOP_K`; 0 for none.
     top_p: 1 for none.
     min_p: 0 for none.
-    noise: [vocab_size] in float32; of probabilities p the highest p / noise is drawn.
+    noise: [vocab_size] in float32; with probabilities p, the token with the highest p / noise is drawn.
     """
 
     temperature: float
@@ -50,15 +50,15 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens that a step adds to one sequence: a prompt or any piece of it, or tokens behind it, one or several.
+    """Tokens that a step adds to one sequence: a prompt or any piece of it, or one or several tokens after it.
 
     slot: of the sequence.
     start: the sequence's length so far.
     tokens: at least one new token.
     adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
     stops: at most `MOST_STOPS` tokens; see `Runtime.decode`.
-    draw: how `Runtime.decode` chooses the token that follows; None for the likeliest.
-    is_prompt: whether they are a prompt or a piece of one, which may then be a single token.
+    draw: how `Runtime.decode` chooses the next token; None for the likeliest.
+    is_prompt: whether the tokens are a prompt or a piece of one, which may be a single token.
     """
 
     slot: int
@@ -84,12 +84,14 @@ class Verification:
 
 
 class Decoded(Protocol):
-    """The result of `Runtime.decode`, on the device. It is read when it is asked for, also after later calls."""
+    """The result of `Runtime.decode`, on the device. It may be read after later calls too."""
 
     def tokens(self) -> Sequence[int]:
-        """Return each row's token: the likeliest one, of equal ones the first, or that of its draw. It is -1 where the
-        highest logit is not finite or one is NaN, and `UNDECIDED` where the host has to draw, because another way of
-        rounding might draw another token. It waits for that step, and copies 4 bytes of each slot.
+        """Return each row's token: the likeliest one (the first of equal ones), or the one drawn by its `Draw`.
+
+        The token is -1 if the highest logit is not finite or any logit is NaN. It is `UNDECIDED` if the host has to
+        draw, because another rounding might draw another token. The call waits for the step, and copies 4 bytes per
+        slot.
         """
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
@@ -99,8 +101,8 @@ class Decoded(Protocol):
 class Runtime(Protocol[State]):
     """A model with its generation defaults, ready to run steps.
 
-    State is what `allocate` returns and the other methods take: a `HybridState`, or None where the runtime keeps its
-    state itself.
+    State is what `allocate` returns and the other methods take: a `HybridState`, or None if the runtime keeps its own
+    state.
 
     All attributes are read-only.
     """
@@ -118,14 +120,14 @@ class Runtime(Protocol[State]):
 
     @property
     def cannot(self) -> Mapping[Ability, str]:
-        """A sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and `commit`),
+        """For each ability that it lacks, a sentence that says why: "all_logits" (of `step`), "verify" (and `commit`),
         "copy", "snapshot" (and `slot_layout`, `restore`), "decode", "adapters" (`load_adapter` and `unload_adapter`).
         See `require`.
         """
 
     @property
     def tokens_per_step(self) -> int:
-        """The most prompt tokens of a step, with the padding of a runtime that does not pack rows."""
+        """The most prompt tokens of a step, including the padding of a runtime that does not pack rows."""
 
     @property
     def rows_per_step(self) -> int:
@@ -141,19 +143,19 @@ class Runtime(Protocol[State]):
 
     @property
     def prompt_cuts(self) -> PromptCuts:
-        """Where a prompt may be cut without changing its numbers. It is `ANYWHERE` if a sequence's results are the same
-        bit by bit however all its tokens are cut into steps, those of its answer too.
+        """Where a prompt may be cut without changing its numbers. It is `ANYWHERE` if a sequence's results are
+        bit-identical however its tokens, also generated ones, are cut into steps.
         """
 
     @property
     def packs_rows(self) -> bool:
-        """Whether rows of different lengths share a step without padding: then a step of a prompt's piece and of other
-        sequences' tokens reads the weights once for both. Such a runtime is exact at any cut.
+        """Whether rows of different lengths share a step without padding. Then a step with a prompt's piece and with
+        other sequences' tokens reads the weights once for both. Such a runtime is exact at any cut.
         """
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a sequence: the model's longest, or the most that it was compiled for."""
+        """The most tokens of a sequence: the model's limit, or the most that it was compiled for."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,11 +171,11 @@ class Runtime(Protocol[State]):
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """A sentence for each faster way of computing that it does not take."""
+        """For each faster implementation that it does not use, a sentence that says why."""
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Tells its states from those of other weights, and from those that other kernels have computed."""
+        """Distinguishes its states from states of other weights or of other kernels."""
 
     def allocate(self, num_sequences: int, max_length: int) -> State:
         """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each.
@@ -183,33 +185,34 @@ class Runtime(Protocol[State]):
         """
 
     def warm_up(self, state: State, verified_tokens: int = 0) -> None:
-        """Compile all that `step` needs with this state, and `verify` and `commit` of rows of up to `verified_tokens`
-        tokens, so that none of them waits for it. No slot changes.
+        """Compile everything that `step` needs with this state, and `verify` and `commit` with rows of up to
+        `verified_tokens` tokens, so that later calls do not wait for a compiler. No slot changes.
         """
 
     def step(self, state: State, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Add each row's tokens to its sequence. No two rows have the same slot. Rows may differ in length, and in
-        whether their sequence has begun.
+        """Add each row's tokens to its sequence. No two rows have the same slot. Rows may differ in length, and some
+        sequences may have begun while others have not.
 
         Returns:
             float32 logits after each row's last token, [rows, vocab_size]; with `all_logits` after every token,
-            [rows, longest row, vocab_size], unspecified where a row is shorter.
+            [rows, longest row, vocab_size], unspecified beyond a shorter row.
 
         Raises:
             UserError: this runtime cannot do `all_logits`.
         """
 
     def decode(self, state: State, rows: Sequence[Row]) -> Decoded:
-        """Do as `step` for rows of one token whose sequences have begun, and leave the results on the device. It may
-        return before the device has finished.
+        """Like `step`, for rows of one token whose sequences have begun, but leave the results on the device. The call
+        may return before the device has finished.
 
-        A row's token may be `CHOSEN`: that of `Decoded.tokens` after the last call, which was this one, and in which
-        the sequence had a row. So a step can begin before the host knows its tokens. If that token is one of the row's
-        stops, -1 or `UNDECIDED`, nothing is added to the sequence, and the row's results are unspecified.
+        A row's token may be `CHOSEN`: the sequence's token in `Decoded.tokens` of the previous call, which must have
+        been `decode` with a row for this sequence. So a step can begin before the host knows its tokens. If that token
+        is one of the row's stops, -1 or `UNDECIDED`, nothing is added to the sequence, and the row's results are
+        unspecified.
         """
 
     def verify(self, state: State, rows: Sequence[Row]) -> Verification:
-        """Return the logits of `step` with `all_logits`, without making the sequences longer.
+        """Return the logits of `step` with `all_logits` without extending the sequences.
 
         It does not write recurrent state. It writes keys and values after the sequence's end, where the next step
         overwrites them. Rows have at most `tokens_per_verification` tokens.
@@ -230,19 +233,19 @@ class Runtime(Protocol[State]):
         """
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
-        """Hold memory for the recurrent state of the next snapshot, so that taking it is no more than a copy; or hold
-        none. A runtime may do nothing.
+        """Preallocate memory for the recurrent state of the next snapshot, so that taking it is only a copy; or release
+        that memory. A runtime may do nothing.
         """
 
     def slot_layout(self, start: int, length: int) -> Layout:
         """Return the shape and dtype of each tensor of a snapshot of positions `start` to `length` - 1."""
 
     def restore(self, state: State, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Restore a sequence into a slot, from one snapshot or from several, each of which starts at the length of the
-        one before it. The sequence continues exactly as the original, bit by bit.
+        """Restore a sequence into a slot from one snapshot or several, each of which starts at the length of the
+        previous one. The sequence continues exactly as the original, bit by bit.
 
         Raises:
-            UserError: a snapshot is of another model or dtype, or longer than the state.
+            UserError: a snapshot belongs to another model or dtype, or is longer than the state.
         """
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
@@ -256,7 +259,7 @@ def require(runtime: Runtime, ability: Ability) -> None:
     """Check, before any work, that a runtime has an ability.
 
     Raises:
-        UserError: it lacks it; the message says why.
+        UserError: it lacks the ability; the message says why.
     """
     if ability in runtime.cannot:
         raise UserError(runtime.cannot[ability])
@@ -279,7 +282,7 @@ def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int
 
 
 def packed_inputs(rows: Sequence[Row]) -> StepInputs:
-    """Put rows one after another for `forward_packed`: input_ids, positions [tokens]; lengths, slots [rows]."""
+    """Concatenate rows for `forward_packed`: input_ids, positions [tokens]; lengths, slots [rows]."""
     return (
         torch.tensor([token for row in rows for token in row.tokens]),
         torch.cat([torch.arange(row.start, row.start + len(row.tokens)) for row in rows]),
@@ -292,7 +295,7 @@ def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:
     """Check that a runtime can verify these rows.
 
     Raises:
-        ValueError: one has too many tokens.
+        ValueError: a row has too many tokens.
     """
     longest = max(len(row.tokens) for row in rows)
     if longest > runtime.tokens_per_verification:
@@ -305,7 +308,7 @@ def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:
     """Return a verification's rows with their first `accepted[i]` tokens only.
 
     Raises:
-        ValueError: there are fewer tokens than that in a row.
+        ValueError: a row has fewer tokens than that.
     """
     for row, count in zip(rows, accepted, strict=True):
         if not 0 <= count <= len(row.tokens):

@@ -1,8 +1,8 @@
-"""The Neuron core that a rank's process takes through TorchNeuron. This is the one place that knows how.
+"""How a rank's process takes its Neuron core through TorchNeuron.
 
-A process has one logical core, which it takes when it makes its process group. TorchNeuron reads the variables that
-torchrun sets, and Neuron's runtime reads NEURON_RT_VISIBLE_CORES; the process's own core is then the device "neuron".
-Neither a tensor nor anything else may have started the runtime before. This has not run on a device. Sources: "How to
+A process takes one logical core when it makes its process group. TorchNeuron reads the variables that torchrun sets,
+and Neuron's runtime reads NEURON_RT_VISIBLE_CORES; the process's own core is then the device "neuron". Nothing, not
+even a tensor, may have started the runtime before. This has not run on a device. Sources: "How to
 use torch.distributed on Neuron" in the documentation of SDK 2.33, which has torchrun, the process group "neuron" and
 the device "neuron" without a number; for the rest the source of the process group in TorchNeuron's beta.
 """
@@ -40,11 +40,11 @@ def visible_cores() -> list[int] | None:
 
 
 def check_cores(tp_degree: int) -> None:
-    """Check that this process may take a core as rank 0, and that there is one for each rank, as far as that is known
-    before the runtime starts.
+    """Check that this process may take a core as rank 0, and that there is a core for each rank, as far as this is
+    known before the runtime starts.
 
     Raises:
-        UserError: it may not, or there is not.
+        UserError: it may not, or there are too few cores.
     """
     if torch.get_device_module("neuron").is_initialized():
         raise UserError("this process has used a Neuron core already; split a model before it uses any.")
@@ -54,10 +54,10 @@ def check_cores(tp_degree: int) -> None:
 
 
 def take_core(rank: int, tp_degree: int, cores: Sequence[int] | None) -> None:
-    """Choose this process's core, before it makes its process group.
+    """Choose this process's core. Call it before the process makes its process group.
 
     Args:
-        cores: one for each rank, from `visible_cores`; None for those from 0 on.
+        cores: one for each rank, from `visible_cores`; None for the cores from 0 on.
     """
     os.environ |= {
         "RANK": str(rank),

@@ -1,6 +1,6 @@
 """Calls that rank 0 of a split model sends to the others, and their answers.
 
-Every rank has states and verifications of its own. Rank 0 numbers them; in a call each stands for the rank's own.
+Every rank has its own states and verifications. Rank 0 numbers them, and calls refer to them by number.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NUMBERED = (HybridState, Verification)
 class Call(NamedTuple):
     """A call of a runtime's method.
 
-    number: of the state or the verification that it returns, if it returns one.
-    alive: the numbers of those that rank 0 holds; the other ranks let go of all others first.
-    answers: whether rank 0 waits for what it returns.
+    number: of the state or the verification that the call returns, if it returns one.
+    alive: the numbers that rank 0 still holds; the other ranks first release all others.
+    answers: whether rank 0 waits for the result.
     """
 
     name: str
@@ -40,7 +40,7 @@ class OfRank(tuple):
 
 
 class Refusal(NamedTuple):
-    """The answer of a rank, in place of a result, when it raises a UserError."""
+    """The answer of a rank that raised a UserError."""
 
     sentence: str
 
@@ -60,7 +60,7 @@ def encode(message: Any, numbered: Mapping[int, Any]) -> bytes:
         numbered: the states and verifications that the message may have, by their numbers.
 
     Raises:
-        KeyError: the message has another one.
+        KeyError: the message has one that is not numbered.
     """
     file = io.BytesIO()
     _Pickler(file, numbered).dump(message)
@@ -68,7 +68,7 @@ def encode(message: Any, numbered: Mapping[int, Any]) -> bytes:
 
 
 def decode(message: bytes, numbered: Mapping[int, Any], runtime: Runtime) -> Any:
-    """Return what `encode` was given, with states and verifications of this rank.
+    """Return the message of `encode`, with this rank's states and verifications.
 
     Args:
         runtime: of this rank, for snapshots.
@@ -78,7 +78,7 @@ def decode(message: bytes, numbered: Mapping[int, Any], runtime: Runtime) -> Any
 
 class _Pickler(pickle.Pickler):
     """Writes states and verifications as numbers. Tensors are written as bytes: torch would put them into files of
-    shared memory, which a process that is killed leaves behind.
+    shared memory, which a killed process leaves behind.
     """
 
     def __init__(self, file: io.BytesIO, numbered: Mapping[int, Any]):
@@ -93,7 +93,7 @@ class _Pickler(pickle.Pickler):
         for number, each in self._numbered.items():
             if each is value:
                 return number
-        raise KeyError(f"this {type(value).__name__} is not of this runtime.")
+        raise KeyError(f"this {type(value).__name__} does not belong to this runtime.")
 
 
 class _Unpickler(pickle.Unpickler):

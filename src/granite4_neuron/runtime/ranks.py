@@ -1,4 +1,4 @@
-"""The processes of a model that is split over devices: what they load and do, and how they start and end."""
+"""The processes of a model that is split over devices: they start, load their part, run calls, and end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NO_GUARD = (
     'below `if __name__ == "__main__":` there.'
 )
 _SECONDS_TO_FAIL_TOO = 5
-_SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process that it needs is seen to have ended
+_SECONDS_TO_BE_SEEN = 1  # a call may fail shortly before the end of the process that it needs is noticed
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Meeting:
     """Where ranks meet, and which devices they have.
 
     port: of this machine, where rank 0 listens.
-    cores: of Neuron that processes may use, as this process may; None for all of this machine, or for another device.
+    cores: the Neuron cores that the processes may use; None for all of this machine, or for another device.
     """
 
     degree: int
@@ -65,19 +65,19 @@ class Meeting:
 
     @classmethod
     def at(cls, listener: socket.socket, degree: int, device: str, **others: Any) -> Self:
-        """Return one at rank 0's listener, whose process may use the cores that this one may. `others`: fields."""
+        """Return a meeting at rank 0's listener, with the cores that this process may use. `others`: further fields."""
         cores = visible_cores() if device == "neuron" else None
         return cls(degree, device, listener.getsockname()[1], cores, **others)
 
     def device_of(self, rank: int) -> str:
-        """Return the name of the device in the rank's own process, which sees one Neuron core only."""
+        """Return the name of the device in the rank's own process, which sees only one Neuron core."""
         return f"{self.device}:{rank}" if self.device == "cuda" else self.device
 
     def join(self, rank: int, listener: socket.socket | None = None) -> None:
-        """Wait until all ranks are there.
+        """Wait until all ranks are connected.
 
         Args:
-            listener: of rank 0, at `port`. The store that all of them use until the end takes it over.
+            listener: of rank 0, at `port`. The store that all ranks use until the end takes it over.
 
         Raises:
             UserError: they cannot connect.
@@ -128,7 +128,7 @@ def listen() -> socket.socket:
 
 
 class RankProcesses:
-    """The processes of ranks 1 and up. Each makes the calls that it is sent, one after another."""
+    """The processes of ranks 1 and up. Each runs the calls that it gets, one after another."""
 
     def __init__(self, spec: ShardSpec):
         context = multiprocessing.get_context("spawn")
@@ -156,7 +156,7 @@ class RankProcesses:
             raise
 
     def send(self, messages: Sequence[bytes]) -> None:
-        """Send each of them its message: a call to make while this process goes on.
+        """Send each process its message: a call to run while this process continues.
 
         Raises:
             UserError: they have ended.
@@ -167,28 +167,28 @@ class RankProcesses:
             pipe.send_bytes(message)
 
     def answers(self) -> list[bytes]:
-        """Wait for an answer of each."""
+        """Wait for an answer from each."""
         return [pipe.recv_bytes() for pipe in self._pipes]
 
     def end_if_one_has_ended(self, error: BaseException) -> None:
-        """End this process if a call failed here because one of them has ended by itself."""
+        """End this process if a call failed here because one of the others has ended unexpectedly."""
         if not isinstance(error, (RuntimeError, OSError, EOFError)):
             return
         if multiprocessing.connection.wait([each.sentinel for each in self._processes], _SECONDS_TO_BE_SEEN):
-            self._watcher.join()  # which ends this process
+            self._watcher.join()  # it ends this process
 
     def end(self, seconds: float) -> bool:
-        """Close the pipes, at which they end; after some seconds kill those that still run.
+        """Close the pipes, which ends the processes; after `seconds` kill those that still run.
 
         Returns:
-            Whether all have ended by themselves.
+            Whether all ended without being killed.
         """
         self._ends.set()
         try:
             for pipe in self._pipes:
                 pipe.close()
             self._watcher.join(seconds)
-        finally:  # also if that is interrupted
+        finally:  # also if this is interrupted
             for process in self._processes:
                 process.kill()
         self._watcher.join()
@@ -197,9 +197,9 @@ class RankProcesses:
 
 @contextmanager
 def _interrupts_for_later() -> Iterator[None]:
-    """Hold back signals, and keep them from processes that are started: rank 0 ends those when it is done."""
-    resource_tracker.ensure_running()  # its start would let interrupts through
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_END)  # which processes inherit
+    """Delay signals, and block them in the processes that are started: rank 0 ends those processes itself."""
+    resource_tracker.ensure_running()  # started here, because starting it later would unblock the signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_END)  # new processes inherit it
     held = []
     # Another thread of this process may take the signal; Python's handler then runs in the main thread.
     handles = threading.current_thread() is threading.main_thread()
@@ -218,7 +218,7 @@ def check_devices(device: str, tp_degree: int) -> None:
     """Check that there is a device for each rank, and that this process may become rank 0.
 
     Raises:
-        UserError: there is not, or it may not.
+        UserError: a device is missing, or this process may not.
     """
     if device not in _COMMUNICATION:
         *others, last = _COMMUNICATION
@@ -234,21 +234,21 @@ def check_devices(device: str, tp_degree: int) -> None:
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a rank's process. A rank that imports a main module without a guard comes here as well, and ends.
+    """Start a rank's process. A rank whose main module has no guard gets here while it imports that module, and ends.
 
     Raises:
-        UserError: this is another process that does so.
+        UserError: another process than a rank imports its main module in this way.
     """
     try:
         process.start()
-    except RuntimeError:  # of multiprocessing, while a process imports the main module
+    except RuntimeError:  # from multiprocessing, while a process imports the main module
         if multiprocessing.current_process().name.startswith(_NAME):
             os._exit(_EXIT_WITHOUT_GUARD)
         raise UserError(_NO_GUARD) from None
 
 
 def _watch(processes: Sequence[BaseProcess], ends: threading.Event) -> None:
-    """End this process if another rank's has ended before it was to: this one may be waiting for it."""
+    """End this process if another rank's process has ended too early, because this one may be waiting for it."""
     running = list(processes)
     while running:
         ended = multiprocessing.connection.wait([process.sentinel for process in running])
@@ -260,16 +260,16 @@ def _watch(processes: Sequence[BaseProcess], ends: threading.Event) -> None:
 
 
 def _end_without(process: BaseProcess) -> NoReturn:
-    failed = f"the process of {process.name} has failed, and the others cannot go on without it."
+    failed = f"the process of {process.name} has failed, and the others cannot continue without it."
     try:
         print(f"granite4-neuron: {_NO_GUARD if process.exitcode == _EXIT_WITHOUT_GUARD else failed}", file=sys.stderr)
-    finally:  # also if nobody reads that any more
+    finally:  # also if stderr is closed
         os._exit(_EXIT_WITHOUT_OTHERS)
 
 
 def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
-    """Run a rank other than 0: load its part, and make the calls that rank 0 sends until it closes the pipe."""
-    for number in _SIGNALS_TO_END:  # a start of multiprocessing's resource tracker would let them through
+    """Run a rank other than 0: load its part, and run the calls that rank 0 sends until it closes the pipe."""
+    for number in _SIGNALS_TO_END:  # ignore them: starting multiprocessing's resource tracker would unblock them
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     guard_streams()
@@ -295,8 +295,8 @@ def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
 
 
 def _stay_away(pipe: Connection, error: UserError) -> None:
-    """Say why this rank cannot join the others. Rank 0 ends if it cannot either. Otherwise it waits for this rank, and
-    the end of this process ends it.
+    """Say why this rank cannot join the others. If rank 0 cannot join either, it ends by itself. Otherwise it waits for
+    this rank, and notices the end of this process.
     """
     _answer(pipe, Refusal(str(error)))
     if not pipe.poll(_SECONDS_TO_FAIL_TOO):
@@ -305,7 +305,8 @@ def _stay_away(pipe: Connection, error: UserError) -> None:
 
 
 def _make_call(pipe: Connection, runtime: TorchRuntime, message: bytes, numbered: dict[int, Any]) -> None:
-    """Make a call of rank 0 with this rank's states and verifications; let go first of those that rank 0 has let go."""
+    """Run a call from rank 0 with this rank's states and verifications. First release those that rank 0 has released.
+    """
     call = decode(message, numbered, runtime)
     for number in numbered.keys() - set(call.alive):
         del numbered[number]
@@ -331,7 +332,7 @@ def _next_message(pipe: Connection) -> bytes | None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent's, also while it waits for rank 0 within a step."""
+    """End this process when its parent ends, even while it waits for rank 0 within a step."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # a rank other than 0 is a child
     multiprocessing.connection.wait([parent.sentinel])

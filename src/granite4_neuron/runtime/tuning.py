@@ -22,12 +22,12 @@ from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, file_name,
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 
-# A default stays where nothing is faster by more than this.
+# A default is kept unless another value is faster by more than this.
 MARGIN = 0.05
 _TURNS = 5
 _STEPS_PER_TURN = 3
-# The step that each parameter matters to: kernels, layers, rows, tokens of each. States and weights of several layers
-# come from memory in decode, as they do in a whole model.
+# The step that each parameter affects: kernels, layers, rows, tokens of each row. Decode has several layers, so that
+# states and weights come from memory, as in a whole model.
 _STEPS = {
     "chunk_size": ("fused", 1, 1, CPURuntime.tokens_per_step),
     "heads_per_task": ("fused", 4, 4, 1),
@@ -48,7 +48,7 @@ def tune(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Choice]:
-    """Measure each launch parameter, in steps of a few Mamba layers of the model with random weights.
+    """Measure each launch parameter, in steps of a few of the model's Mamba layers with random weights.
 
     Args:
         progress: called with (values measured, values to measure); each is measured several times.
@@ -68,7 +68,7 @@ def tune(
         few = replace(config, layer_types=(MAMBA,) * layers, num_hidden_layers=layers)
         model = random_model(few, dtype=dtype)
         times: dict[int, list[float]] = {value: [] for value in CHOICES[name]}
-        for _ in range(_TURNS):  # in turns, so that all values are measured under the same load
+        for _ in range(_TURNS):  # alternate, so that all values are measured under the same load
             for value, measured in times.items():
                 measured += _step_times(model, name, value)
                 done += 1
@@ -89,7 +89,7 @@ def _step_times(model: HybridForCausalLM, name: str, value: int) -> list[float]:
     start = 1 if tokens == 1 else 0
     rows = [Row(slot + 1, start, [0] * tokens) for slot in range(num_rows)]
     state = runtime.allocate(num_rows, start + tokens)
-    runtime.step(state, rows)  # finds cold caches
+    runtime.step(state, rows)  # not timed: its caches are cold
     times = []
     for _ in range(_STEPS_PER_TURN):
         started = time.perf_counter()

@@ -2,7 +2,7 @@
 
 All graphs use the same state buffers: new state takes the memory of the old one (`input_output_aliases`). torch_xla
 donates the buffer of each tensor that a graph writes in place, and XLA's compiler pairs donated buffers with outputs. A
-test compares the pairs in the compiled graphs with those that are meant.
+test compares the pairs in the compiled graphs with the intended ones.
 
 Prefill looks up its one sequence in the state. Decode advances the recurrent state of all sequences in place.
 """
@@ -34,7 +34,7 @@ class XLARuntime(GraphRuntime):
     Args:
         model: with weights, which are copied to the device; it is not changed.
         generation_config, prefill_buckets: as `GraphRuntime` takes them; None for `PREFILL_BUCKETS`.
-        prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for what suits a Neuron device.
+        prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for the choice for Neuron devices.
 
     Raises:
         UserError: torch_xla is not installed, or the Mamba kernels cannot run.
@@ -83,8 +83,8 @@ class XLARuntime(GraphRuntime):
 
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         logits, kept_inputs = self.model.verify(*self._where(inputs, True), state, kv_length=kv_length)
-        # They are views, and keep their base alive. It is not an output of this graph: a later sync would compute it,
-        # from state whose memory has been donated by then.
+        # Clone them, because views keep their base alive. The base is not an output of this graph, so a later sync
+        # would compute it, from state whose memory has been donated by then.
         kept_inputs = [kept.clone() for kept in kept_inputs]
         _run_graph([logits, *kept_inputs], state.tensors(KeyValueState))
         return logits, kept_inputs
@@ -106,16 +106,16 @@ class XLARuntime(GraphRuntime):
     def _where(
         self, inputs: torch.Tensor, in_order: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the model's inputs on the device; without slots it takes all sequences in order."""
+        """Return the model's inputs on the device; in order, without slots, the model takes all sequences."""
         input_ids, positions, lengths, slots = unpacked(inputs.to(self.device))
         return input_ids, positions, lengths, None if in_order else slots
 
     def _slot(self, slot: int) -> torch.Tensor:
-        """Make a slot an input of a graph: with its number as a constant there would be a graph for each slot."""
+        """Make a slot an input of a graph: as a constant, its number would need a graph for each slot."""
         return torch.tensor([slot]).to(self.device)
 
 
 def _run_graph(results: Sequence[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-    """Run the graph with these results. `written`: the state tensors that it writes in place; they are donated."""
+    """Run the graph with these results. `written` are the state tensors that it writes in place; they are donated."""
     outputs = [*results, *input_output_aliases(written, len(results))]
     torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)

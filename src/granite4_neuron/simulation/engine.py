@@ -1,8 +1,8 @@
 """An engine that a simulation drives from event to event.
 
-It is the engine with its scheduler, its slots and its prefix cache. Between two events, such as an arrival, the end of
-an answer or a snapshot of the prefix cache, all steps of decode have the same rows, each one token longer than before;
-these steps are taken at once. Everything else is a step like any other.
+It is the real engine with its scheduler, slots and prefix cache. Between two events, such as an arrival, the end of an
+answer or a snapshot of the prefix cache, all steps of decode have the same rows, each one token longer than before. The
+simulation takes these steps together, and all others one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from granite4_neuron.simulation.traffic import Arrival
 
 
 class _Row:
-    """A `Row` of which only times are asked, and which takes less time to make."""
+    """A cheap `Row`, with only what step times depend on."""
 
     __slots__ = ("start", "tokens")
 
@@ -40,12 +40,12 @@ class _Row:
 
 
 class SimulatedSequence(RunningSequence):
-    """A request of the traffic while it runs. Its tokens need no checks, and its answer is zeros, which are among its
-    tokens when something happens to it: it ends, or a snapshot of it is due.
+    """A request of the traffic while it runs. Its tokens need no checks. Its answer is zeros, which are added to its
+    tokens only at its next event: its end, or a snapshot.
 
     arrived: in seconds; None after its first token.
     prompt_tokens: the length of its prompt.
-    left: how many tokens further something happens to it.
+    left: the number of tokens until its next event.
     """
 
     arrived: float | None
@@ -54,7 +54,7 @@ class SimulatedSequence(RunningSequence):
     _last_row: _Row
 
     def like(self, id: int, arrival: Arrival, max_length: int) -> SimulatedSequence:
-        """Return a new sequence with the options of this one, which has not begun."""
+        """Return a new sequence, not yet begun, with the options of this one."""
         sequence = object.__new__(SimulatedSequence)
         request = object.__new__(Request)
         request.__dict__.update(self.request.__dict__, tokens=range(arrival.prompt), max_tokens=arrival.answer)
@@ -73,11 +73,11 @@ class SimulatedSequence(RunningSequence):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether tokens of the prompt have still to be run."""
+        """Whether some tokens of the prompt have not run yet."""
         return self.stored < self.prompt_tokens
 
     def look_ahead(self, interval: int | None) -> None:
-        """Find out how many tokens are left until something happens to it.
+        """Set `left`, the number of tokens until its next event.
 
         Args:
             interval: of the prefix cache's snapshots.
@@ -85,13 +85,13 @@ class SimulatedSequence(RunningSequence):
         self.left = self.most_drafts(self.limit, interval) + 1
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
-        """Return a row with as many tokens as the next one has."""
+        """Return a row with the right number of tokens."""
         return cast(Row, _Row(self.stored, range(stop - self.stored)))
 
     def last_row(self, drafts: Sequence[int]) -> Row:
-        """Return a row with a token, the same one each time."""
+        """Return a row with one token; always the same object."""
         self._last_row.start = self.stored
-        return self._last_row  # type: ignore[return-value]  # it is asked for often
+        return self._last_row  # type: ignore[return-value]  # called often
 
     def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Output]:
         """Choose token 0."""
@@ -103,8 +103,8 @@ class SimulatedSequence(RunningSequence):
         return Output(self.id, token, "", "length" if len(self.tokens) == self.limit else None)
 
     def grow(self, steps: int) -> Output:
-        """Add the tokens of steps so far and of so many further ones; return the last one's output. That step is still
-        to be counted.
+        """Add the tokens of earlier steps and of `steps` further ones; return the output of the last step, which is not
+        counted yet.
         """
         self.stored += steps - 1
         self.tokens += [0] * (self.stored + 1 - len(self.tokens))
@@ -112,16 +112,16 @@ class SimulatedSequence(RunningSequence):
 
 
 class SimulatedEngine(Engine):
-    """An engine of a `SimulatedRuntime`, and what its requests saw.
+    """An engine on a `SimulatedRuntime`, with the times that its requests saw.
 
     Attributes:
         runtime: with the clock.
         first_tokens: the seconds from arrivals to first tokens.
         gaps: the seconds between two tokens of an answer.
-        waited: the sum over time of the number of sequences that wait for a slot, in seconds.
-        most_waiting: the largest such number.
-        refused: requests that are too long.
-        prompt_tokens: of those that are not.
+        waited: the integral over time of the number of sequences that wait for a slot, in seconds.
+        most_waiting: the largest number of waiting sequences.
+        refused: the number of requests that are too long.
+        prompt_tokens: of the other requests.
     """
 
     runtime: SimulatedRuntime
@@ -145,8 +145,9 @@ class SimulatedEngine(Engine):
         )
         self.first_tokens, self.gaps = Histogram(), Histogram()
         self.waited, self.most_waiting, self.refused, self.prompt_tokens = 0.0, 0, 0, 0
-        self._ends: list[float] = []  # of the last steps at once
-        self._last_times: dict[float, int] = {}  # when the last tokens of those that decode came: how many then
+        self._ends: list[float] = []  # of the steps that were last taken together
+        # Times of the last tokens of sequences that decode, and how many came then.
+        self._last_times: dict[float, int] = {}
         request = Request([0], temperature=0.0, stop_token_ids=[])
         request = replace(request.with_defaults(runtime.generation_config), tokens=[0])
         text = TextStream(None, ())
@@ -163,15 +164,15 @@ class SimulatedEngine(Engine):
         self._sequences[sequence.id] = sequence
         self.prompt_tokens += arrival.prompt
         self._live.waiting.append(sequence)
-        # It may have come within the last steps, between which nobody could begin.
+        # It may have arrived during the steps that were last taken together, between which no sequence could begin.
         steps_since = self._ends[bisect.bisect_left(self._ends, arrival.time) :]
         if len(steps_since) > 1:
             self.waited += steps_since[-1] - steps_since[0]
             self.most_waiting = max(self.most_waiting, len(self._live.waiting))
 
     def advance(self, until: float = math.inf) -> None:
-        """Run a step, and those after it in which nothing else happens: those that begin before `until`, when a request
-        comes, or even later ones if it could not begin because all slots are taken.
+        """Run a step, and further steps without an event. These begin before `until`, when the next request arrives; or
+        later too, if all slots are taken and that request could not begin.
         """
         runtime, began = self.runtime, self.runtime.clock
         self._live.keep_due()
@@ -185,7 +186,7 @@ class SimulatedEngine(Engine):
             self._grow(sequences, ends)
             self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits)
         elif sequences:
-            # Others have got their first tokens from the prefix cache just now, or all decode.
+            # Either all sequences decode, or some have just got their first tokens from the prefix cache.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
             is_full = len(self._live.running) == self.num_sequences
             ends = runtime.run_decode([row.start for row in step.rows], most, math.inf if is_full else until)
@@ -200,13 +201,15 @@ class SimulatedEngine(Engine):
                 self._note(output)
             self._live.outputs.clear()
         times = [end - begin for begin, end in itertools.pairwise([started, *ends][-STEPS - 1 :])]
-        self._scheduler.record(step, *times)  # no more of them have an effect
+        self._scheduler.record(step, *times)  # the last STEPS only: earlier ones would have no effect
         self._ends = ends
         self.waited += waiting * (runtime.clock - began)
         self.most_waiting = max(self.most_waiting, waiting)
 
     def _grow(self, sequences: Sequence[SimulatedSequence], ends: Sequence[float]) -> None:
-        """Add a token of so many steps to each sequence, the last one as the engine does if something happens then."""
+        """Add a token for each of these steps to each sequence. A sequence with an event gets the last one as in the
+        engine.
+        """
         steps, special = len(ends), []
         for sequence in sequences:
             if sequence.left == steps:
@@ -219,7 +222,8 @@ class SimulatedEngine(Engine):
             sequence.look_ahead(self._prefixes.interval)
 
     def _note_gaps(self, sequences: int, ends: Sequence[float]) -> None:
-        """Record the times between tokens of sequences that decode together, each of which got one at these times."""
+        """Record the times between tokens of sequences that decode together; each got a token at each of these times.
+        """
         for last_time, count in self._last_times.items():
             self.gaps.add(ends[0] - last_time, count)
         if len(ends) > 1:
@@ -227,7 +231,7 @@ class SimulatedEngine(Engine):
         self._last_times = {ends[-1]: sequences}
 
     def _note(self, output: Output) -> None:
-        """Note that a sequence has its first token, or has ended."""
+        """Record a sequence's first token or its end."""
         if output.error is not None:
             raise RuntimeError(output.error)
         sequence, now = self._sequences[output.id], self.runtime.clock

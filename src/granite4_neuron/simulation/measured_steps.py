@@ -1,4 +1,4 @@
-"""Step times that were measured on a machine, as a file has them."""
+"""Step times measured on a machine, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """What a file of step times holds.
+    """The contents of a file of step times.
 
     model, dtype, backend, machine: of the measurement; dtype of activations and cache, `state_dtype` of SSM states.
     config: of the model, as in config.json.
     tokens_per_step, rows_per_step, packs_rows, max_length: of the runtime.
     prompt_cuts: of the runtime, as `runtime.prompt_cuts.as_json` returns them.
-    decode: rows, tokens of each before the step, seconds of a step with a token of each.
-    prompts: rows, tokens of each, seconds of a step with which they begin.
-    contexts: tokens of a prompt before the step, seconds of a step of `tokens_per_step` further ones.
+    decode: rows, tokens of each sequence before the step, seconds of a step with one token of each.
+    prompts: rows, tokens of each, seconds of a step at the beginning of prompts.
+    contexts: tokens of a prompt before the step, seconds of a step with `tokens_per_step` further tokens.
     snapshots, restores: tokens, seconds.
     """
 
@@ -91,11 +91,12 @@ class Measured:
 
 
 class MeasuredSteps:
-    """`StepTimes` between and beyond those that were measured.
+    """`StepTimes` by interpolation and extrapolation of measured times.
 
-    A step of single tokens has the time of its number of rows at their mean length. A step of prompts has that of its
-    rows at their mean length, or where they are padded each as long as the longest; and what the attention to earlier
-    tokens adds to each. A step of both reads weights once: it has the time of its prompts, and what single tokens add.
+    A step of single tokens takes the time for its number of rows at their mean length. A step of prompts takes the time
+    for its rows at their mean length, or at the longest length if rows are padded, plus the time of each row's
+    attention to earlier tokens. A step of both reads the weights once: it takes the time of its prompts plus what the
+    single tokens add.
     """
 
     def __init__(self, measured: Measured):

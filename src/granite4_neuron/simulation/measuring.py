@@ -90,9 +90,10 @@ class _Meter:
         self._chance = random.Random(0)
 
     def decode(self, rows: int, context: int) -> float:
-        """Return the median seconds of a step of single tokens, of which each sequence has about `context` before."""
+        """Return the median seconds of a step of single tokens, with about `context` earlier tokens of each sequence.
+        """
         prompt = self._prompt(context)
-        # The first sequence's prompt is run, and the others begin with a copy of its state.
+        # Only the first sequence runs its prompt; the others begin with a copy of its state.
         engine = self._engine(rows, PrefixCache(self._runtime, None, None))
         for _ in range(rows):
             engine.add(self._request(prompt, _NEW_TOKENS))
@@ -102,11 +103,11 @@ class _Meter:
         return statistics.median(self._seconds(engine.step) for _ in range(_STEPS))
 
     def prompts(self, rows: int, tokens: int) -> float:
-        """Return the median seconds of a step with which prompts begin."""
+        """Return the median seconds of a step at the beginning of prompts."""
         return statistics.median(self._prompt_seconds(rows, tokens) for _ in range(_TURNS))
 
     def chunks(self) -> list[tuple[int, float]]:
-        """Return the seconds of the steps of a long prompt, each by the tokens before it."""
+        """Return (earlier tokens, seconds) for each step of a long prompt."""
         chunk = self._runtime.tokens_per_step
         count = (self._longest - 1) // chunk
         turns = []
@@ -117,7 +118,7 @@ class _Meter:
         return [(chunk * at, statistics.median(seconds)) for at, seconds in enumerate(zip(*turns, strict=True))]
 
     def copies(self, lengths: Sequence[int]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Return the seconds to keep and to bring back a sequence, by its length."""
+        """Return (length, seconds) of taking and of restoring snapshots."""
         state = self._runtime.allocate(1, self._longest)
         snapshots, restores = [], []
         for length in lengths:
@@ -153,7 +154,7 @@ class _Meter:
 
 
 def _prompt_shapes(runtime: Runtime, longest: int) -> Iterator[tuple[int, int]]:
-    """Yield rows and tokens of each, as far as a step holds them."""
+    """Yield numbers of rows and of tokens of each row that fit into a step."""
     for rows in _doubling(1, runtime.rows_per_step):
         most = min(runtime.tokens_per_step // rows, longest - 1)
         for tokens in sorted({1, most, *(round(share * most) for share in _SHARES)} - {0}):
@@ -161,7 +162,7 @@ def _prompt_shapes(runtime: Runtime, longest: int) -> Iterator[tuple[int, int]]:
 
 
 def _doubling(least: int, most: int) -> list[int]:
-    """Return least, twice that, and so on, and most."""
+    """Return `least`, twice `least` and so on, and `most` at the end."""
     numbers = [least]
     while 2 * numbers[-1] < most:
         numbers.append(2 * numbers[-1])

@@ -1,4 +1,4 @@
-"""Step times that are predicted for a Trainium2; see `neuron.analysis.latency`. Nothing here is measured."""
+"""Step times predicted for a Trainium2; see `neuron.analysis.latency`. Nothing here is measured."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from granite4_neuron.runtime.prompt_cuts import pieces
 
 
 class PredictedSteps:
-    """`StepTimes` of compiled graphs: of decode for all slots, and of pieces of one prompt after another.
+    """`StepTimes` of compiled graphs. Decode is for all slots; the pieces of prompts run one after another.
 
-    Each graph sees as many entries of the cache as its bucket has.
+    Each graph reads as many entries of the cache as its bucket has.
 
     Args:
-        slots: sequences of a graph of decode, whether they run or not.
+        slots: sequences in a graph of decode, used or not.
         prompt_buckets: tokens of the graphs for prompts. cache_buckets: entries of the cache. Both ascending.
-        experts_decode: how decoded tokens' experts are computed; see `ops.select_operators`.
+        experts_decode: how the experts of decoded tokens are computed; see `ops.select_operators`.
 
     Raises:
         UserError: `tp_degree` does not divide the model.
@@ -64,15 +64,15 @@ class PredictedSteps:
         return seconds
 
     def snapshot(self, tokens: int) -> float:
-        """Implement `StepTimes.snapshot`: 0, because nothing says how fast the host reads the device."""
+        """Implement `StepTimes.snapshot`: 0, because it is not known how fast the host reads the device."""
         return 0.0
 
     def restore(self, tokens: int) -> float:
-        """Implement `StepTimes.restore`: 0, as of `snapshot`."""
+        """Implement `StepTimes.restore`: 0, as for `snapshot`."""
         return 0.0
 
     def copy(self, tokens: int) -> float:
-        """Implement `StepTimes.copy`: of a whole slot, at the rate of HBM."""
+        """Implement `StepTimes.copy`: the time to copy a whole slot at the rate of HBM."""
         config, tp_degree, dtype = self._model
         return minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed / HBM_BYTES_PER_SECOND
 

@@ -1,4 +1,4 @@
-"""Traffic on several replicas of a server."""
+"""Simulates traffic on several replicas of a server."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from granite4_neuron.simulation.engine import SimulatedEngine
 from granite4_neuron.simulation.statistics import Histogram
 from granite4_neuron.simulation.traffic import Arrival
 
-_WORTH_PROCESSES = 20_000  # requests; a process takes seconds to start
+_WORTH_PROCESSES = 20_000  # least requests for several processes, which take seconds to start
 
 NewEngine = Callable[[], SimulatedEngine]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What replicas did with traffic. Times in seconds.
+    """The result of serving traffic with replicas. Times in seconds.
 
     replicas: their number. keeps_conversations: whether each conversation stays on one of them.
-    requests: that were answered. refused: that were too long.
+    requests: answered requests. refused: requests that were too long.
     seconds: from the first arrival to the last token.
-    prompt_tokens, cached_tokens: of the prompts, and how many of them the prefix caches had.
+    prompt_tokens, cached_tokens: tokens of prompts, and how many of them came from prefix caches.
     first_tokens: from arrivals to first tokens. gaps: between two tokens of an answer.
-    waiting: requests that wait for a slot, all replicas together, on average. most_waiting: at most, on one of them.
+    waiting: mean number of requests that wait for a slot, over all replicas. most_waiting: the most on one replica.
     """
 
     replicas: int
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """The part of prompts' tokens that prefix caches had."""
+        """The share of prompt tokens that came from prefix caches."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def million_tokens(self, price: float) -> float:
@@ -63,7 +63,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Served:
-    """One replica. ended: the clock after the last token. waited: as of `SimulatedEngine`."""
+    """The result of one replica. ended: the clock after the last token. waited: as in `SimulatedEngine`."""
 
     ended: float
     refused: int
@@ -82,19 +82,19 @@ def simulate(
     processes: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Result]:
-    """Serve traffic with each of some fleets.
+    """Simulate the same traffic on each fleet.
 
     Args:
         arrivals: in order of their times; at least one.
         new_engine: makes a replica's engine; it can be pickled.
-        fleets: numbers of replicas, and whether each keeps conversations on their replicas.
-        processes: to simulate in, at a time; replicas do not depend on each other.
-        progress: is called with the number of requests that have been served, and with that of all.
+        fleets: for each, the number of replicas and whether conversations stay on their replica.
+        processes: how many run at a time; replicas are independent.
+        progress: called with the number of requests served so far and the number of all requests.
     """
     shares = [_shares(arrivals, *fleet) for fleet in fleets]
     work = [share for of_fleet in shares for share in of_fleet]
     if processes > 1 and len(work) > 1 and len(arrivals) >= _WORTH_PROCESSES:
-        # Not forked: threads of torch do not survive that.
+        # Not forked: torch's threads do not survive a fork.
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             served = _counted(pool.map(_serve, work, [new_engine] * len(work)), work, progress)
     else:
@@ -106,7 +106,7 @@ def simulate(
 def _counted(
     served: Iterable[_Served], work: Sequence[Sequence[Arrival]], progress: Callable[[int, int], None]
 ) -> list[_Served]:
-    """Return what replicas did once all have done it."""
+    """Collect the results of all replicas and report progress."""
     results, done, total = [], 0, sum(map(len, work))
     for result, share in zip(served, work, strict=True):
         results.append(result)
@@ -116,7 +116,7 @@ def _counted(
 
 
 def _shares(arrivals: Sequence[Arrival], replicas: int, keeps_conversations: bool) -> list[list[Arrival]]:
-    """Return the requests of each replica: in turns, but kept conversations by a hash."""
+    """Return the requests of each replica: in turns, or for kept conversations by a hash."""
     shares: list[list[Arrival]] = [[] for _ in range(replicas)]
     turn = 0
     for arrival in arrivals:
@@ -129,7 +129,7 @@ def _shares(arrivals: Sequence[Arrival], replicas: int, keeps_conversations: boo
 
 
 def _serve(arrivals: Sequence[Arrival], new_engine: NewEngine) -> _Served:
-    """Serve a replica's requests."""
+    """Simulate one replica's requests."""
     engine = new_engine()
     runtime = engine.runtime
     for arrival in arrivals:

@@ -1,4 +1,4 @@
-"""A runtime without a model: its steps take time of a clock of their own, and choose the same token always."""
+"""A runtime without a model: its steps only advance a simulated clock, and always choose the same token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _WITHOUT_MODEL = "a simulated runtime has no model."
 
 
 class _Sized:
-    """Stands for zeros [1, positions] or [vocab_size], as far as a prefix cache uses a tensor; it has a size only."""
+    """Stands for zeros [1, positions] or [vocab_size] with the parts of a tensor that a prefix cache uses. It has only
+    a size."""
 
     def __init__(self, length: int, itemsize: int):
         self.length, self.itemsize = length, itemsize
@@ -40,7 +41,7 @@ class _Sized:
         return 0.0
 
     def clone(self) -> _Sized:
-        """Return the same tensor: nobody writes to it."""
+        """Return the same tensor, to which nobody writes."""
         return self
 
     def numpy(self) -> _Sized:
@@ -53,16 +54,16 @@ class _Sized:
 
 
 class SimulatedRuntime:
-    """A `Runtime` of which only times and sizes are real.
+    """A `Runtime` that has only times and sizes.
 
     Attributes:
         clock: the time in seconds, which calls advance.
 
     Args:
-        config: of the model; it decides the bytes of states, and the vocabulary.
+        config: of the model; it determines the bytes of states and the vocabulary.
         steps: the times of calls.
         dtype: of activations and cache. state_dtype: of SSM states.
-        tokens_per_step, rows_per_step, prompt_cuts, packs_rows, max_length, own_slots: as of `Runtime`.
+        tokens_per_step, rows_per_step, prompt_cuts, packs_rows, max_length, own_slots: as in `Runtime`.
     """
 
     cannot: Mapping[Ability, str] = dict.fromkeys(("all_logits", "verify", "decode", "adapters"), _WITHOUT_MODEL)
@@ -111,18 +112,18 @@ class SimulatedRuntime:
         """Implement `Runtime.warm_up`: nothing is compiled."""
 
     def step(self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Implement `Runtime.step`, in the time of these rows."""
+        """Implement `Runtime.step`: advance the clock by the time of these rows."""
         self.clock += self.steps.step(rows)
         return cast(torch.Tensor, [self.logits] * len(rows))  # an engine only iterates over them
 
     def run_decode(self, starts: Sequence[int], most: int, until: float) -> list[float]:
-        """Run up to `most` steps of single tokens, those that begin before `until`, and at least one.
+        """Run up to `most` steps of single tokens that begin before `until`, and at least one.
 
         Returns:
-            the clock after each.
+            The clock after each.
         """
         ends: list[float] = []
-        part = _FIRST_PART  # their times are asked for in parts, of which few are needed mostly
+        part = _FIRST_PART  # compute times in growing parts, because mostly few are needed
         while not ends or (len(ends) < most and self.clock < until):
             part = min(part, most - len(ends))
             times = self.steps.decode([start + len(ends) for start in starts] if ends else starts, part)
@@ -157,18 +158,18 @@ class SimulatedRuntime:
         raise UserError(_WITHOUT_MODEL)
 
     def copy(self, state: HybridState | None, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`, in its time."""
+        """Implement `Runtime.copy`: advance the clock by its time."""
         self.clock += self.steps.copy(length)
 
     def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
-        """Implement `Runtime.snapshot`, in its time, with tensors that have sizes only."""
+        """Implement `Runtime.snapshot`: advance the clock by its time; the tensors have only sizes."""
         self.clock += self.steps.snapshot(length - start)
         key = cast(torch.Tensor, _Sized(length - start, self._token_bytes))
         tensors = {"layers.0.key": key, "layers.0.ssm_state": self._recurrent}
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
-        """Implement `Runtime.prepare_snapshot`: there is no memory to hold."""
+        """Implement `Runtime.prepare_snapshot`: nothing to allocate."""
 
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`.
@@ -179,7 +180,7 @@ class SimulatedRuntime:
         raise UserError(_WITHOUT_MODEL)
 
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Implement `Runtime.restore`, in its time."""
+        """Implement `Runtime.restore`: advance the clock by its time."""
         self.clock += self.steps.restore(snapshots[-1].length)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:

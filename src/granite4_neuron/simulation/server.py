@@ -1,4 +1,4 @@
-"""A simulated server: how its engines are made."""
+"""A simulated server, which makes its engines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from granite4_neuron.simulation.runtime import SimulatedRuntime
 
 @dataclass(frozen=True)
 class Server:
-    """Makes the engine of a replica, with the same limits as `granite4-neuron serve` has.
+    """Makes the engine of a replica with the limits of `granite4-neuron serve`.
 
     runtime: the arguments of `SimulatedRuntime`.
-    num_sequences: texts at a time. max_length: tokens of a text.
+    num_sequences: sequences that run at a time. max_length: the most tokens of a sequence.
     max_gap: of an engine, in seconds.
-    cache_bytes: memory of the prefix cache; 0 for none. A runtime with slots of its own has none without spare ones.
+    cache_bytes: memory of the prefix cache; 0 for none. A runtime that keeps its own slots needs spare ones for a
+        cache.
     """
 
     num_sequences: int

@@ -1,26 +1,26 @@
-"""Percentiles of very many numbers in little memory."""
+"""Percentiles of many numbers in little memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-_PER_DOUBLING = 128  # bins: numbers of a bin differ by half a percent
-_ZERO = -(2**31)  # a bin of its own
+_PER_DOUBLING = 128  # bins per factor of 2, so that numbers in a bin differ by half a percent
+_ZERO = -(2**31)  # the bin of 0
 
 
 class Histogram:
     """Counts positive numbers in bins of their logarithm; a bin's numbers count as their mean."""
 
     def __init__(self) -> None:
-        self._bins: dict[int, list[float]] = {}  # how many, and their sum
+        self._bins: dict[int, list[float]] = {}  # for each bin the count and the sum of its numbers
 
     def add(self, value: float, count: int = 1) -> None:
-        """Add a number so many times."""
+        """Add a number `count` times."""
         self._add(_bin_of(value), count, count * value)
 
     def add_all(self, values: Sequence[float], count: int) -> None:
-        """Add each of some numbers, at least one, so many times."""
+        """Add each of these numbers, of which there is at least one, `count` times."""
         number = _bin_of(min(values))
         if number == _bin_of(max(values)):
             self._add(number, count * len(values), count * sum(values))
@@ -35,7 +35,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many numbers there are."""
+        """The number of numbers."""
         return int(sum(count for count, _ in self._bins.values()))
 
     def percentile(self, percent: float) -> float:

@@ -1,4 +1,4 @@
-"""How long a step takes, as a simulation asks for it: by its rows."""
+"""The times of steps by their rows, for a simulation."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ class StepTimes(Protocol):
     """Seconds of a runtime's calls."""
 
     def step(self, rows: Sequence[Row]) -> float:
-        """Return the seconds of a step of these rows, prompts or single tokens or both."""
+        """Return the seconds of a step of these rows: prompts, single tokens or both."""
 
     def decode(self, starts: Sequence[int], steps: int) -> list[float]:
-        """Return the seconds of so many steps, one after another, of single tokens.
+        """Return the seconds of each of `steps` consecutive steps of single tokens.
 
         Args:
-            starts: the length of each sequence before the first of them.
+            starts: the length of each sequence before the first step.
         """
 
     def snapshot(self, tokens: int) -> float:
-        """Return the seconds to keep the state of a sequence, with the keys and values of so many tokens."""
+        """Return the seconds to take a snapshot of a sequence with the keys and values of this many tokens."""
 
     def restore(self, tokens: int) -> float:
-        """Return the seconds to bring back the state of a sequence of so many tokens."""
+        """Return the seconds to restore a sequence of this many tokens."""
 
     def copy(self, tokens: int) -> float:
-        """Return the seconds to copy a sequence of so many tokens to another slot."""
+        """Return the seconds to copy a sequence of this many tokens to another slot."""
 
 
 class Curve:
-    """A piecewise linear function through points, which goes on at both ends as its last pieces do, but not below 0.
+    """A piecewise linear function through points. It extrapolates linearly at both ends, but not below 0.
 
     Args:
-        points: y by x; at least one. A single one makes a constant.
+        points: y by x; at least one. A single point gives a constant.
     """
 
     def __init__(self, points: Mapping[int, float]):
@@ -45,7 +45,7 @@ class Curve:
         pairs = list(itertools.pairwise(self.ends))
         slopes = [(points[after] - points[before]) / (after - before) for before, after in pairs] or [0.0]
         self._pieces = [(x, points[x], slope) for x, slope in zip(self.ends, slopes, strict=False)]
-        self._inner = self.ends[1:-1]  # where a piece ends and the next one begins
+        self._inner = self.ends[1:-1]  # boundaries between pieces
 
     def __call__(self, x: float) -> float:
         """Return the value at `x`."""
@@ -53,7 +53,7 @@ class Curve:
         return max(0.0, value + slope * (x - first))
 
     def from_on(self, x: float, steps: int) -> list[float]:
-        """Return the values at x, x + 1 and so on."""
+        """Return `steps` values, at x, x + 1 and so on."""
         at = bisect.bisect_left(self._inner, x)
         if at < len(self._inner) and x + steps - 1 > self._inner[at]:
             return [self(x + step) for step in range(steps)]
@@ -64,14 +64,14 @@ class Curve:
 
 
 class CurvesByRows:
-    """A curve for each of some numbers of rows, and curves between and beyond them."""
+    """Curves for some numbers of rows, with interpolation and extrapolation for others."""
 
     def __init__(self, points: Mapping[int, Mapping[int, float]]):
         self._rows = sorted(points)
         self._curves = {rows: Curve(points[rows]) for rows in self._rows}
 
     def __getitem__(self, rows: int) -> Curve:
-        """Return the curve for so many rows."""
+        """Return the curve for this many rows."""
         if rows not in self._curves:
             self._curves[rows] = self._between(rows)
         return self._curves[rows]

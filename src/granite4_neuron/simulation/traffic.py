@@ -1,4 +1,4 @@
-"""Traffic: requests with their arrivals, the lengths of prompts and answers, and what prompts have in common.
+"""Traffic: requests with arrivals, lengths of prompts and answers, and the tokens that prompts share.
 
 A file has a line of JSON for each request, in this package's format or in that of Mooncake's traces; docs/planning.md
 describes both.
@@ -20,14 +20,14 @@ from granite4_neuron.simulation.lengths import Lengths
 
 BLOCK = 512  # tokens of a block of Mooncake's traces
 _MOST_TOKENS = 2**24  # of a prompt or an answer
-_ANSWER = 0  # the token of which answers consist; no part of a prompt begins with it
+_ANSWER = 0  # every token of an answer; no part of a prompt begins with it
 
 
 class Part(NamedTuple):
-    """Tokens that prompts may have in common, as a whole or as the beginning of one: `first`, and then zeros.
+    """Tokens that prompts may share, all of them or their beginning: `first`, followed by zeros.
 
-    No two different parts have the same first token, except for answers, which are zeros. These are not ids of a
-    vocabulary: that has too few.
+    Different parts have different first tokens, except answers, which are zeros. First tokens are not ids of a
+    vocabulary, which has too few.
     """
 
     first: int
@@ -38,8 +38,8 @@ class Arrival(NamedTuple):
     """A request.
 
     time: of its arrival, in seconds.
-    prompt: its length in tokens. answer: the new tokens that it asks for.
-    conversation: a number; None if it is of none.
+    prompt: its length in tokens. answer: the number of new tokens requested.
+    conversation: its number; None if it belongs to none.
     parts: of the prompt, in order.
     """
 
@@ -104,7 +104,7 @@ def read_traffic(file: Path) -> list[Arrival]:
     """Read a file of requests; return them in order of their arrivals.
 
     Raises:
-        UserError: the file cannot be read, has no requests, or a line is not one.
+        UserError: the file cannot be read or has no requests, or a line is not a request.
     """
     try:
         with open(file, encoding="utf-8") as lines:
@@ -126,7 +126,7 @@ def poisson(
 
     Args:
         rate: requests per second on average.
-        prefix_tokens: with which all prompts begin.
+        prefix_tokens: length of the prefix that all prompts share.
     """
     chance, arrivals, time = random.Random(seed), [], 0.0
     for first in range(2, number + 2):
@@ -138,7 +138,7 @@ def poisson(
 
 
 def at_rate(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
-    """Return the same requests, arriving so many times as fast."""
+    """Return the same requests, arriving `factor` times as fast."""
     return [arrival._replace(time=arrival.time / factor) for arrival in arrivals]
 
 
@@ -188,15 +188,15 @@ def _of_mooncake(where: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Sharing:
-    """Numbers what prompts have in common."""
+    """Numbers the parts that prompts share."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, Any], int] = {}
         self._next = 1
-        self._conversations: dict[int, tuple[Part, ...]] = {}  # the parts so far, the last answer among them
+        self._conversations: dict[int, tuple[Part, ...]] = {}  # the parts so far, with the last answer
 
     def arrivals(self, records: Sequence[Mapping[str, Any]]) -> Iterator[Arrival]:
-        """Yield the requests of records that are in order of their arrivals."""
+        """Yield requests for records, which are in order of their arrivals."""
         for record in records:
             name = record.get("conversation")
             conversation = None if name is None else self._number("conversation", name)
@@ -207,9 +207,9 @@ class _Sharing:
             yield Arrival(float(record["arrival"]), prompt, answer, conversation, parts)
 
     def _parts(self, record: Mapping[str, Any], conversation: int | None) -> tuple[Part, ...]:
-        """Return what the prompt begins with, its conversation so far or its prefix, and what only it has.
+        """Return the shared part of the prompt, its conversation so far or its prefix, and its own part.
 
-        A prompt that is not longer than its conversation so far is a new beginning.
+        A prompt that is not longer than its conversation so far begins anew.
         """
         prompt = record["prompt_tokens"]
         shared = self._conversations.get(conversation, ()) if conversation is not None else ()

@@ -58,7 +58,7 @@ def test_a_snapshot_gets_the_fingerprint_of_its_rank():
 
 
 def test_a_state_of_another_runtime_is_refused():
-    with pytest.raises(KeyError, match="this HybridState is not of this runtime"):
+    with pytest.raises(KeyError, match="this HybridState does not belong to this runtime"):
         encode([new_state()], {2: new_state()})
 
 
