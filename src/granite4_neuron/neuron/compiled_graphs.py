@@ -26,9 +26,9 @@ _SHORTEST_BUCKET = 128
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """kind: one of the above. bucket: entries of the cache that a step sees; where it sees none, the tokens that it
-    takes. tokens: that it takes of each sequence, if graphs of a kind and bucket differ in that. layer_type: of a
-    LAYER.
+    """kind: one of the above. bucket: entries of the cache that a step reads; if it reads none, the tokens that it
+    takes.
+    tokens: tokens of each sequence, if graphs of a kind and bucket differ in that. layer_type: of a LAYER.
     """
 
     kind: str
@@ -65,7 +65,8 @@ class GraphOptions:
         return max(self.context_buckets or [self.max_context_length])
 
     def prompt_lengths(self, context: int) -> list[int]:
-        """Return the tokens of the graphs for prompts, ascending: of their first part, and of each further one."""
+        """Return the tokens of the graphs for prompts, ascending: for the first part of a prompt and for further parts.
+        """
         first = self._context_buckets(context)
         return sorted({*first, min(first[-1], CONTINUATION_TOKENS)} if first[-1] < context else first)
 
@@ -74,7 +75,7 @@ class GraphOptions:
         return context
 
     def fewest(self, context: int) -> tuple[GraphOptions, str]:
-        """Return the options for one graph of each kind, and what they are on the command line."""
+        """Return the options for one graph of each kind, and their form on the command line."""
         longest = min(self.longest_prompt, context)
         options = replace(self, context_buckets=(longest,), token_buckets=(context,))
         return options, f"--context-buckets {longest} --token-buckets {context}"
@@ -99,7 +100,7 @@ class GraphOptions:
 
 
 def is_compiled(config: ModelConfig) -> bool:
-    """Return whether there is a model for NxD Inference: of Granite only."""
+    """Return whether the port to NxD Inference has a model for this config: for Granite only."""
     return isinstance(config, GraniteMoeHybridConfig)
 
 
@@ -112,7 +113,7 @@ def default_context_buckets(longest: int) -> list[int]:
 
 
 def default_token_buckets(longest: int) -> list[int]:
-    """Return NxD Inference's own buckets: powers of two from 128 on, of which the last gives way to `longest`.
+    """Return NxD Inference's own buckets: powers of two from 128 on, with `longest` in place of the last.
 
     Source: `generate_buckets` in NxD Inference's modules/autobucketing.py.
     """

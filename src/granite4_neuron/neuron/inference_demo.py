@@ -2,7 +2,7 @@
 
     python -m granite4_neuron.neuron.inference_demo --model-type granitemoehybrid --task-type causal-lm run ...
 
-It is outside of `nxdi`, which cannot be imported where NxD Inference is missing.
+It is outside of `nxdi`, which cannot be imported without NxD Inference.
 """
 
 from __future__ import annotations

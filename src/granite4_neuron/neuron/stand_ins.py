@@ -1,6 +1,6 @@
 """Stand-ins for the Neuron SDK's closed packages, so that NxD Inference's public source runs on a CPU.
 
-In its CPU mode NxD Inference computes nothing with them: it imports their names, decorates and subclasses with them.
+In its CPU mode NxD Inference computes nothing with them: it only imports, decorates with and subclasses their names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from granite4_neuron.errors import UserError
 
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
-ABSENT = "torch_neuronx.nki_op"  # of PyTorch's own device for Neuron, for which nothing stands in
+ABSENT = "torch_neuronx.nki_op"  # belongs to PyTorch's own Neuron device, which has no stand-in
 PLATFORM = "trn2"
 _GET_SOURCES = (
     "git clone https://github.com/aws-neuron/neuronx-distributed-inference && "
@@ -28,10 +28,10 @@ SOURCES = {"NXDI_SRC": "neuronx_distributed_inference", "NXD_SRC": "neuronx_dist
 
 
 def why_not_importable() -> str | None:
-    """Return why NxD Inference cannot be used here; None after making sure that it can be imported.
+    """Make NxD Inference importable if possible. Return None on success, otherwise the reason.
 
     Raises:
-        UserError: one of the variables `SOURCES` is set, and does not name a checkout.
+        UserError: one of the variables in `SOURCES` is set and does not name a checkout.
     """
     if importlib.util.find_spec("torch_xla") is None:
         return (
@@ -49,7 +49,7 @@ def why_not_importable() -> str | None:
 
 
 def checkout(variable: str, package: str) -> Path:
-    """Return the checkout that an environment variable names. `package`: where it has its package.
+    """Return the checkout that an environment variable names. `package` is the path of the package in it.
 
     Raises:
         UserError: there is no such package in that folder.
@@ -63,14 +63,14 @@ def checkout(variable: str, package: str) -> Path:
 
 def install(nxdi_source: Path, nxd_source: Path) -> None:
     """Make neuronx_distributed_inference and neuronx_distributed importable from their checked-out sources."""
-    # At import torch_xla looks for libneuronxla, and would take a stand-in for a device: it must come first.
+    # Import torch_xla first: at import it looks for libneuronxla, and would take a stand-in for a device.
     import torch
     import torch_xla  # noqa: F401
 
     sys.meta_path.append(_Finder())
     sys.path[:0] = [str(nxdi_source / "src"), str(nxd_source / "src")]
     for name in ("nki", "nki.language", "nki.isa"):
-        _answer_every_name(importlib.import_module(name))  # the emulator, where there is one, has a few only
+        _answer_every_name(importlib.import_module(name))  # the emulator, if there is one, has only a few names
     vars(torch.classes)["neuron"] = _stand_in("neuron")
     import torch_neuronx.utils
 
@@ -89,7 +89,7 @@ class _StandIn(type):
         return cls
 
     def __call__(cls, *arguments, **options):
-        if cls.__bases__ != (object,):  # a real class that has a stand-in for its base
+        if cls.__bases__ != (object,):  # a real class whose base is a stand-in
             return super().__call__(*arguments, **options)
         decorated = arguments[0] if arguments else None
         return decorated if callable(decorated) else cls
@@ -100,7 +100,7 @@ def _stand_in(name: str) -> _StandIn:
 
 
 def _answer_every_name(module: types.ModuleType) -> None:
-    """Answer every name that a module does not have with a stand-in, but for `ABSENT`."""
+    """Give a module a stand-in for every name that it does not have, except `ABSENT`."""
 
     def answer(name: str) -> _StandIn:
         if name.startswith("__") or f"{module.__name__}.{name}" == ABSENT:
@@ -111,7 +111,7 @@ def _answer_every_name(module: types.ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module without content at every path below PACKAGES, but for `ABSENT`."""
+    """Finds an empty module at every path below PACKAGES, except `ABSENT`."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.partition(".")[0] in PACKAGES and fullname != ABSENT:

@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 _PREFIX = "torch._c10d_functional."
 _TENSOR = re.compile(r"!torch\.vtensor<\[([\d,]*)\],(\w+)>")
-# A pass with the dialects of what is put in.
+# A pass with the dialects of the new operations.
 _WITH_DIALECTS = "builtin.module(func.func(convert-torch-to-stablehlo))"
 
 
 def lower_collectives(module: ir.Module, tp_degree: int) -> None:
-    """Replace the functional collectives of an imported module, in place; other operators stay as they are.
+    """Replace the functional collectives of an imported module in place; other operators stay unchanged.
 
     Args:
         tp_degree: number of ranks; each collective is among all of them.
 
     Raises:
-        NotImplementedError: it has another than a sum of all ranks' tensors (all_reduce), tensors side by side
-            (all_gather_into_tensor) and the wait for them.
+        NotImplementedError: it has another collective than a sum over the ranks (all_reduce), the ranks' tensors side
+            by side (all_gather_into_tensor), and the wait for them.
     """
     from torch_mlir import ir
     from torch_mlir.passmanager import PassManager
@@ -42,7 +42,7 @@ def lower_collectives(module: ir.Module, tp_degree: int) -> None:
 
 
 def _lowered(name: str, operator: ir.OpView, tp_degree: int) -> ir.Value:
-    """Return the value that stands for a collective's result."""
+    """Return the value that replaces a collective's result."""
     from torch_mlir import ir
 
     if name == "wait_tensor":
@@ -66,7 +66,7 @@ def _lowered(name: str, operator: ir.OpView, tp_degree: int) -> ir.Value:
 
 
 def _add_sum(region: ir.Region, dtype: ir.Type) -> None:
-    """Give an all-reduce the function of two scalars that returns their sum."""
+    """Give an all-reduce its function, the sum of two scalars."""
     from torch_mlir import ir
 
     scalar = ir.RankedTensorType.get([], dtype)
@@ -76,7 +76,7 @@ def _add_sum(region: ir.Region, dtype: ir.Type) -> None:
 
 
 def _builtin(type: ir.Type) -> ir.Type:
-    """Return the type of MLIR's own for a type of torch-mlir's tensors."""
+    """Return MLIR's builtin type for a tensor type of torch-mlir."""
     from torch_mlir import ir
 
     match = _TENSOR.fullmatch(str(type))

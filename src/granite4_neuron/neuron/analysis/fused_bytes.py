@@ -1,15 +1,15 @@
-"""The bytes of a traced graph if element-wise work moved nothing: the other end of what a compiler may do.
+"""The bytes of a traced graph if element-wise work moved nothing: the optimistic extreme.
 
-XLA's count before optimisation takes every operand and result of every instruction as moved. Here a value is moved only
-if it must be in memory:
+XLA's count before optimisation, the other extreme, moves every operand and result of every instruction. Here a value is
+moved only if it must be in memory:
 
 * inputs, and the results of products, sums over an axis, gathers, scatters, collectives, kernels and copies;
-* what goes into a product, a gather, a scatter, a collective or a kernel, unless it is an input in another layout or
+* operands of a product, a gather, a scatter, a collective or a kernel, unless they are inputs in another layout or
   dtype;
 * an element-wise result from which several such values are computed; and the graph's outputs.
 
-Such a value is written once, and read once by each of those that are computed from it. A constant, and what depends on
-constants only, is not moved. A compiler may do better or worse.
+Such a value is written once, and read once for each such value that is computed from it. Constants, and values that
+depend only on constants, are not moved. A compiler may do better or worse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELEMENT_WISE = {
     *("reduce-precision", "remainder", "rsqrt", "select", "sign", "sine", "sqrt", "subtract", "tanh", "xor"),
 }
 _FREE = _LAYOUTS | _ELEMENT_WISE | _CONSTANTS | {"tuple"}
-# Their operands are computed on the way to them, and need not be in memory.
+# Their operands may be computed on the fly and need not be in memory.
 _READS_THROUGH = {"reduce", "pad", "concatenate", "copy"}
 
 
@@ -63,7 +63,8 @@ class _Graph:
 
     def _values_in_memory(self) -> set[str]:
         in_memory: set[str] = set()
-        readers: dict[str, set[str]] = defaultdict(set)  # of what is not in memory: the values computed from it
+        # For each value that is not in memory: the values computed from it.
+        readers: dict[str, set[str]] = defaultdict(set)
         is_taken_whole = set(self._outputs)
         for name, instruction in reversed(self._entry.items()):
             if name not in self._depends:
@@ -80,7 +81,8 @@ class _Graph:
         return in_memory
 
     def _is_computed(self, name: str) -> bool:
-        """Return whether the value is the last of an element-wise computation: the one that is written if any is."""
+        """Return whether the value ends an element-wise computation, so that it is the one that is written if any is.
+        """
         if self._entry[name].opcode != "convert":
             return self._entry[name].opcode in _ELEMENT_WISE
         while self._entry[name].opcode in _LAYOUTS:
@@ -102,7 +104,7 @@ class _Graph:
         return written + self._read(instruction.operands)
 
     def _read(self, operands: tuple[str, ...]) -> float:
-        """Return the bytes in memory that these values are computed from; of a slice only the part it takes."""
+        """Return the bytes in memory from which these values are computed; of a slice only the part that it takes."""
         parts: dict[str, dict[str, float]] = {}
         pending = [(operand, operand, 1.0) for operand in operands]
         seen = set()

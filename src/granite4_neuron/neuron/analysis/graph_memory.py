@@ -1,8 +1,8 @@
-"""Memory that loaded graphs take beside tensors: a core's microcode, and each graph's code, rings and collectives.
+"""Memory that loaded graphs take besides tensors: a core's microcode, and each graph's code, rings and collectives.
 
 The Neuron SDK's page on device memory (neuron-runtime/explore/device-memory) names these parts, and says how many bytes
-microcode takes. It has no figures for language models. So those of a graph are estimates, from what the Neuron runtime
-reported of other models on a Trainium2, with both physical cores of a logical one added up:
+microcode takes. It has no figures for language models. So a graph's figures are estimates from reports of the Neuron
+runtime for other models on a Trainium2, summed over the two physical cores of a logical one:
 
 * Qwen3-8B in bfloat16 on one rank, with 15.1 GB of weights (github.com/omersajid9/trn2-rl-rollout, "Per NEFF memory
   usage breakdown" in the logs). A graph for one token has 126 MiB of code, 4 of constants and the runtime's data, and
@@ -11,7 +11,7 @@ reported of other models on a Trainium2, with both physical cores of a logical o
   test/vllm_neuron/worker). A graph for 1,024 tokens of a prompt has 165 MiB of code and constants, and 49 of rings. One
   for one token has 71 KiB for collectives.
 
-Temporaries are not here: all graphs share one scratchpad, as large as the largest that one of them needs.
+Temporaries are not included: all graphs share one scratchpad, as large as the largest that one of them needs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MICROCODE_BYTES = LOGICAL_CORE_SIZE * 96 * _MEBIBYTE
 _STEP_CODE, _STEP_RINGS = ((126 + 4) * _MEBIBYTE / 15.1e9, 12 * _MEBIBYTE / 15.1e9)
 _PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 90, 49 * _MEBIBYTE / 90)
 _COLLECTIVES = 71 * 2**10
-# What all graphs of a model take at most, as a multiple of the estimate. Graphs for prompts as in the first of the logs
-# would take 1.4 times, if each had the most that is given there; of the others there is one each.
+# Upper limit for all graphs of a model, as a multiple of the estimate. In the first of the logs, graphs for prompts
+# would take 1.4 times the estimate if each had the largest figures given there; of the other graphs there is one each.
 GRAPHS_AT_MOST = 2
 
 

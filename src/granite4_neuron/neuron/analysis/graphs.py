@@ -1,7 +1,7 @@
-"""The cost of a model's compiled graphs, from the graphs themselves: nothing is run and no weight is allocated.
+"""The cost of a model's compiled graphs, from the graphs themselves. Nothing runs and no weight is allocated.
 
-A graph is traced with one layer of each kind, and once more for each kind with a second layer of it. All layers of a
-kind cost the same, so this gives the cost of any number of them.
+A graph is traced with one layer of each kind, and for each kind once more with a second layer of it. All layers of a
+kind cost the same, so this gives the cost of any number of layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import TOKENS, unpacked
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, LayerState, MambaState, input_output_aliases
 
-# The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
+# The parts of a graph that are traced separately, if a model has them; the rest are norms, routers and residuals.
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
 COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
 
@@ -45,7 +45,7 @@ PREFILL, DECODE, VERIFY, COMMIT = "prefill", "decode", "verify", "commit"
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of one rank, which is to be traced.
+    """A graph of one rank, to be traced.
 
     kind: "prefill", "decode", "verify" or "commit".
     tokens: of each row.
@@ -124,14 +124,14 @@ class GraphReport:
 
     @cached_property
     def temporary_bytes(self) -> int:
-        """Temporaries of the graph with one layer of each kind: layers run one after another, and share what they need.
+        """Temporaries of the graph with one layer of each kind, because layers run one after another and share memory.
 
-        The graph is compiled for the CPU when this is first asked for, which takes seconds.
+        The first access compiles the graph for the CPU, which takes seconds.
         """
         return temporary_bytes(self.few.proto, self.few.donated)
 
     def numbers(self) -> dict[str, object]:
-        """Return all fields but the graph itself, and the temporaries, as JSON can hold them."""
+        """Return all fields except the graph itself, and the temporaries, as values for JSON."""
         values = {name: value for name, value in asdict(self).items() if name != "few"}
         return {**values, "temporary_bytes": self.temporary_bytes}
 
@@ -183,7 +183,7 @@ def report(
         trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
 
     Raises:
-        ToolsMissing: what traces or counts the graphs is not installed.
+        ToolsMissing: the tools that trace or count the graphs are not installed.
         UserError: tp_degree does not divide the model.
     """
     graphs = [(f"prefill {bucket}", PREFILL, 1, bucket) for bucket in buckets]
@@ -340,7 +340,7 @@ class _Tracing:
         return []
 
     def _components(self) -> Iterator[tuple[tuple[str, str | None], list[torch.Tensor]]]:
-        """Return the key in `Traced.components`, and the outputs, of each component."""
+        """Yield each component's key in `Traced.components` and its outputs."""
         model, config = self.model, self.model.config
         for kind, layer, layer_state in zip(
             config.layer_types, model.model.layers, self._new_state().layers, strict=True
@@ -390,7 +390,7 @@ class _Tracing:
         return replace(self.state, layers=layers)
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return input_ids, positions, lengths and slots, of the one tensor in which the runtime brings them."""
+        """Return input_ids, positions, lengths and slots from the one tensor with which the runtime transfers them."""
         input_ids, positions, lengths, slots = unpacked(
             self.placeholder((self.rows, TOKENS + self.tokens), torch.int32)
         )

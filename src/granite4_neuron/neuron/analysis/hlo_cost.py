@@ -1,4 +1,4 @@
-"""Graphs traced by torch_xla over placeholders, and XLA's counts of them; nothing is run, no memory is allocated."""
+"""Graphs traced by torch_xla over placeholders, and XLA's counts of them. Nothing runs, and no memory is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ToolsMissing(UserError):
-    """torch_xla or jax, with which graphs are traced and counted, is not installed."""
+    """torch_xla or jax, which trace and count graphs, is not installed."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Cost:
     """Cost by XLA's analysis of a graph before optimisation: every operand and result of every instruction counts.
 
     fused_bytes: see the module of this name. A kernel, which is a custom call, counts as `kernel_costs` says.
-    collectives, collective_bytes: their number, and the bytes that this rank gives to them.
+    collectives, collective_bytes: their number, and the bytes that this rank sends through them.
 
-    Costs are added up like the graphs that they are of.
+    Costs add up like their graphs.
     """
 
     flops: float = 0.0
@@ -51,7 +51,7 @@ class Cost:
 
 
 def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-    """Return a maker of placeholders: tensors of a shape and dtype to trace graphs from, without memory of their own.
+    """Return a function that makes placeholders: tensors of a shape and dtype without memory, to trace graphs from.
 
     Raises:
         ToolsMissing: torch_xla is not installed.
@@ -75,8 +75,8 @@ def hlo_proto(outputs: Sequence[torch.Tensor]) -> bytes:
 def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
     """Return the parameter number of each of `inputs` in the graph of `outputs`.
 
-    The graph that returns the inputs as well shows them, and it has the same numbers: parameters are numbered in the
-    order in which the outputs, one after another, need them.
+    They are read from the graph that also returns the inputs. It has the same numbers, because parameters are numbered
+    in the order in which the outputs, one after another, need them.
     """
     import torch_xla
 
@@ -97,7 +97,7 @@ def hlo_text(proto: bytes) -> str:
 def count(proto: bytes) -> Cost:
     """Count the cost of a serialised HLO module.
 
-    A reshape moves nothing. XLA counts it as if it were a copy, which is taken away here.
+    A reshape moves nothing. XLA counts it as a copy, which is subtracted here.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -125,12 +125,12 @@ def count(proto: bytes) -> Cost:
 
 
 def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
-    """Return the peak of what a serialised HLO module, compiled for the CPU, needs beside its inputs and outputs.
+    """Return the peak memory that a serialised HLO module, compiled for the CPU, needs besides its inputs and outputs.
 
-    The CPU's compiler makes float32 copies of weights in bfloat16. What kernels keep for themselves is not counted.
+    The CPU's compiler makes float32 copies of weights in bfloat16. Memory inside kernels is not counted.
 
     Args:
-        donated: the number of each parameter whose memory an output takes, and that of the output.
+        donated: for each parameter whose memory an output takes, its number and the output's number.
 
     Raises:
         ToolsMissing: jax is not installed.

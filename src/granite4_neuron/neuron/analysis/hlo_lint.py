@@ -42,8 +42,8 @@ _MAX_PRODUCT_RANK = 3
 class Instruction:
     """One line of HLO text.
 
-    operands: names. attributes: all that follows them. parameter: its number, if it is one. is_dynamic: whether a
-    dimension is known only while the graph runs; `shapes` have its bound.
+    operands: names. attributes: the text after them. parameter: its number, if it is a parameter. is_dynamic: whether a
+    dimension is known only while the graph runs; `shapes` then has its bound.
     """
 
     name: str
@@ -103,7 +103,7 @@ def findings_of_layer(kind: str, found: Counter[tuple[str, str]], needed: int) -
 
 
 def _split_at_end(rest: str) -> tuple[str, str]:
-    """Return the text before the parenthesis that ends an instruction's operands, and the text behind it."""
+    """Return the text before and after the parenthesis that ends an instruction's operands."""
     depth = 1
     for place, character in enumerate(rest):
         depth += (character == "(") - (character == ")")
@@ -188,7 +188,7 @@ def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:
 
 
 def _fetches_experts(instruction: Instruction, module: dict[str, Instruction], num_experts: int) -> bool:
-    """Return whether it picks whole matrices of a stack of one for each expert."""
+    """Return whether it picks whole matrices from a stack with one matrix for each expert."""
     if instruction.opcode != "gather" or not _picks_rows(instruction, module):
         return False
     operand, moved = module[instruction.operands[0]].shapes[0][1], instruction.shapes[0][1]

@@ -32,7 +32,8 @@ def size_of(shape: Shape) -> int:
 
 
 def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Count causal attention: query [heads, tokens, head_dim], key, value; then a prior, if any, all of it visited.
+    """Count causal attention: query [heads, tokens, head_dim], key, value; then a prior, if there is one, visited
+    completely.
 
     Source: the prefix caching of `attention_cte` in AWS's public nki-library, which masks unused entries.
     """
@@ -42,7 +43,7 @@ def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float,
 
 
 def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Assume that every slot has an expert, which is the most there can be. Only their weights are read, each once."""
+    """Assume that every choice has an expert of its own, the upper limit. Only chosen weights are read, each once."""
     tokens, hidden_size = operands[0][1]
     num_experts, width, _ = operands[2][1]
     slots = operands[3][1][0]
@@ -67,9 +68,9 @@ def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float
 
 
 def _mamba_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Count the taps; for each entry of the state two operations for a token that reads it, with the gate among the
-    operands, and two for one that enters it, beside two for the decay, with the accepted counts; and the tokens'
-    contributions to each other.
+    """Count the taps of the convolution and the tokens' contributions to each other. If the gate is among the operands,
+    count two operations per entry of the state for each token that reads it. If the accepted counts are among them,
+    count two per entry for each token that enters the state, and two for the decay.
     """
     batch, _, heads, head_dim = operands[0][1]
     entries, tokens, taps = prod(operands[0][1]), operands[2][1][1], operands[4][1][1]

@@ -27,17 +27,17 @@ from granite4_neuron.runtime.prompt_cuts import pieces
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
 # architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a
-# quarter of the first two. What the four ranks on a chip send each other uses no link.
+# quarter of the first two. Messages between the four ranks on a chip use no link.
 HBM_BYTES_PER_SECOND = 2.9e12 / 4
 TENSOR_FLOPS_PER_SECOND = 667e12 / 4
 CHIP_LINK_BYTES_PER_SECOND = 1.28e12
 RANKS_PER_CHIP = 4
-# VectorE, of each of the two physical cores: 0.96 GHz, 256 elements in a cycle, and 512 if all are of 16 bits:
+# VectorE of each of the two physical cores: 0.96 GHz, 256 elements per cycle, or 512 if all have 16 bits:
 # "Trainium2 architecture guide for NKI" (nki/guides/architecture/trainium2_arch). Each operation whose elements are
 # counted here has an operand in float32.
 VECTOR_ELEMENTS_PER_SECOND = 2 * 256 * 0.96e9
-# An all-reduce of less than 1 MB goes as a mesh: it scatters and gathers, in two hops each, however many ranks there
-# are; a hop takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
+# An all-reduce of less than 1 MB uses a mesh: it scatters and gathers, in two hops each, for any number of ranks; a hop
+# takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
 # (neuron-runtime/explore/intranode-collective-comm).
 COLLECTIVE_SECONDS = 4 * 2e-6
 # The time of a layer besides its bound and its collectives: launches of its parts, and waits between them. Nothing is
@@ -74,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of one step: of each unit by itself, and lost to collectives and launches."""
+    """Seconds of one step: for each unit by itself, and for collectives and launches."""
 
     units: dict[str, float]
     losses: dict[str, float]
@@ -109,12 +109,12 @@ def latency(work: Work) -> Latency:
 
 
 def num_collectives(parts: int, tp_degree: int) -> int:
-    """Return the number of all-reduces in a step: one behind each part of a layer."""
+    """Return the number of all-reduces in a step: one after each part of a layer."""
     return parts if tp_degree > 1 else 0
 
 
 def link_bytes(parts: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
-    """Return the bytes a chip sends in a step: ring all-reduces of hidden states, of which the ranks of a chip need one
+    """Return the bytes that a chip sends in a step: ring all-reduces of hidden states. The ranks of a chip share one
     copy.
     """
     chips = math.ceil(tp_degree / RANKS_PER_CHIP)
@@ -133,14 +133,15 @@ def step_work(
     verifies: bool = False,
     experts_decode: str = "kernel",
 ) -> Work:
-    """Return the work of a step, from `minimum`, the NKI kernels, and what moves if a prompt does not fit into SBUF.
+    """Return the work of a step, from `minimum`, the NKI kernels, and the bytes that move if a prompt does not fit into
+    SBUF.
 
     The minimum reads each chosen expert once, as the kernel does. "all" multiplies every token with every expert, and
     "gather" reads, writes and reads again the weights of each choice; see `ops.select_operators`.
 
     The work of VectorE is that of this package's kernels. In decode: the decay and the update of every entry of the
-    state, and a pass over the values read from it, which fills few of the partitions. In a verification: that pass, and
-    two for each pair of tokens. In prefill, for each head and 128 tokens: the weights of 128 pairs, and three passes
+    state, and a pass over the values read from it, which fills few partitions. In a verification: that pass, and two
+    passes for each pair of tokens. In prefill, for each head and 128 tokens: the weights of 128 pairs, and three passes
     over the head.
 
     Raises:
@@ -185,7 +186,7 @@ def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, prompt:
 def _more_for_experts(
     config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int, form: str
 ) -> tuple[float, float]:
-    """Return the FLOPs and bytes of a form of the experts beyond those of the minimum, which are the kernel's."""
+    """Return the FLOPs and bytes of a form of the experts beyond the minimum, which is the kernel's form."""
     experts, chosen_by_token = config.num_local_experts, config.num_experts_per_tok
     if form == "kernel" or not experts:
         return 0.0, 0.0
@@ -218,8 +219,8 @@ def commit_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, batch_s
 def counted_bound(cost: Cost) -> float:
     """Return the seconds of a graph by XLA's count, in which every operand of every instruction moves.
 
-    A compiler fuses most of that away: as far as bytes and arithmetic go, the real time is between the bound of
-    `latency` and this one.
+    A compiler avoids most of that by fusing. As far as bytes and arithmetic decide, the real time is between the bound
+    of `latency` and this one.
     """
     return max(cost.bytes_accessed / HBM_BYTES_PER_SECOND, cost.flops / TENSOR_FLOPS_PER_SECOND)
 
@@ -248,8 +249,8 @@ class Prediction:
 
 
 def tokens_per_verification(drafted: int, acceptance: float) -> float:
-    """Return the expected number of tokens of a verification of `drafted` drafts, each of which is accepted with the
-    same probability if those before it are: the accepted drafts, and one token from the verification itself.
+    """Return the expected number of tokens of a verification of `drafted` drafts: the accepted drafts, and one token
+    from the verification itself. Each draft is accepted with the same probability if those before it are.
 
     Source: Leviathan, Kalman and Matias 2023, equation 1.
     """
@@ -346,7 +347,7 @@ def with_counted_graphs(
         if traced:
             of_prompt = sum(seconds[at] * cut.count(tokens) for at, tokens in enumerate(traced))
             seconds[: len(traced)] = [of_prompt]
-        last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
+        last = len(names) - 1  # a verification followed by its commit, if there are drafts
         seconds[last:] = [sum(seconds[last:])]
         counted |= {(name, batch_size): bound for name, bound in zip(names, seconds, strict=True)}
     return [replace(line, counted=counted.get((line.step, line.batch_size))) for line in lines]

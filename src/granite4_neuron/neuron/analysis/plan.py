@@ -1,7 +1,7 @@
 """Adds up the memory of a Trainium2 core: a model's weights, state and cache, its graphs, and a step's temporaries.
 
-Tensors are exact. Graphs and temporaries are estimates, and each has an upper end: so a plan has a sum, and what it is
-at most. It fits if the latter does.
+Tensors are exact. Graphs and temporaries are estimates with an upper end. So a plan has a sum and an upper limit of it
+(`at_most`). It fits if the upper limit fits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from granite4_neuron.neuron_sdk import INSTANCES
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 GIBIBYTE = 2**30
-# A logical core has 24 GiB, and no part of another one's: the compiler compares with 25,769,803,776 bytes. "Usable
+# A logical core has 24 GiB, and no part of another core's: the compiler compares with 25,769,803,776 bytes. "Usable
 # ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
 CORE_BYTES = 47 * GIBIBYTE // 2
 
@@ -45,7 +45,7 @@ class Plan:
 
     state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
     the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. options: which graphs there
-    are. draft: of a draft model that is loaded too; a step's temporaries are those of the larger model.
+    are. draft: of a draft model that is loaded too; a step's temporaries are the larger of the two models'.
     """
 
     config: ModelConfig
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def tensors(self) -> int:
-        """Bytes of weights and sequences; those of the draft model too. These are no estimates."""
+        """Bytes of weights and sequences, also the draft model's. They are exact."""
         return self._tensors(self.batch_size, self.context)
 
     @property
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def outcome(self) -> str:
-        """FITS if it does at most; DOES_NOT_FIT if the sum does not; OPEN between the two."""
+        """FITS if the upper limit fits; DOES_NOT_FIT if the sum does not; OPEN in between."""
         if self.at_most <= CORE_BYTES:
             return FITS
         return DOES_NOT_FIT if self.total > CORE_BYTES else OPEN
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def resident(self) -> int:
-        """Bytes of tensors and graphs, which stay there between steps; those of the draft model too."""
+        """Bytes of tensors and graphs, which stay there between steps, also the draft model's."""
         return self.tensors + self._graph_bytes(self.batch_size, self.context)
 
     @property
@@ -123,7 +123,7 @@ class Plan:
         return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= CORE_BYTES)
 
     def verdict(self) -> str:
-        """Return whether it fits, how sure that is, and what would fit."""
+        """Return whether it fits, how certain that is, and what would fit."""
         capacity = f"of {_shown(CORE_BYTES)} GiB per core"
         known = (
             f"{_shown(self.tensors)} GiB are tensors; with what is estimated the sum is {_shown(self.total)}, at most "
@@ -191,7 +191,7 @@ def _shown(count: int) -> str:
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` that fits, where all smaller ones do; 0 for none."""
+    """Return the largest number up to `limit` that fits, if all smaller numbers fit too; 0 for none."""
     return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 

@@ -16,8 +16,8 @@ class Model:
     """A transformer's dimensions, by the names of its config.
 
     linear_layers: of `layers`, those with a recurrence of `value_heads` times head_dim x head_dim entries in float32.
-    dense: width of the MLP of a layer without experts, and of how many layers. expert, shared: width of one expert, and
-    of what all tokens take beside. gated: attention's query projection has a gate of its own size.
+    dense: width of the MLP of layers without experts, and the number of these layers. expert, shared: width of one
+    expert, and of the MLP that all tokens take besides. gated: attention's query projection has a gate of its own size.
     """
 
     layers: int
@@ -39,7 +39,7 @@ class Model:
     gated: bool = False
 
     def weights(self, tokens: int) -> tuple[float, float]:
-        """Return the entries of all matrices by which a token is multiplied, without the head's; and those that a step
+        """Return the entries of all matrices that multiply a token, without the head's, and the entries that a step
         reads.
         """
         full = self.layers - self.linear_layers
@@ -105,7 +105,7 @@ class Model:
 
 @dataclass(frozen=True)
 class PublishedSpill:
-    """What a rank's graph for a prompt of `tokens` tokens reads again from HBM, in bytes; 0 if nothing to speak of."""
+    """The bytes that a rank's graph for a prompt of `tokens` tokens reads again from HBM; 0 if they are negligible."""
 
     name: str
     model: Model
@@ -213,8 +213,8 @@ FIGURES = (
     Published("Llama-3.1-405B", LLAMA_405B, 64, 10_240, 2442.0, f"{AWS}3.1-405b-speculative"),
     Published("Qwen3-32B", QWEN3_32B, 64, 128, 48.3, f"{AWS.removesuffix('trn2-llama')}sd-inference"),
 )
-# A profile shows what the first graph reads again. The next two are known by their times, which are in proportion to
-# their tokens. Of the last the source says that spilled tiles do not bound it.
+# A profile shows the bytes that the first graph reads again. The next two follow from their times, which are in
+# proportion to their tokens. The source says that spilled tiles do not limit the last one.
 SPILLS = (
     PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 2048, 108.7e9, PLUGIN),
     PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 1024, 0, PLUGIN),
@@ -223,8 +223,8 @@ SPILLS = (
 )
 TOKENS = tuple(figure for figure in FIGURES if figure.tokens == 1)
 FIRST_TOKENS = tuple(figure for figure in FIGURES if figure.tokens > 1)
-# `latency.LAUNCH_SECONDS` is fitted to these. The time per token of the other port of h-small is not among them: it is
-# to be predicted.
+# `latency.LAUNCH_SECONDS` is fitted to these. The time per token of the other port of h-small is not among them,
+# because it is to be predicted.
 FITTED = FIGURES[:8]
 
 

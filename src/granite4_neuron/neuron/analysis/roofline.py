@@ -55,8 +55,8 @@ def minimum(
       counted.
     * States are read and written once. Of the keys and values, `context` entries per sequence are read and those of the
       step's tokens are written. A verification reads states and writes none.
-    * Only the residual stream moves among the activations, in float32: each part of a layer, mixer or MLP, has
-      it read by its norm, and read and written by the sum.
+    * Of the activations only the residual stream moves, in float32: for each part of a layer, mixer or MLP, the norm
+      reads it, and the sum reads and writes it.
 
     Args:
         tp_degree: ranks, over which the model is split.

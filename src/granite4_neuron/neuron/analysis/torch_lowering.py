@@ -1,4 +1,5 @@
-"""Graphs of torch.compile on TorchNeuron's way to StableHLO: AOTAutograd keeps writes to inputs, torch-mlir lowers.
+"""Lowers graphs of torch.compile to StableHLO as TorchNeuron does: AOTAutograd keeps writes to inputs, torch-mlir
+lowers.
 
 Source: the design of TorchNeuron's backend, as far as it is known; TorchNeuron itself is not used.
 """
@@ -23,8 +24,8 @@ from granite4_neuron.neuron_sdk import INSTALL_TORCH_MLIR
 
 aten = torch.ops.aten
 
-# TorchNeuron's decompositions that the model's operators could meet. Its decomposition of split is not among them: a
-# split would become slices, and is to be seen.
+# TorchNeuron's decompositions that the model's operators could meet. Its decomposition of split is left out: a
+# split would become slices, and checks should see it.
 _DECOMPOSED = (
     aten.unbind,
     aten.embedding,
@@ -71,10 +72,10 @@ def written_inputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def check_installed() -> None:
-    """Check for what `lower` and `hlo_proto_of` need.
+    """Check that the tools of `lower` and `hlo_proto_of` are installed.
 
     Raises:
-        ToolsMissing: it is not installed.
+        ToolsMissing: one is not installed.
     """
     for package, use in (("torch_mlir", "lowered"), ("jax", "counted")):
         if importlib.util.find_spec(package) is None:
@@ -114,7 +115,8 @@ def lower(graph: fx.GraphModule, tp_degree: int = 1) -> Lowered:
         graph.graph.erase_node(write)
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
-            node.update_kwarg("device", torch.device("cpu"))  # torch-mlir takes another for a copy between devices
+            # Torch-mlir would take another device for a copy between devices.
+            node.update_kwarg("device", torch.device("cpu"))
     module = stateless_fx_import(graph, output_type="raw")
     lower_collectives(module, tp_degree)
     run_pipeline_with_repro_report(module, _TO_TORCH_BACKEND, "lowering to operators of torch")

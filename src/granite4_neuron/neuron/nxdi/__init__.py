@@ -1,4 +1,4 @@
-"""Granite 4.0 hybrids as a model of NxD Inference. Only this package imports NxD Inference; it needs it installed.
+"""Granite 4.0 hybrids as a model of NxD Inference. Only this package imports NxD Inference, which must be installed.
 
 config = GraniteMoeHybridInferenceConfig(MoENeuronConfig(...), load_config=load_pretrained_config(path))
 model = NeuronGraniteMoeHybridForCausalLM(path, config)

@@ -32,7 +32,9 @@ class NeuronModelWrapper(ModelWrapper):
     """One kind of graph, in all its buckets."""
 
     def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
-        """Return the smallest bucket that holds a prompt; NxD Inference would take the next one for a full bucket."""
+        """Return the smallest bucket that holds a prompt. NxD Inference would take the next larger one for a full
+        bucket.
+        """
         if self.tag in (CONTEXT_ENCODING_MODEL_TAG, CONTINUATION_MODEL_TAG) and input_len in buckets:
             return input_len
         return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
@@ -41,7 +43,7 @@ class NeuronModelWrapper(ModelWrapper):
 class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
     """A Granite 4 hybrid for NxD Inference.
 
-    Besides the graphs for context encoding and token generation it has continuation graphs, for the further tokens of a
+    Besides the graphs for context encoding and token generation it has continuation graphs for the further tokens of a
     prompt that is longer than the largest context encoding bucket. So a prompt may be as long as neuron_config.seq_len.
     tensor_capture_config captures the last step of such a prompt.
 
@@ -68,7 +70,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
 
     @property
     def _context_tokens(self) -> int:
-        """The number of a prompt's tokens that context encoding takes."""
+        """The number of tokens of a prompt that context encoding takes."""
         return self.context_encoding_model.neuron_config.buckets[-1]
 
     @property
@@ -79,8 +81,8 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         return (2 if self.neuron_config.output_logits else 1) + self._get_captured_tensors_offset()
 
     def to_cpu(self) -> None:
-        """Load the weights and run on the CPU; tensor_capture_config holds there as well."""
-        # NxD Inference refuses verification in this mode, which this class runs itself.
+        """Load the weights and run on the CPU. tensor_capture_config applies there as well."""
+        # NxD Inference refuses verification in this mode; this class runs it itself.
         neuron_config = self.neuron_config
         self.neuron_config = copy.copy(neuron_config)
         self.neuron_config.speculation_length = 0
@@ -103,7 +105,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         """Add the graphs for further tokens of a prompt, one for each bucket of the cache that is above `shortest`.
 
         Args:
-            tokens: how many such a graph takes.
+            tokens: how many tokens such a graph takes.
         """
         config = copy.deepcopy(self.config)
         neuron_config = config.neuron_config
@@ -113,7 +115,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         neuron_config.n_active_tokens = tokens
         neuron_config.bucket_n_active_tokens = False
         neuron_config.is_prefill_stage = True
-        neuron_config.allow_input_truncation = False  # it would cut a prompt's tokens and its mask in different places
+        neuron_config.allow_input_truncation = False  # it would cut a prompt's tokens and its mask at different lengths
         neuron_config.buckets = [size for size in generate_buckets_for_tkg(config) if size > shortest]
         graph = self.model_wrapper(
             config=config,
@@ -138,7 +140,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         *args,
         **kwargs,
     ) -> tuple[Outputs, bool]:
-        """Return the outputs of a step, also of one that takes several graphs; and whether it ran on a device."""
+        """Return the outputs of a step, which may take several graphs, and whether it ran on a device."""
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
@@ -152,7 +154,8 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
     def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
         """Decode one token per row. The rows of a full batch are sorted by slot, as the graph expects them."""
         input_ids, attention_mask, _, seq_ids, sampling_params = per_row
-        # The generation adapter counts from the largest position of a padded prompt, which is 1 if it has one token.
+        # The generation adapter counts from the largest position of a padded prompt, which is 1 for a prompt of one
+        # token.
         position_ids = attention_mask.sum(1, keepdim=True)
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         order = seq_ids.argsort()
@@ -169,7 +172,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """Run context encoding for a prompt's first tokens, and continuations for the others."""
+        """Run context encoding for a prompt's first tokens and continuations for the others."""
         input_ids, attention_mask, position_ids, seq_ids, sampling_params = per_row
         encoded = self._context_tokens
         first = (
@@ -190,11 +193,11 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
 
         Args:
             per_row: input_ids, attention_mask, seq_ids and sampling_params.
-            results: of the steps before, for rows that end there; none where no row does.
+            results: of the earlier steps, for rows that end there; none if no row does.
         """
         input_ids, attention_mask, seq_ids, sampling_params = per_row
         graph, lengths = self.prefill_continuation_model, attention_mask.sum(1)
-        assert graph is not None  # the model takes prompts that are longer than context encoding does
+        assert graph is not None  # the model was compiled for prompts longer than context encoding takes
         tokens = graph.neuron_config.n_active_tokens
         for start in range(first, input_ids.shape[1], tokens):
             piece = input_ids[:, start : start + tokens]
@@ -216,11 +219,11 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         return self._outputs(results, state, graph.is_neuron())
 
     def extend(self, tokens: torch.Tensor, start: int, slot: int) -> torch.Tensor:
-        """Add tokens to a sequence that has begun, in pieces as a continuation takes them.
+        """Add tokens to a sequence that has begun, in the pieces of continuation graphs.
 
         Args:
-            tokens: [n], int64, those of the sequence from position `start` on.
-            slot: the sequence's, from 0.
+            tokens: [n], int64, the sequence's tokens from position `start` on.
+            slot: of the sequence, from 0.
 
         Returns:
             Logits after the last of them, [1, vocab_size].
@@ -232,7 +235,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         return (outputs if torch.is_tensor(outputs) else outputs[0])[:, -1]
 
     def _results_and_state(self, outputs: Outputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Split a graph's outputs. On a device a single result is not in a list, and no state is returned."""
+        """Split a graph's outputs. On a device a single result comes without a list, and no state is returned."""
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         return outputs[: self._num_results], outputs[self._num_results :]
 
@@ -240,7 +243,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         return results[0] if is_run_on_neuron and self._num_results == 1 else [*results, *state]
 
     def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:
-        """Put the state that a graph returns on the CPU where all kinds of graphs find it."""
+        """Assign the state that a graph returns in CPU mode, so that all kinds of graphs find it."""
         if not self.models[0].is_neuron():
             managers = cache_managers(self.models[0].model)
             states = [state for manager in managers for state in manager.past_key_values]
@@ -250,7 +253,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
     def _infer_attention_mask(self, position_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Return the mask [batch, n] for callers that pass none, such as vLLM, from position_ids [batch, tokens]."""
         if position_ids.shape[1] == 1 and self._is_prefill(position_ids):
-            # Prompts of one token. NxD Inference takes them for decode, whose mask has the tokens before this one.
+            # Prompts of one token. NxD Inference treats them as decode, whose mask has the tokens before this one.
             return torch.ones_like(position_ids)
         return super()._infer_attention_mask(position_ids, *args, **kwargs)
 

@@ -8,7 +8,7 @@ from neuronx_distributed_inference.modules.attention.utils import RotaryEmbeddin
 
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
-# Keys that a step of several tokens visits at a time: its scores, [heads, tokens, keys], are its largest tensor.
+# Keys that a step of several tokens visits at a time, to limit its scores [heads, tokens, keys], its largest tensor.
 _KEYS_PER_BLOCK = 2048
 
 
@@ -44,7 +44,7 @@ class NeuronAttention(NeuronAttentionBase):
         bsz: int,
         attention_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, FlashAttentionStrategy]:
-        """Compute context encoding: with NxD Inference's kernel where it takes the number of tokens."""
+        """Compute context encoding, with NxD Inference's kernel if it supports the number of tokens."""
         strategy = self.get_flash_attention_strategy(q_len, has_attention_mask=True)
         if strategy != FlashAttentionStrategy.NONE:
             return super().perform_prefill(Q, K, V, q_len, bsz, attention_mask)
@@ -63,13 +63,13 @@ class NeuronAttention(NeuronAttentionBase):
         active_mask: torch.Tensor | None,
         is_prefix_caching: bool = False,
     ) -> torch.Tensor:
-        """Compute one or more tokens after those in the cache: several with NxD Inference's kernel where it takes them.
+        """Compute one or more tokens after those in the cache; several with NxD Inference's kernel if it supports them.
 
         Args:
             Q: [batch, heads, tokens, head_dim].
             K, V: of the tokens themselves, [batch, kv_heads, tokens, head_dim].
             past_key_value: keys and values, [batch, kv_heads, n, head_dim].
-            attention_mask: [batch, 1, tokens, n], which of the cache is before the tokens; the same for all of them.
+            attention_mask: [batch, 1, tokens, n], which cache entries are before the tokens; the same for all tokens.
             active_mask: [1, 1, tokens, tokens], which tokens see which; None for one token.
         """
         batch, _, tokens, _ = Q.shape
@@ -82,7 +82,7 @@ class NeuronAttention(NeuronAttentionBase):
         softmax = _Softmax(query)
         if tokens == 1 or active_mask is None:
             return softmax.add(*past_key_value, attention_mask).add(K, V).result().view(Q.shape)
-        if query.shape[2] <= query.shape[3]:  # fewer scores than entries of keys
+        if query.shape[2] <= query.shape[3]:  # then there are fewer scores than entries of keys
             softmax.add(*past_key_value, attention_mask[:, :, :1])
         else:
             keys, values = past_key_value
@@ -117,7 +117,8 @@ class _Softmax:
         self._top: torch.Tensor | None = None
 
     def add(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> _Softmax:
-        """Add keys and values [batch, kv_heads, keys, head_dim], where a mask [.., rows or 1, keys] is true."""
+        """Add those keys and values [batch, kv_heads, keys, head_dim] for which a mask [.., rows or 1, keys] is true.
+        """
         scores = _multiply(self._query, key.transpose(2, 3)).float()
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -128,11 +129,11 @@ class _Softmax:
         return self
 
     def add_where(self, key: torch.Tensor, value: torch.Tensor, is_there: torch.Tensor) -> _Softmax:
-        """Do as `add`, for a mask [batch, 1, keys, 1] that is the same for all rows.
+        """Like `add`, for a mask [batch, 1, keys, 1] that is the same for all rows.
 
-        It masks keys and values and not the scores: with many rows there are more scores. The first key stands in for
-        one that is not there, so that the largest score is right if any key is there. Values that are not there, and
-        their parts of the sum, are zeros.
+        It masks keys and values instead of the scores, of which there are more with many rows. A masked key is replaced
+        by the first key, so that the largest score is right if any key is there. Masked values, and their parts of the
+        sum, are zeros.
         """
         first = key[:, :, :1]
         scores = _multiply(self._query, key.where(is_there, first).transpose(2, 3)).float()
@@ -163,5 +164,5 @@ class _Softmax:
 
 
 def _multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Multiply matrices [batch, kv_heads, ...] as products of rank 3: the compiler has refused others."""
+    """Multiply matrices [batch, kv_heads, ...] as products of rank 3, because the compiler has refused others."""
     return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])

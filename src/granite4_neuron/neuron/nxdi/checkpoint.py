@@ -10,7 +10,7 @@ from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.checkpoint.sharding import rank_slices
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
-# Layers of this package: NxD gives each rank an equal run of a weight, so the ranks' slices are laid out in order.
+# Layers of this package. NxD gives each rank an equal contiguous part of a weight, so ranks' slices are in order.
 _SLICED = re.compile(r"layers\.\d+\.(mamba|shared_mlp)\.")
 # Parts of the experts, which NxD slices itself: its names for them. Its weights are transposed.
 _EXPERTS = {
@@ -23,7 +23,7 @@ def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferen
     """Convert the weights of the whole model, for all ranks.
 
     Args:
-        state_dict: under stored names without the leading "model."; emptied on the way, to save memory.
+        state_dict: under stored names without the leading "model.". It is emptied meanwhile, to save memory.
     """
     granite, degree = config.granite, config.neuron_config.tp_degree
     ranks = torch.arange(degree, dtype=torch.int32)

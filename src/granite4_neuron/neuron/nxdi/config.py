@@ -21,15 +21,15 @@ from granite4_neuron.ops.nki.experts_prefill import check_experts_prefill
 from granite4_neuron.ops.selection import uses_nki
 from granite4_neuron.ops.xla import XLA, expert_path
 
-# The most tokens of a graph whose experts are computed slot by slot; those of more are sorted into blocks of rows.
+# The most tokens of a graph whose experts are computed choice by choice; longer graphs sort rows into blocks.
 SLOT_TOKENS = 128
 # NxD's kernel that splits a block's widths over two cores takes blocks of multiples of this many tokens.
 _INTERMEDIATE_BLOCK = 256
 # Multiples that NxD's kernels for experts take, as nki-library's core/moe/moe_cte checks them.
 _HIDDEN_BLOCK, _WIDTH_BLOCK = 512, 16
 
-# Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
-# value of each that the recurrent state is written for.
+# Options of NeuronConfig that change the meaning of a state tensor, a position or a rank's share of the tokens, with
+# the only value of each that the recurrent state supports.
 _SUPPORTED = {
     "padding_side": "right",
     "sequence_parallel_enabled": False,
@@ -66,8 +66,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     Args:
         prefill_scan, decode_kernel: by keyword; see `ops.select_operators`.
         expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
-        experts_decode: by keyword, one of `choices.EXPERTS_DECODE`, for the experts of few tokens where expert_path is
-            this package's; None for "kernel" with its kernels, and "all" in torch.
+        experts_decode: by keyword, one of `choices.EXPERTS_DECODE`, for the experts of few tokens if expert_path is one
+            of this package's; None for "kernel" with its kernels and "all" in torch.
         state_dtype: by keyword, of SSM states: "float32", or "bfloat16" with the NKI kernel for decode, which rounds as
             the hardware does.
 
@@ -89,12 +89,12 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     @property
     def operators(self) -> Operators:
-        """Operators of this package's layers, with the kernels that prefill_scan and decode_kernel name."""
+        """Operators of this package's layers, with the kernels named by prefill_scan and decode_kernel."""
         return select_operators(XLA, self.granite, self.neuron_config.tp_degree, self.prefill_scan, self.decode_kernel)
 
     def form_of_experts(self, tokens: int) -> str:
         """Return how a graph of that many tokens computes the experts: one of `choices.EXPERTS_DECODE`; "blocks" of
-        rows, in torch or "nki blocks" by kernel; or "nxd".
+        rows in torch; "nki blocks" by kernel; or "nxd".
         """
         is_by_kernel = self.expert_path == "nki"
         if self.expert_path == "nxd":
@@ -130,20 +130,21 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         """Set the attributes that NxD Inference's layers need besides config.json's fields."""
         super().add_derived_config()
         self.head_dim = self.granite.head_dim
-        # NxD Inference's shared experts have the experts' width. Granite's shared MLP has its own: it is a layer.
+        # NxD Inference's shared experts have the experts' width. Granite's shared MLP has its own width and is a layer
+        # here.
         self.n_shared_experts = 0
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
-            neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
+            neuron_config.normalize_top_k_affinities = False  # the softmax is already over the chosen experts
         neuron_config.kv_cache_tiling = False  # an option of fused speculation: tiles have a fifth axis
-        # Otherwise each collective adds a look-up of one of its elements to the graph.
+        # Otherwise each collective adds a read of one of its elements to the graph.
         neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
-            neuron_config.attn_kernel_enabled = False  # the kernel is the device's
+            neuron_config.attn_kernel_enabled = False  # the kernel runs on the device only
         if self.expert_path == "nxd":
             _choose_kernel_of_nxd(neuron_config)
         if neuron_config.is_continuous_batching:
-            # Rows that only fill the batch are marked, so that they leave their slots' state alone.
+            # Mark rows that only fill the batch, so that they leave their slots' state alone.
             neuron_config.apply_seq_ids_mask = True
 
     def validate_config(self) -> None:
@@ -287,12 +288,13 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
 
 def _choose_kernel_of_nxd(neuron_config: MoENeuronConfig) -> None:
-    """Choose NxD's kernel for experts, unless blockwise_matmul_config names one: its default is not in the Neuron SDK.
+    """Choose NxD's kernel for experts, unless blockwise_matmul_config names one. NxD's default is not in the Neuron
+    SDK.
 
-    The one that is chosen splits the experts' widths over the two cores, and ends with the last block that has tokens.
+    The chosen kernel splits the experts' widths over the two cores, and ends with the last block that has tokens.
     """
     config = neuron_config.blockwise_matmul_config
     if neuron_config.on_cpu:
-        config.use_torch_block_wise = True  # the kernels are the device's
+        config.use_torch_block_wise = True  # the kernels run on the device only
     elif not (config.use_torch_block_wise or config.use_shard_on_block_dynamic_while):
         config.use_shard_on_intermediate_dynamic_while = True

@@ -1,4 +1,4 @@
-"""A rank's feed-forward parts of a layer. The layer adds their results before it sends them to the other ranks."""
+"""A rank's share of a layer's feed-forward parts. The layer adds their results before one all-reduce."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NeuronExperts(nn.Module):
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Compute the experts by kernel. A choice whose number is not an expert's is skipped."""
+        """Compute the experts by kernel. A choice whose number is no expert is skipped."""
         if len(x) <= SLOT_TOKENS:
             slots = expert_slots(chosen, weights, self.num_experts)
             first, *others = launch(experts_decode, x, *self._weights(), *slots)

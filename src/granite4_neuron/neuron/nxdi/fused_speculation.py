@@ -16,8 +16,8 @@ from granite4_neuron.neuron.nxdi.state import HybridCacheManager, int32_arange
 
 Outputs = torch.Tensor | list[torch.Tensor]
 
-# Results of the graph: accepted tokens [batch, tokens], -1 behind them; the last of them, [batch, 1], which is the next
-# step's input; its attention mask; its position, [batch, 1]. The draft's state and the target's follow.
+# Results of the graph: accepted tokens [batch, tokens], padded with -1; the last of them, [batch, 1], which is the next
+# step's input; its attention mask; its position, [batch, 1]. Then follow the draft's state and the target's.
 NUM_RESULTS = 4
 
 
@@ -27,8 +27,8 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     The graph computes how many tokens are accepted while it still has both models' recurrent state before the step. It
     advances that state again by the accepted tokens, so it keeps no state per token.
 
-    What a row's drafts attend to follows from the row's position. NxD Inference has one mask for the drafts of all
-    rows, which is wrong if rows have different lengths.
+    A row's position decides which entries its drafts attend to. NxD Inference has one mask for the drafts of all rows,
+    which is wrong if rows have different lengths.
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig):
@@ -76,7 +76,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     ) -> list[torch.Tensor]:
         """Return the graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
 
-        The choice is greedy: the target's tokens as long as the drafts equal them, and the one after those.
+        The choice is greedy: the target's tokens while the drafts equal them, and the next one.
         """
         drafted, chosen = token_gen_outs[:2]
         stands = torch.ones_like(position_ids[:, 0], dtype=torch.bool)
@@ -111,7 +111,8 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         outputs: list[torch.Tensor],
         first: int,
     ) -> None:
-        """Put recurrent state after the accepted tokens among `outputs`, where the model's states begin at `first`."""
+        """Replace the recurrent state in `outputs` by the state after the accepted tokens; the model's states begin at
+        `first`."""
         new = iter(model.advance(inputs, position_ids, accepted))
         for idx, _ in model.mamba_layers():
             outputs[first + 2 * idx] = next(new)
@@ -119,19 +120,19 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
 
 class FusedSpeculation(NeuronBaseForCausalLM):
-    """The part of an application of NxD Inference that is different with fused speculation."""
+    """The parts of an application of NxD Inference that differ with fused speculation."""
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
-        """Return the weights; with fused speculation, those of both models."""
+        """Return the weights; with fused speculation those of both models."""
         try:
             return super().checkpoint_loader_fn(mmap)
         finally:
             if "_FUSED_PREFIX" in vars(type(self)):
-                del type(self)._FUSED_PREFIX  # it is the class's, and would be every later model's
+                del type(self)._FUSED_PREFIX  # set on the class, and every later model would inherit it
 
     @classmethod
     def validate_config(cls, config: GraniteMoeHybridInferenceConfig) -> None:
-        """Check the parts of a config that depend on its draft model's.
+        """Check the parts of a config that depend on the draft model's config.
 
         Raises:
             UserError: fused speculation has no draft model, or one that does not fit.
@@ -177,7 +178,7 @@ class FusedSpeculation(NeuronBaseForCausalLM):
         super().enable_context_encoding(**model_init_kwargs)
 
     def _prefill_one_by_one(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """Prefill each row alone, for graphs with several results; NxD Inference does so for one result only."""
+        """Prefill each row alone, for graphs with several results; NxD Inference does so only for one result."""
         results = []
         for row in zip(*(tensor.split(1) for tensor in per_row), strict=True):
             outputs, is_run_on_neuron = self._get_model_outputs(*row, *rest, **kwargs)
@@ -188,7 +189,7 @@ class FusedSpeculation(NeuronBaseForCausalLM):
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _decode_all_slots(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """Do as `_decode`, for a graph with several results; NxD Inference fills a batch for those with one only."""
+        """Like `_decode`, for a graph with several results; NxD Inference fills a batch only for graphs with one."""
         *_, seq_ids, _ = per_row
         slots = torch.arange(self.neuron_config.max_batch_size)
         row_indices = torch.zeros_like(slots)

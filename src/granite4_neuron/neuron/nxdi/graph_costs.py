@@ -26,7 +26,7 @@ from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.trace import Trace, trace
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
-# Modules of the traced model: the name of the component that each is.
+# Modules of the traced model, with the names of their components.
 _COMPONENTS = {
     "mamba": MAMBA,
     "self_attn": ATTENTION,

@@ -47,7 +47,7 @@ def compile_model(
     attention: str = ATTENTION_KERNELS[0],
     **kernels: str,
 ) -> None:
-    """Compile the graphs that `load_compiled` runs; weights stay where they are.
+    """Compile the graphs that `load_compiled` runs. Weights are not copied.
 
     Args:
         folder: the checkpoint.
@@ -58,7 +58,7 @@ def compile_model(
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
         context_buckets, token_buckets: tokens of context encoding graphs, up to max_context_length; and lengths of the
-            cache that the other graphs see, up to seq_len. None for the default ones, see `GraphOptions`.
+            cache that the other graphs read, up to seq_len. None for the defaults, see `GraphOptions`.
         verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
         jobs: how many graphs are compiled at a time.
         attention: one of `neuron_sdk.ATTENTION_KERNELS`.
@@ -95,7 +95,7 @@ def compile_model(
 
 @contextmanager
 def _compiling_at_a_time(jobs: int) -> Iterator[None]:
-    """Bound how many graphs NxD's ModelBuilder compiles at a time: its executor for them takes no option."""
+    """Limit how many graphs NxD's ModelBuilder compiles at a time; its executor has no option for that."""
     bounded = partial(futures.ThreadPoolExecutor, max_workers=jobs)
     with mock.patch.object(futures, "ThreadPoolExecutor", bounded):
         yield
@@ -110,10 +110,10 @@ def _application(
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> NeuronRuntime:
-    """Load a checkpoint on the device, run by graphs that `compile_model` made for it.
+    """Load a checkpoint on the device, with the graphs that `compile_model` made for it.
 
-    For SSM states in bfloat16 it switches on stochastic rounding in this process's Neuron runtime, for everything that
-    its engines round from float32 to bfloat16.
+    For SSM states in bfloat16 it enables stochastic rounding in this process's Neuron runtime, for everything that its
+    engines round from float32 to bfloat16.
 
     Raises:
         UserError: there are no such graphs, or they were made for another model.

@@ -8,11 +8,11 @@ How state goes through the graphs:
 * In and out: a graph reads these parameters and writes none in place. It returns its results (tokens, logits or both,
   captured tensors) and then the new value of every state tensor, in the same order. `NeuronDecoderLayer.forward`
   returns a layer's new pair, and `HybridCacheManager.update_kv_by_layer_id` puts new keys and values into the caches.
-* Who makes them aliases: NxD Inference, for its own kinds of graphs. `DecoderModelInstance.get` maps each state
+* Who makes the aliases: NxD Inference, for its own kinds of graphs. `DecoderModelInstance.get` maps each state
   parameter to the index of its output (`input_output_aliases`), and NxD hands the map to the compiler. For the other
   kinds, which `slot_graphs.py` has, `state.hybrid_state.input_output_aliases` makes the map.
-* What is donated: every old value whose new one the graph returns. By the alias the new value takes its memory, all
-  graphs share the buffers, and no state comes back to the host. In CPU mode the outputs do come back, and
+* What is donated: every old value for which the graph returns a new one. Through the alias the new value takes its
+  memory, all graphs share the buffers, and no state comes back to the host. In CPU mode the outputs do come back, and
   `NeuronGraniteMoeHybridForCausalLM._copy_past_key_values` assigns them.
 
 | graph | reads | returns new |
@@ -56,7 +56,7 @@ from granite4_neuron.state.hybrid_state import LayerState
 
 
 class NeuronGraniteMoeHybridModel(NeuronBaseModel):
-    """One step of a rank. The shapes of input_ids [batch, tokens] and attention_mask [batch, n] tell which kind:
+    """One step of a rank. The shapes of input_ids [batch, tokens] and attention_mask [batch, n] decide which kind:
 
     * context encoding, tokens == n: the first tokens of sequences. The mask has ones for real tokens.
     * continuation, 1 < tokens < n: further tokens of prompts, which also attend to the cache. The mask has ones for all
@@ -101,7 +101,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         **kwargs: object,
     ) -> list[torch.Tensor]:
         """Implement NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
-        self.n_positions = attention_mask.shape[-1]  # a bucket's; in CPU mode NxD Inference does not set it
+        self.n_positions = attention_mask.shape[-1]  # the bucket's length; in CPU mode NxD Inference does not set it
         end = self._end(input_ids, attention_mask)
         position_ids = _positions(input_ids, end, position_ids, seq_ids)
         return super().forward(input_ids, attention_mask, position_ids, seq_ids, sampling_params, *args, **kwargs)
@@ -114,9 +114,9 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         if step.is_continuation:
             tokens = position_ids.shape[1]
             kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
-        # The residual stream is float32 for weights of any dtype: in bfloat16 it would be the largest error.
+        # The residual stream is float32 for weights of any dtype: in bfloat16 it would cause the largest error.
         hidden_states = self.embed_tokens(input_ids).float() * self.embedding_multiplier
-        # Padding enters as zeros, and so it is finite in every layer.
+        # Padding enters as zeros, so it is finite in every layer.
         kwargs["inputs_embeds"] = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         hidden_states, state = super().get_model_output(
             input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
@@ -140,7 +140,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def for_head(self, hidden_states: torch.Tensor, step: NeuronStep) -> torch.Tensor:
         """Select the hidden states that the head takes: [batch, tokens, hidden_size] to [batch, 1, hidden_size].
 
-        A mask selects them, and no index: that suits a compiler for static shapes.
+        A mask selects them instead of an index, which suits a compiler for static shapes.
         """
         return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1, keepdim=True)
 
@@ -167,7 +167,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return [batch, 1], the position after each row's last real token.
 
-        It is the cache's end for steps whose mask does not have their own tokens.
+        For steps whose mask does not have their own tokens it is the end of the cached tokens.
         """
         if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
             return torch.full_like(attention_mask[:, :1], self.max_length)
@@ -221,7 +221,7 @@ class NeuronDecoderLayer(DecoderLayer):
         state: LayerState | _AttentionCall,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call NxD Inference's attention as it calls it; a Mamba layer is ours."""
+        """Call NxD Inference's attention with its arguments, or this package's Mamba layer."""
         if not isinstance(state, _AttentionCall):
             return super().mix(x, step, state, rotary)
         mixed, state.new, state.cos_cache, state.sin_cache = self.self_attn(
@@ -230,7 +230,7 @@ class NeuronDecoderLayer(DecoderLayer):
         return mixed, None
 
     def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-        """Compute MLP and experts together, because the ranks add both in one message."""
+        """Compute MLP and experts together, because the ranks add both in one all-reduce."""
         partial = self.shared_mlp(x)
         if self.block_sparse_moe is not None:
             partial = partial + self.block_sparse_moe(x, step.is_real)
@@ -239,9 +239,9 @@ class NeuronDecoderLayer(DecoderLayer):
 
 @dataclass
 class _AttentionCall:
-    """Further arguments and results of NxD Inference's attention, beside hidden states.
+    """Further arguments and results of NxD Inference's attention, besides hidden states.
 
-    arguments: named as it has them. new: keys and values of the batch's rows.
+    arguments: by NxD Inference's names. new: keys and values of the batch's rows.
     """
 
     arguments: Mapping[str, Any]
@@ -265,10 +265,11 @@ class _ScaledHead(ColumnParallelLinear):
 def _positions(
     input_ids: torch.Tensor, end: torch.Tensor, position_ids: torch.Tensor, seq_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return [batch, tokens]: a token's place in its sequence; -1 for padding, and in rows that only fill the batch.
+    """Return [batch, tokens]: each token's position in its sequence; -1 for padding and in rows that only fill the
+    batch.
 
-    NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells, by
-    `end` [batch, 1].
+    NxD Inference gives padding the position 1, so a prompt of one token looks like one of two. `end` [batch, 1], from
+    the mask, tells them apart.
     """
     position_ids = position_ids[:, :1].int() + int32_arange(input_ids.shape[1], input_ids)
     return position_ids.where((seq_ids[:, None] >= 0) & (position_ids < end), -1)

@@ -19,7 +19,7 @@ from granite4_neuron.model.parameters import parameter
 
 
 class NeuronParallel(Parallel):
-    """A rank of NxD's tensor parallel group. One graph is traced for all of them: `rank` is not known in it."""
+    """A rank of NxD's tensor parallel group. One graph is traced for all ranks, so `rank` is not known in it."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return reduce_from_tensor_model_parallel_region(partial)
@@ -32,8 +32,8 @@ class NeuronParallel(Parallel):
 def split_over_ranks(module: nn.Module, name: str, config: ModelConfig, degree: int) -> None:
     """Tell NxD which parameters of a layer are one rank's parts.
 
-    NxD shards a checkpoint by the attributes of the parameters, but looks at modules of its own classes only; so each
-    module with such a parameter becomes one of them as well. It computes what it did before.
+    NxD shards a checkpoint by the attributes of the parameters, but looks only at modules of its own classes. So each
+    module with such a parameter also becomes one of these. It computes the same as before.
 
     Args:
         module: built with a rank's sizes.

@@ -1,4 +1,4 @@
-"""Registers the model where NxD Inference's command line and vLLM's plugin look for models."""
+"""Registers the model in the tables of NxD Inference's command line and of vLLM's plugin."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCau
 
 
 def register_model(model_types: MutableMapping[str, dict[str, type]] = MODEL_TYPES) -> None:
-    """Add the model to a table of NxD Inference, under the name that GraniteMoeHybridForCausalLM is looked up by."""
+    """Add the model to a table of NxD Inference, under the name by which GraniteMoeHybridForCausalLM is looked up."""
     model_types[MODEL_TYPE] = {"causal-lm": NeuronGraniteMoeHybridForCausalLM}
 
 
 def run_inference_demo() -> None:
-    """Run NxD Inference's inference_demo with the options of this process, and with this model among its types.
+    """Run NxD Inference's inference_demo with this process's options, and with this model among its types.
 
-    inference_demo has its own table of models. It is imported only here, because the import seeds the random numbers of
-    the process.
+    inference_demo has its own table of models. It is imported only here, because the import seeds the process's random
+    numbers.
 
     Raises:
         UserError: the options ask for something that the model does not support.

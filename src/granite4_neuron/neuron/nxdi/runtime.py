@@ -26,14 +26,14 @@ from granite4_neuron.state.snapshot import Snapshot
 
 
 class NeuronRuntime:
-    """A loaded model of NxD Inference. The model keeps the state itself: slot s is its sequence s - 1.
+    """A loaded model of NxD Inference. The model keeps its own state: slot s is its sequence s - 1.
 
     Args:
         model: loaded, with is_continuous_batching and without on_device_sampling_config.
         generation_config: the checkpoint's defaults for generation.
 
     Raises:
-        UserError: the model was configured otherwise.
+        UserError: the model was configured differently.
     """
 
     rows_per_step = 1
@@ -95,7 +95,7 @@ class NeuronRuntime:
 
     @property
     def tokens_per_step(self) -> int:
-        """A whole prompt: the model itself cuts it for its graphs."""
+        """A whole prompt, because the model itself cuts it for its graphs."""
         return self.max_length
 
     @property
@@ -103,7 +103,7 @@ class NeuronRuntime:
         return self.model.neuron_config.speculation_length
 
     def allocate(self, num_sequences: int, max_length: int) -> None:
-        """Check that the compiled model has the slots; it made them when it was loaded.
+        """Check that the compiled model has the slots, which it made when it was loaded.
 
         Raises:
             UserError: it was compiled for fewer or shorter sequences.
@@ -115,7 +115,7 @@ class NeuronRuntime:
             )
 
     def warm_up(self, state: None, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`: every graph is there since the model was loaded."""
+        """Implement `Runtime.warm_up`: every graph was loaded with the model."""
 
     @torch.inference_mode()
     def step(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
@@ -134,8 +134,8 @@ class NeuronRuntime:
     def verify(self, state: None, rows: Sequence[Row]) -> Verification:
         """Implement `Runtime.verify`, in one graph for all slots; its kept inputs stay on the device.
 
-        The graph only takes sequences that have begun. The first token of a new sequence is run as a prompt; that is
-        safe, because a row at position 0 starts from zeros whatever its slot holds.
+        The graph takes only sequences that have begun. The first token of a new sequence runs as a prompt, which is
+        safe because a row at position 0 starts from zeros whatever its slot holds.
         """
         require(self, "verify")
         check_verification(self, rows)
@@ -199,7 +199,7 @@ class NeuronRuntime:
         return starts
 
     def _prompt(self, row: Row) -> torch.Tensor:
-        """Return logits [vocab_size] after a prompt, or further tokens of one."""
+        """Return logits [vocab_size] after a prompt or further tokens of one."""
         if not row.start:
             return self._logits([row])[0]
         if self.model.prefill_continuation_model is not None:

@@ -1,6 +1,7 @@
 """Operators that only the Neuron SDK has or compiles, as custom calls in a graph that is traced without the SDK.
 
-A graph that has them cannot be run. It shows which of them a device needs, by name, and everything around them.
+A graph with custom calls cannot run. It shows the names of the operators that a device needs, and the graph around
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch_xla
 
 @contextmanager
 def as_custom_calls() -> Iterator[None]:
-    """Trace these operators of NxD and NxD Inference as custom calls, while the context lasts."""
+    """Trace these operators of NxD and NxD Inference as custom calls within the context."""
     with ExitStack() as patches:
         for module, name, stand_in in _STAND_INS:
             __import__(module)
@@ -28,12 +29,12 @@ def as_custom_calls() -> Iterator[None]:
 def custom_call(
     name: str, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Return the results of an operator that is known by its name only."""
+    """Return the results of an operator of which only the name is known."""
     return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 2, {})
 
 
 class _Kernel:
-    """An NKI kernel: called as it is, or with a grid in brackets."""
+    """An NKI kernel, called directly or with a grid in brackets."""
 
     def __init__(self, call: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]):
         self._call = call
@@ -87,12 +88,12 @@ def _cumsum(tensor: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _fill_prefix(cache: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-    """Write the prefix. The SDK writes a DynamicUpdateSlice here, and so does torch_xla."""
+    """Write the prefix. Like the SDK, torch_xla makes a DynamicUpdateSlice of this."""
     return torch.slice_scatter(cache, prefix, dim=2, end=prefix.shape[2])
 
 
 def _experts(name: str) -> Callable[..., torch.Tensor]:
-    """Return a stand-in for kernels that take keywords; for tokens of several experts some give partial results."""
+    """Return a stand-in for kernels that take keywords. Some return partial results for tokens with several experts."""
 
     def experts(hidden_states: torch.Tensor, **options) -> torch.Tensor:
         tensors = [option for option in options.values() if isinstance(option, torch.Tensor)]
@@ -108,7 +109,7 @@ def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor,
     """Call a kernel of this package: its results are those of its definition in torch."""
     function = getattr(kernel, "function", kernel)
     given = [value for value in arguments if value is not None]
-    if function.__name__ == "experts_prefill":  # its definition reads values
+    if function.__name__ == "experts_prefill":  # because its definition reads values
         x, *_, choices = given
         shapes, dtypes = [(choices.numel(), x.shape[1])], [x.dtype]
     else:

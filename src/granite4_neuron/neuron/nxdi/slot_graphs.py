@@ -28,7 +28,7 @@ class VerificationModel(SpeculativeModel):
     """A verification of all slots, in their order.
 
     Results: logits [slots, tokens, vocab_size], and the kept inputs of each Mamba layer, [slots, tokens, conv_dim +
-    num_heads]. All state tensors follow, keys and values with the tokens', recurrent state as it was.
+    num_heads]. All state tensors follow: keys and values with those of the tokens, recurrent state unchanged.
     """
 
     @property
@@ -46,7 +46,7 @@ class VerificationModel(SpeculativeModel):
 class CommitModel(SpeculativeModel):
     """The recurrent state of all slots after the accepted tokens of a verification.
 
-    Results: each slot's new length, [slots]. The recurrent state tensors follow; keys and values are not touched.
+    Results: each slot's new length, [slots]. The recurrent state tensors follow; keys and values do not change.
     """
 
     num_results = 1
@@ -55,7 +55,7 @@ class CommitModel(SpeculativeModel):
         states = self.kv_mgr.past_key_values
         return [states[2 * idx + part] for idx, _ in self.mamba_layers() for part in range(2)]
 
-    def forward(  # type: ignore[override]  # a graph with inputs of its own, over the same parameters
+    def forward(  # type: ignore[override]  # a graph with its own inputs and the same parameters
         self, accepted: torch.Tensor, position_ids: torch.Tensor, *kept_inputs: torch.Tensor
     ) -> list[torch.Tensor]:
         """Take the arguments of `SpeculativeModel.advance` in another order."""
@@ -73,7 +73,7 @@ class CopyModel(SpeculativeModel):
     def written_states(self) -> list[nn.Parameter]:
         return list(self.kv_mgr.past_key_values)
 
-    def forward(  # type: ignore[override]  # as that of `CommitModel`
+    def forward(  # type: ignore[override]  # as in `CommitModel`
         self, slots: torch.Tensor
     ) -> list[torch.Tensor]:
         """Copy a slot; slots: [2], source and destination."""
@@ -85,14 +85,14 @@ class CopyModel(SpeculativeModel):
 
 
 SlotModel = VerificationModel | CommitModel | CopyModel
-# An input or a result of a graph: of all ranks, or one of each.
+# An input or a result of a graph: one tensor for all ranks, or one per rank.
 RankedTensor = torch.Tensor | Sequence[torch.Tensor]
 
 
 class SlotGraph(ModelWrapper):
     """One of these kinds of graphs. The caller passes rows for all slots, in order.
 
-    On a device, results stay there and can be inputs of another graph.
+    On a device, results stay there and can become inputs of another graph.
     """
 
     def input_generator(self) -> list[tuple[torch.Tensor, ...]]:
@@ -122,7 +122,7 @@ class SlotGraph(ModelWrapper):
         Args:
             inputs: tensors that are the same for all ranks, or results of another graph.
 
-        In CPU mode the state is written; on a device it is there.
+        In CPU mode this writes the state back; on a device the state is already there.
         """
         if not self.is_neuron():
             outputs = self.model(*inputs)
@@ -158,7 +158,7 @@ SLOT_MODELS = {
 class SlotOperations(NeuronBaseForCausalLM):
     """Operations of an application of NxD Inference on its slots. Slots count from 0.
 
-    copy_model, verification_model, commit_model: the graphs, where there are such.
+    copy_model, verification_model, commit_model: the graphs, if the model has them.
     """
 
     def __init__(self, *args, **kwargs):
@@ -171,26 +171,27 @@ class SlotOperations(NeuronBaseForCausalLM):
         return self.token_generation_model
 
     def enable_speculation(self) -> None:
-        """Add the graphs that verify and commit, beside those for token generation, which NxD Inference leaves out."""
+        """Add the graphs that verify and commit. Also keep those for token generation, which NxD Inference leaves out.
+        """
         self.enable_token_generation()
         self.verification_model = self._slot_graph(SPECULATION_MODEL_TAG)
         if MAMBA in self.config.granite.layer_types:
             self.commit_model = self._slot_graph(COMMIT_MODEL_TAG)
 
     def enable_copy(self) -> None:
-        """Add the graph that copies a slot, if there is another one."""
+        """Add the graph that copies a slot, if there are several slots."""
         if self.neuron_config.kv_cache_batch_size > 1:
             self.copy_model = self._slot_graph(COPY_MODEL_TAG)
 
     def verify(
         self, input_ids: torch.Tensor, starts: torch.Tensor, is_there: torch.Tensor
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Return logits after tokens that may be taken back, of sequences that have begun.
+        """Return logits after each of some tokens of sequences that have begun, without advancing recurrent state.
 
         Args:
             input_ids: [slots, tokens], int64, with neuron_config.speculation_length tokens of each slot.
             starts: [slots], int64, each sequence's length so far.
-            is_there: [slots], bool, false for slots that are left alone.
+            is_there: [slots], bool; false for slots without a row.
 
         Returns:
             Logits [slots, tokens, vocab_size], and kept inputs for `commit`.
@@ -210,14 +211,14 @@ class SlotOperations(NeuronBaseForCausalLM):
 
         Args:
             kept_inputs, starts: of that verification.
-            accepted: [slots], int64, how many tokens of each.
+            accepted: [slots], int64, the number of accepted tokens of each.
         """
         if self.commit_model is not None:
             counts = self.commit_model.convert_int64_to_int32(accepted, starts[:, None])
             self.commit_model.run(*counts, *kept_inputs)
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy all of a slot to another one, on the device."""
+        """Copy a whole slot to another one, on the device."""
         assert self.copy_model is not None  # the model has several slots
         self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
 
@@ -228,7 +229,7 @@ class SlotOperations(NeuronBaseForCausalLM):
         neuron_config.n_active_tokens = neuron_config.speculation_length
         neuron_config.bucket_n_active_tokens = False
         neuron_config.is_prefill_stage = False
-        is_one_graph = tag != SPECULATION_MODEL_TAG  # the others do not depend on the cache's length
+        is_one_graph = tag != SPECULATION_MODEL_TAG  # the other graphs do not depend on the cache's length
         neuron_config.buckets = [neuron_config.max_length] if is_one_graph else generate_buckets_for_tkg(config)
         graph = SlotGraph(config=config, model_cls=SLOT_MODELS[tag], tag=tag, compiler_args=self.get_compiler_args())
         self.models.append(graph)

@@ -1,4 +1,4 @@
-"""The traced model with what speculation needs: verification, kept inputs and their replay; and captured tensors."""
+"""The traced model with verification, kept inputs and their replay for speculation; and with captured tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SpeculativeModel(NeuronGraniteMoeHybridModel):
     """`NeuronGraniteMoeHybridModel` with one more kind of step, and with a replay of recurrent state:
 
     * verification, tokens == neuron_config.speculation_length < n: drafts of sequences that have begun. Recurrent state
-      is not changed, and `kept_inputs` has the inputs of `advance`. The mask has ones for the tokens before the step.
+      does not change, and `kept_inputs` has the inputs for `advance`. The mask has ones for the tokens before the step.
 
     keeps_inputs: whether token generation also fills `kept_inputs`.
     """
@@ -44,7 +44,7 @@ class SpeculativeModel(NeuronGraniteMoeHybridModel):
         return step
 
     def for_head(self, hidden_states: torch.Tensor, step: NeuronStep) -> torch.Tensor:
-        """Select the hidden states that the head takes; in a verification all, [batch, tokens, hidden_size]."""
+        """Select the hidden states for the head; in a verification all of them, [batch, tokens, hidden_size]."""
         return hidden_states if step.verifies else super().for_head(hidden_states, step)
 
     def advance(

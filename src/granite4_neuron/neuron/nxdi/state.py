@@ -1,4 +1,4 @@
-"""The hybrid's state among NxD Inference's: two tensors per layer, key and value or conv_state and ssm_state."""
+"""The hybrid's state in NxD Inference: two tensors per layer, key and value or conv_state and ssm_state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from granite4_neuron.state.sizes import mamba_state_shapes
 class NeuronStep(DenseStep):
     """A step of NxD Inference. `positions` are -1 for padding and for rows without a sequence.
 
-    NxD Inference runs a full batch in the order of its slots, and decodes no row at position 0: decode keeps the
+    NxD Inference runs a full batch in the order of its slots and decodes no row at position 0, so decode keeps the
     contract of `DenseStep`.
 
     Args:
-        has_begun: whether no row is at position 0, so that each starts from the state where it lies: selecting between
-            that and zeros costs as much as advancing it.
+        has_begun: whether no row is at position 0, so that each starts from its state in place. Selecting between state
+            and zeros would cost as much as advancing the state.
     """
 
     def __init__(self, *args, has_begun: bool = False, **kwargs):
@@ -49,7 +49,7 @@ class NeuronStep(DenseStep):
 
     @property
     def cache_rows(self) -> torch.Tensor:
-        """[batch], where each row's keys and values are."""
+        """[batch], the cache row of each row's keys and values."""
         rows = int32_arange(len(self.slots), self.slots)
         return rows if self.sequences is None else self.sequences
 
@@ -58,8 +58,8 @@ class HybridCacheManager(KVCacheManager):
     """NxD Inference's cache for the attention layers, conv_state and ssm_state for the Mamba layers.
 
     All of them are in `past_key_values`, in the order of `HybridState.tensors`. NxD Inference treats the whole state as
-    its cache: it aliases a graph's outputs to its inputs, keeps it on the device, or copies it from model to model on
-    the CPU.
+    its cache: it aliases a graph's outputs to its inputs and keeps it on the device, or on the CPU copies it from model
+    to model.
     """
 
     past_key_values: nn.ParameterList
@@ -68,7 +68,7 @@ class HybridCacheManager(KVCacheManager):
         layer_types = config.granite.layer_types
         attention_layers = copy.copy(config)
         attention_layers.num_hidden_layers = len(layer_types) - layer_types.count(MAMBA)
-        # Rows without a sequence write to the last place, see `_with_tokens`: a cache needs no room for them.
+        # Rows without a sequence write to the last entry, see `_with_tokens`, so a cache needs no room for them.
         attention_layers.neuron_config = copy.copy(config.neuron_config)
         attention_layers.neuron_config.apply_seq_ids_mask = False
         super().__init__(attention_layers, num_kv_head, global_rank)
@@ -91,7 +91,7 @@ class HybridCacheManager(KVCacheManager):
         self.past_key_values = nn.ParameterList(tensors)
 
     def mamba_state(self, idx: int, kvcache_buffer: Sequence[torch.Tensor] | None = None) -> MambaState:
-        """Return a Mamba layer's state, in tensors of its own: a graph returns its new state and writes none in place.
+        """Return a copy of a Mamba layer's state, because a graph returns its new state and writes none in place.
 
         In a compiled graph this copies nothing.
 
@@ -118,10 +118,10 @@ class HybridCacheManager(KVCacheManager):
         kvcache_buffer: Sequence[torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's new state of all slots, from a Mamba layer's result or from keys and values of the rows."""
+        """Return a layer's new state for all slots, from a Mamba layer's result or from keys and values of the rows."""
         if self.layer_types[idx] == MAMBA:
             return kv_per_layer
-        # Entries that are read with the weight 0 must be finite, and a cache is not cleared between two sequences.
+        # Entries that are read with weight 0 must be finite, and a cache is not cleared between two sequences.
         key, value = (torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
         if step.is_context_encoding:
             return super().update_kv_by_layer_id(
@@ -131,7 +131,7 @@ class HybridCacheManager(KVCacheManager):
         return _with_tokens(keys, key, step), _with_tokens(values, value, step)
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
-        """Keep the SSM states in their dtype when a model is cast to that of its weights."""
+        """Keep the dtype of SSM states when a model is cast to the dtype of its weights."""
         super()._apply(fn, recurse)
         for idx, layer_type in enumerate(self.layer_types):
             if layer_type == MAMBA:
@@ -143,7 +143,7 @@ class HybridCacheManager(KVCacheManager):
 def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
     """Add a batch's tokens [batch, kv_heads, tokens, head_dim] to a cache [slots, kv_heads, length, head_dim].
 
-    Padding repeats its row's first token, where that one goes. Rows without a sequence write to the last place,
+    Padding writes its row's first token again, to the same entry. Rows without a sequence write to the last entry,
     which only later tokens would read, and there are none.
     """
     is_real = step.is_real

@@ -1,6 +1,6 @@
-"""The graphs that a device gets, traced on any machine: NxD Inference's own device code path as one rank runs it.
+"""The graphs that a device gets, traced on any machine through NxD Inference's own device code path, as one rank.
 
-Nothing is run and no weight exists: parameters and inputs are placeholders of torch_xla, the process group is a mock.
+Nothing runs and no weight exists: parameters and inputs are placeholders of torch_xla, the process group is a mock.
 Operators of the Neuron SDK that have no public source are traced as custom calls under the SDK's names for them.
 """
 
@@ -28,8 +28,8 @@ from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCau
 from granite4_neuron.neuron.nxdi.state import NeuronStep
 from granite4_neuron.state.hybrid_state import MambaState
 
-# Modules of the traced model that are counted on their own: the mixers and the feed-forward parts of each layer, and
-# modules that are there once.
+# Modules of the traced model that are counted separately: the mixers and the feed-forward parts of each layer, and
+# modules that exist once.
 _COMPONENTS = re.compile(r"layers\.\d+\.(mamba|self_attn|block_sparse_moe|shared_mlp)|embed_tokens|lm_head|sampler")
 
 
@@ -38,10 +38,10 @@ class Trace:
     """One graph of one rank.
 
     outputs: results, then the new value of each state tensor.
-    states: the state tensors before the step, those that the compiler is told to alias.
-    aliases: for each of `states`, the index among `outputs` of its new value, as the compiler is told.
+    states: the state tensors before the step, which the compiler gets as aliases.
+    aliases: for each of `states`, the index of its new value in `outputs`, as the compiler gets it.
     components: the outputs of a module when it is traced alone, by its name.
-    weight_bytes: of all parameters but the state.
+    weight_bytes: of all parameters except the state.
     """
 
     outputs: list[torch.Tensor]
@@ -64,7 +64,7 @@ def trace(
         application: made with a config that is not on_cpu.
         wrapper: the kind of graph, one of application.models.
         bucket: one of wrapper.neuron_config.buckets.
-        with_components: trace the graph's modules alone as well.
+        with_components: also trace the graph's modules alone.
     """
     set_compile_env_vars(application.neuron_config)
     with _one_rank(application.neuron_config), sdk_custom_calls.as_custom_calls():
@@ -89,7 +89,7 @@ def trace(
 
 @contextmanager
 def _one_rank(neuron_config: Any) -> Iterator[None]:
-    """Set the parallel state, within it, as on rank 0 of the config's ranks, in this one process."""
+    """Within the context, set the parallel state in this one process as on rank 0 of the config's ranks."""
     degree, before = neuron_config.tp_degree, dict(vars(parallel_state))
     try:
         with mock_distributed(degree):
@@ -105,7 +105,7 @@ def _one_rank(neuron_config: Any) -> Iterator[None]:
 
 
 def _forget_token() -> None:
-    """Forget torch_xla's token, which orders collectives and would tie a graph to the one that was traced before it."""
+    """Forget torch_xla's token, which orders collectives and would tie a graph to the previously traced one."""
     torch_xla._XLAC._set_all_reduce_token(xm._get_device_context().device, None)
 
 
@@ -148,7 +148,7 @@ def _outputs_of_component(component: torch.nn.Module, arguments: tuple, options:
     fresh = _Fresh()
     result = component(*fresh(arguments), **fresh(options))
     if isinstance(component, Mamba2):
-        result, _ = result  # the inputs of `advance` are kept by the layer around it
+        result, _ = result  # the layer around it keeps the inputs of `advance`
     return list(_tensors([result, fresh.states]))
 
 
