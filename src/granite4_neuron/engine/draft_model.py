@@ -110,8 +110,7 @@ class DraftModel:
         return followed
 
     def _most(self, request: DraftRequest) -> int:
-        """Return the most drafts for a sequence: one more than there is room for, because the last draft is never run.
-        """
+        """Return the most drafts for a sequence: one more than there is room for, as the last draft is never run."""
         room = self._max_length - len(request.tokens)
         return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0
 

@@ -248,8 +248,7 @@ class Engine:
         return sequence.text.finish()
 
     def step(self) -> list[Output]:
-        """Run one step; return the new tokens, in order for each sequence. With a drafter a sequence may have several.
-        """
+        """Run one step; return the new tokens, in order for each sequence. With a drafter it may have several."""
         self._run_step()
         # Python handles no signal between these two, so an interrupt leaves the outputs to the next step or to the
         # caller.
@@ -294,8 +293,7 @@ class Engine:
                 self._live.count(sequence, len(row.tokens), last, [*sequence.give_taken(), *outputs])
 
     def _leaves_logits(self, step: ScheduledStep) -> bool:
-        """Return whether the logits of a step stay on the device, and only the rows that are needed come to the host.
-        """
+        """Return whether a step's logits stay on the device, and only the rows that are needed come to the host."""
         if step.prompt_rows or "decode" in self.runtime.cannot:
             return False
         if any(each.taken for each in step.sequences):  # a row has several tokens, or nothing follows

@@ -46,8 +46,7 @@ class Pace:
         return most if self._max_gap is None else max(min(_LEAST, most), min(most, self._tokens_in_time()))
 
     def has_time_for(self, tokens: int) -> bool:
-        """Return whether this many tokens of prompts may run before the next tokens of other sequences, by prediction.
-        """
+        """Return whether, by prediction, this many tokens of prompts may run before the others' next tokens."""
         return self._max_gap is not None and self._tokens_in_time() >= tokens
 
     @property

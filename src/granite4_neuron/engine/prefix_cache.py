@@ -275,8 +275,7 @@ class PrefixCache:
         self._is_changing = False
 
     def _longest(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> Node:
-        """Return the longest entry that is a prefix of a sequence and ends at a cut point; the root if there is none.
-        """
+        """Return the longest entry that is a prefix of a sequence and ends at a cut point, or the root."""
         node = self._descend(tokens)[0].entry_above
         while node.parent is not None and not is_cut_point(node.length):
             node = node.parent.entry_above

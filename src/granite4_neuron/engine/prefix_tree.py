@@ -18,8 +18,7 @@ _MOST_COMPARED = 100  # entries of a kind, so that finding a victim takes no lon
 
 
 class NodeKind(IntEnum):
-    """A node's place in the tree, which predicts its use: how many sequences have continued from it, counted up to two.
-    """
+    """A node's place in the tree, which predicts its use: how many sequences have continued from it, up to two."""
 
     END = 0  # of a sequence
     CONTINUED = 1  # by one sequence, whose longer entry is mostly found instead

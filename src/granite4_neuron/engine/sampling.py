@@ -286,8 +286,7 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
 
 
 class MinNewTokensUnlessComplete(MinNewTokensLengthLogitsProcessor):
-    """Forbids the tokens that would end a text too early, unless a structure is complete and nothing else may follow.
-    """
+    """Forbids tokens that would end a text too early, unless a structure is complete and nothing else may follow."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         processed = super().__call__(input_ids, scores)

@@ -78,8 +78,7 @@ class Option:
 
 
 def option(is_valid: Callable[[Any], bool], requirement: str, *, default: Any = None, **rule: Any) -> Any:
-    """Return a field of a dataclass of options. Arguments are those of `Option`; None is allowed if it is the default.
-    """
+    """Return a field of a dataclass of options. Arguments are as in `Option`; None is allowed if it is the default."""
     return field(default=default, metadata={"option": Option(is_valid, requirement, **rule)})
 
 

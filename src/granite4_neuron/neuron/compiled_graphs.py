@@ -65,8 +65,7 @@ class GraphOptions:
         return max(self.context_buckets or [self.max_context_length])
 
     def prompt_lengths(self, context: int) -> list[int]:
-        """Return the tokens of the graphs for prompts, ascending: for the first part of a prompt and for further parts.
-        """
+        """Return the tokens of the graphs for prompts, ascending: for a prompt's first part and further parts."""
         first = self._context_buckets(context)
         return sorted({*first, min(first[-1], CONTINUATION_TOKENS)} if first[-1] < context else first)
 

@@ -17,7 +17,7 @@ Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., An
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with a name, without using it: a process that has used a Neuron core keeps it until its end.
+    """Return the device with a name, without using it, because a process keeps a Neuron core that it has used.
 
     Raises:
         UserError: there is none.
@@ -38,7 +38,7 @@ def find_device(name: str) -> torch.device:
 
 
 def use_device(name: str) -> torch.device:
-    """Return the device that tensors have which are made on the one with a name.
+    """Return the device of tensors that are made on the device with this name.
 
     Raises:
         UserError: there is none.
@@ -68,6 +68,6 @@ def find_compiler(compiler: str | Compiler) -> Compiler:
 
 
 def compile_apart(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
-    """Compile a function of a module. torch.compile keeps graphs, and tries them, by code object: this has its own."""
+    """Compile a function of a module, with its own code object, by which torch.compile keeps its graphs."""
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
     return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)

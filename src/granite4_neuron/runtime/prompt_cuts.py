@@ -24,8 +24,7 @@ class PromptCuts(Protocol):
     def keeps_answers(self) -> bool: ...
 
     def last(self, most: int, length: int) -> int:
-        """Return the last cut point up to `most` of a prompt of `length` tokens. 0 and the prompt's end are cut points.
-        """
+        """Return a prompt's last cut point up to `most`; `length` is its tokens. 0 and its end are cut points."""
 
 
 @dataclass(frozen=True)

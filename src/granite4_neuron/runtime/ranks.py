@@ -305,8 +305,7 @@ def _stay_away(pipe: Connection, error: UserError) -> None:
 
 
 def _make_call(pipe: Connection, runtime: TorchRuntime, message: bytes, numbered: dict[int, Any]) -> None:
-    """Run a call from rank 0 with this rank's states and verifications. First release those that rank 0 has released.
-    """
+    """Run a call from rank 0 with this rank's states and verifications; first release those that it has released."""
     call = decode(message, numbered, runtime)
     for number in numbered.keys() - set(call.alive):
         del numbered[number]

@@ -23,14 +23,14 @@ Call = Callable[..., Any]  # how functions of `run_step` and `run_advance` are c
 
 
 class GraphKey(NamedTuple):
-    """The constants of a step's graphs; with the shapes of their inputs they tell which graph a step takes.
+    """The constants of a step's graphs. Together with the shapes of the inputs they decide which graph a step takes.
 
     kv_length: how many cache entries attention visits.
     in_order: whether row i is in slot i + 1, for all slots.
-    looks_up: whether the rows' recurrent state is looked up by slot; otherwise entry i of it is row i's.
-    all_logits: logits of every token rather than of each row's last one.
-    verifies: whether recurrent state is left as it is, and its inputs are returned.
-    chooses: whether it is of one token, may run those that were chosen on the device, and chooses the next ones.
+    looks_up: whether the rows' recurrent state is looked up by slot; otherwise entry i of it belongs to row i.
+    all_logits: whether logits are of every token or only of each row's last one.
+    verifies: whether recurrent state stays unchanged and the inputs of the recurrence are returned.
+    chooses: whether the step has one token per row, may run tokens chosen on the device, and chooses the next ones.
     """
 
     kv_length: int
@@ -42,7 +42,7 @@ class GraphKey(NamedTuple):
 
 
 def state_tensors(state: HybridState, slot: int | None = None) -> list[torch.Tensor]:
-    """Return the state's tensors; of recurrent states views of one slot, [1, ...], if one is given."""
+    """Return the state's tensors. With a slot, recurrent states are views of that slot, [1, ...]."""
     if slot is None:
         return list(state.tensors())
     entry = slice(slot - 1, slot)
@@ -80,7 +80,7 @@ def run_layers(
     tensors: Tensors,
     layers_per_graph: int = 1,
 ) -> tuple[torch.Tensor, Tensors, list[torch.Tensor]]:
-    """Compute what enters the head; with `key.verifies`, as for `model.verify`.
+    """Compute the hidden states that enter the head; with `key.verifies`, as for `model.verify`.
 
     Args:
         call: how each of the functions below is called.
@@ -120,8 +120,8 @@ def run_group(
     states: Sequence[Tensors],
     rotary: Tensors,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute some layers; return the output of the last, and what `through_layers` keeps."""
-    # Steps that differ in what a function does not need share its graph.
+    """Compute some layers; return the output of the last one, and the inputs that `through_layers` keeps."""
+    # Drop the constants that a function does not need, so that steps which differ only in these share its graph.
     mamba_key = key._replace(kv_length=0, all_logits=False, chooses=False)
     attention_key = key._replace(looks_up=False, all_logits=False, chooses=False)
 
@@ -146,7 +146,7 @@ def run_advance(
     tensors: Tensors,
     layers_per_graph: int = 1,
 ) -> list[torch.Tensor]:
-    """Compute `model.advance`; arguments as of `run_layers`, but for `inputs`. What it returns is of no use.
+    """Compute `model.advance`; arguments as for `run_layers`, except `inputs`. The result has no use.
 
     Args:
         inputs: the tensor of `graph_inputs`; then each Mamba layer's kept inputs.
@@ -187,7 +187,7 @@ def _with_states(model: HybridForCausalLM, tensors: Tensors) -> list[tuple[Decod
 def embed(
     model: HybridForCausalLM, key: GraphKey, inputs: torch.Tensor, chosen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return what enters the first layer; positions, lengths and slots; and rotary tables, if the model has them.
+    """Return the input of the first layer; positions, lengths and slots; and rotary tables, if the model has them.
 
     Args:
         inputs: of `graph_inputs`; or of `decode_inputs`, with the tokens that were chosen last.

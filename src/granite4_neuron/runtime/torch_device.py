@@ -62,7 +62,7 @@ from granite4_neuron.state.hybrid_state import HybridState
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-# Where nothing has to fit into an SBUF, a long prompt takes fewer pieces.
+# Without an SBUF to fit into, a long prompt takes fewer pieces.
 _BUCKETS = {"cpu": (*PREFILL_BUCKETS, 2048), "cuda": (*PREFILL_BUCKETS, 2048), "neuron": PREFILL_BUCKETS}
 
 
@@ -75,16 +75,16 @@ class TorchRuntime(GraphRuntime):
         device: "cpu", "cuda" or "neuron"; also with an index: "cuda:1".
         graphs: of decode, verification and commit. "layer" for one graph for each kind of layer, shared by all layers
             of that kind, one before and one after them; "model" for a single graph, which takes much longer to compile;
-            a number, such as 8, for graphs of so many layers, shared by those that have the same kinds in the same
+            a number, such as 8, for graphs of that many layers, shared by groups that have the same kinds in the same
             order. None for the device's default: "model" on neuron, "layer" elsewhere. Prompts always have a graph for
-            each kind of layer: they compute long enough between two launches.
+            each kind of layer, because they compute long enough between two launches.
         compiler: a backend of torch.compile, or its name; None for the device's.
         kv_write: how keys and values are written to their cache, see `ops.xla.write_cache_as`.
         prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
             device's choice. Not on a GPU: a CUDA graph has the addresses of its inputs.
-        batch_invariant: on a GPU, decode a state of one sequence with the kernels of several, so that a token has the
-            same bits in both, and when it is verified. Otherwise a state of one sequence has kernels of its own, which
-            take less time and add up in another order. None for the device's choice, which is the latter.
+        batch_invariant: on a GPU, decode a state of one sequence with the kernels for several, so that a token has the
+            same bits alone, beside others and in a verification. Otherwise a state of one sequence has kernels of its
+            own, which are faster and add up in another order. None for the device's default, which is the latter.
         prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for the device's own.
 
     Raises:
@@ -146,7 +146,7 @@ class TorchRuntime(GraphRuntime):
         self._memories: list[_Memory] = []
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`. Afterwards it is a RuntimeError if a step needs another graph."""
+        """Implement `Runtime.warm_up`. Afterwards a step that needs another graph raises a RuntimeError."""
         nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
@@ -169,17 +169,17 @@ class TorchRuntime(GraphRuntime):
         return other
 
     def release_graphs(self) -> None:
-        """Let go of all graphs: what they hold, such as a connection of GPUs, cannot end before them."""
+        """Release all graphs: what they hold, such as a connection between GPUs, cannot end before them."""
         self._memories.clear()
         self._graphs.clear()
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`, of the whole slot: its part of a tensor is contiguous."""
+        """Implement `Runtime.copy`. It copies the whole slot, because the slot's part of a tensor is contiguous."""
         self._write_slot(state, state.slot_views(source), destination)
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:
-        """Allocate a state, or use one again that nobody holds any more: captured graphs have its addresses.
+        """Allocate a state, or reuse one that is no longer in use, because captured graphs have its addresses.
 
         Raises:
             UserError: the device has no room for it.
@@ -231,7 +231,7 @@ class TorchRuntime(GraphRuntime):
     def _run_draw(
         self, state: HybridState, rows: Sequence[Row], logits: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Run the graph that draws the tokens of rows that draw one; return each slot's token.
+        """Run the graph that draws the tokens of rows with a `Draw`; return each slot's token.
 
         Args:
             logits, tokens: of `_run_decode`.
@@ -253,7 +253,7 @@ class TorchRuntime(GraphRuntime):
             return self._to_host(logits)
         slot = None if key.looks_up else int(inputs[0, SLOT])
         hidden_states, *_ = self._execute(run_layers, state, key, inputs, slot=slot)
-        # Parts of one size, cut outside of the graphs: so prompts of all lengths share those of the head.
+        # Parts of one size, cut outside of the graphs, so that prompts of all lengths share the graph of the head.
         length = max(1, int(inputs[0, LENGTH]))
         size = math.gcd(*self.prefill_buckets) if all_logits else 1
         parts = [hidden_states[0, at : at + size] for at in range(0 if all_logits else length - 1, length, size)]
@@ -295,7 +295,7 @@ class TorchRuntime(GraphRuntime):
 
         Args:
             inputs: of `graph_inputs`, on the host.
-            kept_inputs: that `run_advance` takes.
+            kept_inputs: for `run_advance`.
         """
         memory = self._memory(state)
         chosen = memory.chosen
@@ -309,7 +309,7 @@ class TorchRuntime(GraphRuntime):
                 return function(self._call, self.model, key, inputs, tensors, size)
 
         if not self._captures or (key.all_logits and not key.verifies):
-            # Logits of a prompt are too large to keep memory for them.
+            # Not captured: a prompt's logits are too large to keep memory for them.
             return run(self._to_device(inputs), *kept_inputs)
         return self._run_captured(memory, (function, key), run, inputs, kept_inputs, LENGTH)
 
@@ -325,10 +325,10 @@ class TorchRuntime(GraphRuntime):
         others: Tensors,
         column: int,
     ) -> Any:
-        """Replay what `run` computes of inputs on the host and others on the device; capture it if it is new.
+        """Replay `run` with inputs on the host and others on the device; capture it first if it is new.
 
         Args:
-            column: of the inputs; a row that has 0 there changes nothing, so that trying and capturing do no harm.
+            column: of the inputs; a row with 0 there changes nothing, so that capturing does no harm.
         """
         capture = (*what, inputs.shape)
         if capture not in memory.captured:
@@ -347,7 +347,9 @@ class TorchRuntime(GraphRuntime):
         return to_host(output) if self._captures else output.cpu()
 
     def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return what copies an output to the host; if the output is overwritten, the copy begins at once."""
+        """Return a function that copies an output to the host. If the output will be overwritten, the copy begins at
+        once.
+        """
         return start_copy(output) if self._captures else output.cpu
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -359,7 +361,7 @@ class TorchRuntime(GraphRuntime):
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         is_new = True
-        itself = weakref.ref(self)  # torch never lets go of a compiler, nor of what it holds
+        itself = weakref.ref(self)  # torch never frees a compiler, nor what it holds
 
         def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             nonlocal is_new
@@ -376,8 +378,8 @@ class TorchRuntime(GraphRuntime):
         return compile_apart(function, compiler)
 
     def _wait_for_ranks(self) -> None:
-        """Wait until every rank has compiled a graph. One that ran it earlier would wait for the others within it, and
-        a device does not wait for as long as a compiler may take.
+        """Wait until every rank has compiled a graph. A rank that ran it earlier would wait within it for the others,
+        and a device does not wait as long as a compiler may take.
         """
         if self.model.parallel.group is not None:
             torch.distributed.barrier()
@@ -387,8 +389,8 @@ class TorchRuntime(GraphRuntime):
 class _Memory:
     """A state's tensors, with the CUDA graphs that have their addresses.
 
-    chosen: [num_sequences] in int32, the token that was chosen last for each slot.
-    user: the state that has them now.
+    chosen: [num_sequences] in int32, the token that was last chosen for each slot.
+    user: returns the state that has the tensors now, or None.
     """
 
     state: HybridState
@@ -407,7 +409,7 @@ class _Memory:
 
 
 def _kind(argument: Any) -> Any:
-    """Return the part of a graph's argument that decides which graph it is."""
+    """Return the part of an argument that decides which graph takes it."""
     if isinstance(argument, torch.Tensor):
         return argument.shape
     if isinstance(argument, nn.Module):

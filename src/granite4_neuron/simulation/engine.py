@@ -222,8 +222,7 @@ class SimulatedEngine(Engine):
             sequence.look_ahead(self._prefixes.interval)
 
     def _note_gaps(self, sequences: int, ends: Sequence[float]) -> None:
-        """Record the times between tokens of sequences that decode together; each got a token at each of these times.
-        """
+        """Record the times between tokens of sequences that decode together; each got one at each of these times."""
         for last_time, count in self._last_times.items():
             self.gaps.add(ends[0] - last_time, count)
         if len(ends) > 1:

@@ -90,8 +90,7 @@ class _Meter:
         self._chance = random.Random(0)
 
     def decode(self, rows: int, context: int) -> float:
-        """Return the median seconds of a step of single tokens, with about `context` earlier tokens of each sequence.
-        """
+        """Return the median seconds of a step of single tokens, after about `context` tokens of each sequence."""
         prompt = self._prompt(context)
         # Only the first sequence runs its prompt; the others begin with a copy of its state.
         engine = self._engine(rows, PrefixCache(self._runtime, None, None))

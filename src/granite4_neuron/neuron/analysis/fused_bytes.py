@@ -81,8 +81,7 @@ class _Graph:
         return in_memory
 
     def _is_computed(self, name: str) -> bool:
-        """Return whether the value ends an element-wise computation, so that it is the one that is written if any is.
-        """
+        """Return whether the value ends an element-wise computation, so that it is written if any of its values is."""
         if self._entry[name].opcode != "convert":
             return self._entry[name].opcode in _ELEMENT_WISE
         while self._entry[name].opcode in _LAYOUTS:

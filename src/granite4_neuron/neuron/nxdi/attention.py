@@ -117,8 +117,7 @@ class _Softmax:
         self._top: torch.Tensor | None = None
 
     def add(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> _Softmax:
-        """Add those keys and values [batch, kv_heads, keys, head_dim] for which a mask [.., rows or 1, keys] is true.
-        """
+        """Add keys and values [batch, kv_heads, keys, head_dim] for which a mask [.., rows or 1, keys] is true."""
         scores = _multiply(self._query, key.transpose(2, 3)).float()
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)

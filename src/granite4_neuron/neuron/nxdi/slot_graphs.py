@@ -171,8 +171,7 @@ class SlotOperations(NeuronBaseForCausalLM):
         return self.token_generation_model
 
     def enable_speculation(self) -> None:
-        """Add the graphs that verify and commit. Also keep those for token generation, which NxD Inference leaves out.
-        """
+        """Add the graphs that verify and commit, and keep those for token generation, which NxD Inference drops."""
         self.enable_token_generation()
         self.verification_model = self._slot_graph(SPECULATION_MODEL_TAG)
         if MAMBA in self.config.granite.layer_types:
