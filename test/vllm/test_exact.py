@@ -6,7 +6,7 @@ import torch
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from test.support.checkpoints import CASES, small_config
+from test.support.checkpoints import CASES, NEMOTRON_CASES, nemotron_config, small_config
 from test.vllm.conftest import ALL, CROWDED, NGRAM, ONE_PROCESS, TOKENS, Greedy, prompts_of, run_engines
 
 PREFIX = dict(enable_prefix_caching=True)
@@ -57,13 +57,13 @@ A_PROCESSOR_EACH = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # the machine may have
 # pytest -m "not slow" leaves these, so that each part of this package is tested.
 FAST = {
     "alone", "prefix caching, n-gram, chunked prefill", "preempted, prefix caching, n-gram, chunked prefill",
-    "tensor parallel",
+    "tensor parallel", "nemotron_dense",
 }  # fmt: skip
 # vLLM's attention needs heads of 32 or wider. An untied head keeps a random model from repeating its last token.
 WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)
 FAMILY = (
     "moe", "dense", "conv3_no_bias", "projection_bias", "rope", "attention_only_rope",
-    "attention_only_nope", "time_step_limit", "one_expert_per_token",
+    "attention_only_nope", "time_step_limit", "one_expert_per_token", "nemotron_dense",
 )  # fmt: skip
 
 
@@ -78,8 +78,12 @@ def selected(request, test):
 
 def random_checkpoint(name, where):
     """Write a small model that has the traits of the case of this name, and return its folder."""
-    (changes,) = (case.changes for case in CASES if case.name == name)
-    save_model(random_model(small_config(**{**changes, **WIDE}), seed=len(name)), where / name)
+    (case,) = (case for case in (*CASES, *NEMOTRON_CASES) if case.name == name)
+    if case in NEMOTRON_CASES:
+        config = nemotron_config(**{**case.changes, **WIDE, "head_dim": 32})
+    else:
+        config = small_config(**{**case.changes, **WIDE})
+    save_model(random_model(config, seed=len(name)), where / name)
     return where / name
 
 

@@ -1,4 +1,6 @@
-"""Granite 4 in vLLM on a CPU: correct Mamba-2 layers with prefix caching and speculation, and fused kernels."""
+"""Granite 4 and Nemotron 3 in vLLM on a CPU: correct Mamba-2 layers, with prefix caching and speculation, and fused
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ _LOGGER = logging.getLogger("vllm.granite4_neuron")
 
 
 def register() -> None:
-    """Take over Granite 4 in vLLM: the entry point of the group vllm.general_plugins, which vLLM calls in each of its
-    processes, perhaps several times.
+    """Take over Granite 4 and Nemotron 3 in vLLM: the entry point of the group vllm.general_plugins, which vLLM calls
+    in each of its processes, perhaps several times.
 
-    It does nothing unless vLLM runs on a CPU. If it cannot take over, vLLM runs Granite 4 unchanged, with a line in the
-    log that says why, but does not start with a hybrid and speculation.
+    It does nothing unless vLLM runs on a CPU. If it cannot take over, vLLM runs them unchanged, with a line in the log
+    that says why, but does not start with a hybrid and speculation.
 
     Raises:
         RuntimeError: it can neither take over nor prevent that.
@@ -37,7 +39,7 @@ def register() -> None:
         lack = contract.first_break(contract.HOOK)
         if lack is not None:
             raise RuntimeError(
-                f"granite4-neuron does not know this vLLM ({lack}), in which Granite 4 may give wrong text with "
+                f"granite4-neuron does not know this vLLM ({lack}), in which Mamba layers may give wrong text with "
                 f"speculation; install {DISTRIBUTION}, or leave granite4_neuron_cpu out of VLLM_PLUGINS."
             )
         configs.call_with_each(configs.no_speculation(reason))
@@ -50,7 +52,7 @@ def register() -> None:
     lack = load_kernels()
     if lack is not None:
         _LOGGER.warning(
-            "granite4-neuron computes Granite 4's Mamba layers in plain torch, which is correct but slow: %s; install "
+            "granite4-neuron computes Mamba layers in plain torch, which is correct but slow: %s; install "
             "a C++ compiler such as g++.",
             lack,
         )

@@ -1,4 +1,4 @@
-"""Checks of an engine's config for Granite 4, before anything is loaded."""
+"""Checks of an engine's config for Granite 4 and Nemotron 3, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.config import ARCHITECTURE
+from granite4_neuron.config import ARCHITECTURE, NemotronHConfig
+from granite4_neuron.config.nemotron_h import EXPERTS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron.configs")
+ARCHITECTURES = (ARCHITECTURE, NemotronHConfig.architecture)
 WORKER = "granite4_neuron.vllm.cpu.worker.Granite4Worker"
 
 
 def call_with_each(check: Callable[[VllmConfig], None]) -> None:
-    """Have vLLM call `check` with each config of a Granite 4, besides its own checks. An error ends the start."""
+    """Have vLLM call `check` with each config of `ARCHITECTURES`, besides its own checks. An error ends the start."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-    earlier: Any = MODELS_CONFIG_MAP.get(ARCHITECTURE, VerifyAndUpdateConfig)
+    for architecture in ARCHITECTURES:
+        earlier = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+        MODELS_CONFIG_MAP[architecture] = _checked(earlier, check)
 
-    class Granite4Config(earlier):
+
+def _checked(earlier: Any, check: Callable[[VllmConfig], None]) -> Any:
+    """Return vLLM's class of checks of a model with `check` before them."""
+
+    class CheckedConfig(earlier):
         @classmethod
         def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
             check(vllm_config)
             super().verify_and_update_config(vllm_config)
 
-    MODELS_CONFIG_MAP[ARCHITECTURE] = Granite4Config
+    return CheckedConfig
 
 
 def accept(vllm_config: VllmConfig) -> None:
@@ -56,6 +64,8 @@ def why_refused(vllm_config: VllmConfig) -> str | None:
         return "vLLM copies blocks of a hybrid model in parts, which gives wrong text; leave out --prefix-match-unit."
     if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         return "vLLM has no data parallelism with experts on a CPU; start a server for each replica."
+    if EXPERTS in getattr(vllm_config.model_config.hf_text_config, "layers_block_type", ()):
+        return "vLLM has no experts without a gate on a CPU; run this model with granite4-neuron serve."
     return None
 
 
@@ -71,6 +81,6 @@ def no_speculation(reason: str) -> Callable[[VllmConfig], None]:
                 "vLLM's own Mamba layers give wrong text on a CPU with speculation, and granite4-neuron does not take "
                 f"over: {reason} Or leave out --speculative-config."
             )
-        _LOGGER.warning("granite4-neuron does not take over Granite 4: %s", reason)
+        _LOGGER.warning("granite4-neuron does not take over this model: %s", reason)
 
     return check

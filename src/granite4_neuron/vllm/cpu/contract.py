@@ -17,6 +17,7 @@ from typing_extensions import Format, get_annotations
 _MODELS = "vllm.model_executor.models"
 _LAYERS = "vllm.model_executor.layers"
 _GRANITE = f"{_MODELS}.granitemoehybrid"
+_NEMOTRON = f"{_MODELS}.nemotron_h"
 _MIXER = f"{_LAYERS}.mamba.mamba_mixer2"
 _MAMBA2 = "vllm.v1.attention.backends.mamba2_attn"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -161,6 +162,8 @@ CONTRACT = (
         "process_weights_after_loading",
     ),
     Term("mentions", f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts.__init__", "moe_config quant_method"),
+    Term("parameters", f"{_NEMOTRON}:NemotronHForCausalLM.get_mamba_state_dtype_from_config", "vllm_config"),
+    Term("mentions", f"{_NEMOTRON}:NemotronHMambaDecoderLayer.__init__", "MambaMixer2"),
     # Copies of states.
     Term("arguments", "vllm.triton_utils.dispatcher:register_kernels", "overrides"),
     Term("has", "vllm.triton_utils:HAS_TRITON", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backend import AttentionBackend
 
 from granite4_neuron.config import MODEL_TYPE
+from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.cpu.metadata import Scan, StepBackend, Verify
@@ -28,7 +30,7 @@ from granite4_neuron.vllm.cpu.mixing import (
 
 
 class Granite4MambaMixer2(MambaMixer2):
-    """The mixer of Granite 4. For other models it behaves as MambaMixer2.
+    """The mixer of Granite 4 and Nemotron 3. For other models it behaves as MambaMixer2.
 
     Raises:
         ValueError: ReplaySSM or vLLM's method draft_model is requested.
@@ -38,32 +40,34 @@ class Granite4MambaMixer2(MambaMixer2):
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         config, speculative = vllm_config.model_config.hf_text_config, vllm_config.speculative_config
-        self.is_granite4 = config.model_type == MODEL_TYPE
-        if self.is_granite4 and speculative is not None and speculative.uses_draft_model():
+        self.is_ours = config.model_type in (MODEL_TYPE, NEMOTRON_MODEL_TYPE)
+        if self.is_ours and speculative is not None and speculative.uses_draft_model():
             raise ValueError(
                 "vLLM's method draft_model cannot draft for or with a hybrid model; use custom_class with "
                 "granite4_neuron.vllm.cpu.draft_model.DraftModelProposer."
             )
-        if self.is_granite4 and self.use_replayssm:
+        if self.is_ours and self.use_replayssm:
             raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
-        self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, float("inf")))
+        self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
+        if config.model_type == NEMOTRON_MODEL_TYPE:
+            self.time_step_limit = config.time_step_min, math.inf  # as `NemotronHConfig` has it
         self._paged_cache: tuple[torch.Tensor, ...] | None = None
         fused = cpu.has_fused_kernels()
         self.decode, self.prefill = (fused_decode, fused_prefill) if fused else (torch_decode, torch_prefill)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        if not self.is_granite4:
+        if not self.is_ours:
             return super().get_state_dtype()
         return self.model_config.dtype, torch.float32
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
         """Run convolution and recurrence of a step's tokens as vLLM does, from z, x, B, C and dt to `output`."""
-        if not self.is_granite4:
+        if not self.is_ours:
             return super().conv_ssm_forward(projected_states, output)
         output.copy_(self.mix(projected_states[:, self.tped_intermediate_size :]))
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return StepBackend if self.is_granite4 else super().get_attn_backend()
+        return StepBackend if self.is_ours else super().get_attn_backend()
 
     def mix(self, xBC_dt: torch.Tensor) -> torch.Tensor:
         """Mix [tokens, conv_dim + num_heads] to [tokens, num_heads * head_dim] in float32; zeros for padding."""

@@ -6,10 +6,13 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models import ModelRegistry
 
-from granite4_neuron.config import ARCHITECTURE
+from granite4_neuron.config import ARCHITECTURE, NemotronHConfig
 from granite4_neuron.vllm.cpu import acceptance, configs, sampling, state_copies
 from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
 from granite4_neuron.vllm.cpu.model import Granite4ForCausalLM
+from granite4_neuron.vllm.cpu.nemotron import Nemotron3ForCausalLM
+
+_MODELS = {ARCHITECTURE: Granite4ForCausalLM, NemotronHConfig.architecture: Nemotron3ForCausalLM}
 
 
 def taken_by() -> str | None:
@@ -25,8 +28,9 @@ def register_all() -> None:
     if MambaMixer2.__name__ in op_registry_oot:
         return
     MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)
-    ModelRegistry.models.pop(ARCHITECTURE, None)  # it would be replaced with a warning
-    ModelRegistry.register_model(ARCHITECTURE, Granite4ForCausalLM)
+    for architecture, model in _MODELS.items():
+        ModelRegistry.models.pop(architecture, None)  # it would be replaced with a warning
+        ModelRegistry.register_model(architecture, model)
     state_copies.register()
     sampling.register()
     acceptance.register()

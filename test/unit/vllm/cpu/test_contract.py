@@ -168,7 +168,12 @@ def on_a_cpu(monkeypatch, *broken):
 
 def engine_config(hybrid=True, speculative=None, **changes):
     parts = dict(
-        model_config=SimpleNamespace(is_hybrid=hybrid, dtype="torch.bfloat16", is_moe=changes.pop("is_moe", False)),
+        model_config=SimpleNamespace(
+            is_hybrid=hybrid,
+            dtype="torch.bfloat16",
+            is_moe=changes.pop("is_moe", False),
+            hf_text_config=SimpleNamespace(layers_block_type=changes.pop("layers", ["linear_attention", "mlp"])),
+        ),
         cache_config=SimpleNamespace(
             cache_dtype=changes.pop("cache_dtype", "auto"), prefix_match_unit=changes.pop("prefix_match_unit", None)
         ),
@@ -202,16 +207,17 @@ def test_if_nothing_can_be_prevented_vllm_does_not_start(monkeypatch, config_map
         vllm_cpu.register()
 
 
-def test_another_check_of_the_same_architecture_stays(config_map):
+@pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
+def test_another_check_of_the_same_architecture_stays(config_map, architecture):
     class Theirs(VerifyAndUpdateConfig):
         @classmethod
         def verify_and_update_config(cls, vllm_config):
             vllm_config.seen_by_theirs = True
 
-    config_map[ARCHITECTURE] = Theirs
+    config_map[architecture] = Theirs
     configs.call_with_each(configs.accept)
     config = engine_config()
-    config_map[ARCHITECTURE].verify_and_update_config(config)
+    config_map[architecture].verify_and_update_config(config)
     assert config.seen_by_theirs
 
 
@@ -222,6 +228,7 @@ def test_another_check_of_the_same_architecture_stays(config_map):
         (engine_config(cache_dtype="fp8"), "has no cache of fp8 with a model of bfloat16; leave out --kv-cache-dtype."),
         (engine_config(prefix_match_unit=8), "gives wrong text; leave out --prefix-match-unit."),
         (engine_config(replicas=2, is_moe=True), "start a server for each replica."),
+        (engine_config(layers=["linear_attention", "moe"]), "run this model with granite4-neuron serve."),
     ],
 )
 def test_what_does_not_work_is_refused(config, sentence):
