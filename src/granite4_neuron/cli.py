@@ -42,9 +42,9 @@ EXIT_BROKEN_PIPE = 141
 
 _EXAMPLES = """\
 examples:
-  granite4-neuron generate "An assignment statement"
+  granite4-neuron generate "An assignment statement"  # the package's small model
   granite4-neuron chat --model ibm-granite/granite-4.0-h-350m
-  granite4-neuron plan --model granite-4.0-h-small
+  granite4-neuron plan --model granite-4.0-h-small    # does it fit a Trainium2?
 
 Each command has a help of its own: granite4-neuron generate --help
 """
@@ -85,24 +85,28 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = _Parser(
         prog="granite4-neuron",
-        description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
+        description="Run IBM's Granite 4.0 hybrid models and NVIDIA's Nemotron 3 on AWS Trainium2, CPUs and GPUs.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
+        add_help=False,
     )
-    parser.add_argument("--version", action=_Version, help="print the version and exit")
-    parser.add_argument(
+    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
+    on_any_device = generate, chat, serve, batch, info, convert, check, evaluate, tune, measure
+    for command in (*on_any_device, plan, graphs, compile, vllm_check):
+        command.add_parser(commands)
+    # After the commands, so that the help lists those first.
+    options = parser.add_argument_group("options")
+    options.add_argument("-h", "--help", action="help", help="show this help message and exit")
+    options.add_argument("--version", action=_Version, help="print the version and exit")
+    options.add_argument(
         "--print-completion", action=_PrintCompletion, help="print a completion script for this shell and exit"
     )
-    parser.add_argument(
+    options.add_argument(
         "--log-level",
         choices=LOG_LEVELS,
         default="warning",
         help="how much is logged on standard error (default: warning)",
     )
-    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
-    about = info, check, evaluate, graphs, plan, measure, tune
-    for command in (generate, chat, serve, batch, *about, compile, convert, vllm_check):
-        command.add_parser(commands)
     return parser
 
 

@@ -403,7 +403,7 @@ class TestCheck:
 
 WIDE_TABLES = {
     "info": (["--model", "h-small"], "attention heads, key heads, width, positions | 32, 8, 128, none"),
-    "plan": (["--model", "h-small", "--latency"], "step | batch | bound, ms | as counted, ms | predicted, ms"),
+    "plan": (["--model", "h-small", "--latency"], "step | batch | bound, ms | predicted, ms"),
     "graphs": (["--model", "h-small"], "context of many words | 3e+05 | 0.3 | x 1000000.00 | 4e+05 | 0.4 |"),
 }
 
@@ -436,14 +436,14 @@ COMMANDS = (
     "serve",
     "batch",
     "info",
+    "convert",
     "check",
     "evaluate",
-    "graphs",
-    "plan",
-    "measure",
     "tune",
+    "measure",
+    "plan",
+    "graphs",
     "compile",
-    "convert",
     "vllm-check",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
         table.title = ", ".join(titles)
         for report in reports:
             _add_graph(table, report)
+        write(_summary(reports))
         print_table(table)
         for report in reports:
             spill = report.live_set and report.live_set.spill()
@@ -151,6 +152,18 @@ def _reports(
 
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
     return report(config, dtype, *sizes, {**kernels, **of_experts, "state_dtype": options.state_dtype}, options.verify)
+
+
+def _summary(reports: Sequence[graphs.GraphReport]) -> str:
+    """Return how far the graphs are from the least that a step can cost, and how much the compiler may handle badly."""
+    ratios = [report.fused_ratio for report in reports]
+    findings = sum(len(report.findings) for report in reports)
+    least = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
+    badly = f"{findings} constructs that" if findings else "Nothing that"
+    return (
+        f"If element-wise work moved nothing, the graphs would move {least} times the least bytes of a step. {badly} "
+        f"Neuron's compiler is reported to handle badly {'are listed below' if findings else 'was found'}."
+    )
 
 
 def _add_graph(table: Table, report: graphs.GraphReport) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from granite4_neuron.commands.options import add_model, model_or_bundled, stored_model
-from granite4_neuron.commands.output import print_table, size
+from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters
@@ -27,8 +27,12 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("", escape(name), title=config.architecture, show_header=True)
-    for row in _info_rows(config, dtype, stored_in):
+    rows = _info_rows(config, dtype, stored_in)
+    for row in rows:
         table.add_row(*row)
+    of = dict(rows)
+    sequence = f"{of['state per sequence']} and {of['KV cache per token']} a token"
+    write(f"It has {of['parameters']} parameters: {of['weights']}. Each sequence takes {sequence} more.")
     print_table(table)
     return 0
 

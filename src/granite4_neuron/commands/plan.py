@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,9 +165,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
     lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets=buckets)
     if options.count_graphs:
         lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, buckets=buckets)
-    table = Table(
-        "step", "batch", "bound, ms", "as counted, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it"
-    )
+    as_counted = ["as counted, ms"] if options.count_graphs else []
+    table = Table("step", "batch", "bound, ms", *as_counted, "predicted, ms", "per token, ms", "tokens/s", "most of it")
     table.title = (
         f"{escape(options.model)} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
     )
@@ -176,17 +175,25 @@ def _plan_latency(options: argparse.Namespace) -> int:
             line.step,
             str(line.batch_size),
             f"{line.latency.bound * 1e3:.2f}",
-            "" if line.counted is None else f"{line.counted * 1e3:.2f}",
+            *(["" if line.counted is None else f"{line.counted * 1e3:.2f}"] if as_counted else []),
             f"{line.latency.predicted * 1e3:.2f}",
             f"{line.seconds_per_token * 1e3:.2f}",
             f"{line.tokens_per_second:,.0f}",
             line.latency.limit,
         )
+    first, *later = lines
+    token = min(
+        (line for line in later if line.batch_size == line.tokens == 1), key=lambda line: line.seconds_per_token
+    )
+    write(
+        f"Predicted, not measured: the first token after {first.latency.predicted * 1e3:.0f} ms, and a token of one "
+        f"sequence every {token.seconds_per_token * 1e3:.1f} ms ({token.step})."
+    )
     print_table(table)
     if options.plot:
         _plot_latency(lines, table.title, options.plot)
     write(
-        "Predicted, not measured. The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
+        "The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
         f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
     )
@@ -319,7 +326,7 @@ def _plan_family(options: argparse.Namespace) -> int:
         "largest batch",
     )
     table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GiB per logical core"
-    refusals = []
+    refusals, outcomes = [], {}
     for name in family_names():
         try:
             planned = _planned(name, options)
@@ -327,22 +334,34 @@ def _plan_family(options: argparse.Namespace) -> int:
             refusals.append(f"{name}: {error}")
             continue
         sequence = planned.state + planned.context * planned.token
+        short_name = name.removeprefix("granite-4.0-")
+        outcomes[short_name] = _fit(planned)
         table.add_row(
-            name.removeprefix("granite-4.0-"),
+            short_name,
             _gibibytes(planned.weights),
             f"{planned.context:,}",
             _gibibytes(sequence),
             str(len(planned.graphs)),
             _gibibytes(planned.total),
             _gibibytes(planned.at_most),
-            _fit(planned),
+            outcomes[short_name],
             f"{planned.largest_batch:,}",
         )
     if not table.rows:
         raise UserError(refusals[0].partition(": ")[2])
+    write(_fitting(outcomes))
     print_table(table)
     write("\n".join(refusals), end="\n" if refusals else "")
     return 0
+
+
+def _fitting(outcomes: Mapping[str, str]) -> str:
+    """Return a sentence on which models fit, and one on each that may not."""
+    from granite4_neuron.neuron.analysis.plan import FITS
+
+    others = {name: outcome for name, outcome in outcomes.items() if outcome != FITS}
+    fitting = f"{len(outcomes) - len(others)} of {len(outcomes)} models fit a core's memory."
+    return " ".join([fitting, *(f"{name}: {outcome}." for name, outcome in others.items())])
 
 
 def _fit(planned: plan.Plan) -> str:

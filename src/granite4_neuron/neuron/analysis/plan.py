@@ -124,15 +124,15 @@ class Plan:
 
     def verdict(self) -> str:
         """Return whether it fits, how certain that is, and what would fit."""
-        capacity = f"of {_shown(CORE_BYTES)} GiB per core"
+        capacity = f"of a core's {_shown(CORE_BYTES)} GiB"
         known = (
-            f"{_shown(self.tensors)} GiB are tensors; with what is estimated the sum is {_shown(self.total)}, at most "
-            f"{_shown(self.at_most)}, {capacity}"
+            f"weights and sequences take {_shown(self.tensors)} {capacity}, and {_shown(self.total)} with what is "
+            f"estimated, at most {_shown(self.at_most)}"
         )
         if self.outcome == FITS:
             return f"It fits: {known}."
         if self.tensors > CORE_BYTES:
-            alone = f"weights and sequences alone are {_shown(self.tensors)} {capacity}"
+            alone = f"weights and sequences alone take {_shown(self.tensors)} {capacity}"
             return f"It does not fit: {alone}.{self._what_fits()}"
         says = "It is open whether it fits" if self.outcome == OPEN else "By estimate it does not fit"
         return f"{says}: {known}.{self._what_fits()}"

@@ -75,12 +75,14 @@ def test_h_small_at_its_whole_context():
     """It fits with one graph of each kind. With all graphs it is open: it would, if the estimates were right."""
     result = planned("h-small", options=FEWEST)
     assert result.context == 131072 and result.outcome == plan.FITS and result.longest_context == 131072
-    assert result.verdict().startswith("It fits: 15.8 GiB are tensors; ")
+    assert result.verdict().startswith("It fits: weights and sequences take 15.8 of a core's 23.5 GiB, and ")
     result = planned("h-small")
     assert [len(result.graphs), len(result.with_fewest_graphs.graphs)] == [21, 3]
     assert result.with_fewest_graphs.total == planned("h-small", options=FEWEST).total
     assert result.total < plan.CORE_BYTES < result.at_most and result.outcome == plan.OPEN
-    assert result.verdict().startswith("It is open whether it fits: 15.8 GiB are tensors; ")
+    assert result.verdict().startswith(
+        "It is open whether it fits: weights and sequences take 15.8 of a core's 23.5 GiB, and "
+    )
     assert "With fewer graphs it does, at most" in result.verdict()
     assert "--context-buckets 512 --token-buckets 131072" in result.verdict()
 
