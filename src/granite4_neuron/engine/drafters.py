@@ -72,10 +72,10 @@ class NgramDrafter:
 
 
 def check_drafts(drafts: object, requests: Sequence[DraftRequest], vocab_size: int) -> list[list[int]]:
-    """Return what a drafter has proposed.
+    """Check and return a drafter's proposals.
 
     Raises:
-        UserError: it is not, for each request, a list of at most as many token ids as it asks for.
+        UserError: they are not one list for each request, with at most `most` token ids.
     """
     if not is_list(drafts) or len(drafts) != len(requests):
         raise UserError(f"the drafts are {reprlib.repr(drafts)}, and must be {len(requests)} lists.")

@@ -1,9 +1,9 @@
 """Runs steps of a model that is split over several devices of this machine, a process for each: tensor parallelism.
 
-Every process has a rank, and with it a part of each layer's weights and state (`model.parallel`). This one is rank 0.
-It sends each call to the others, which make the same call. Within a step the ranks add up what they have after each
-mixer, and after each layer's MLP and experts. No graph knows its rank, so all ranks compile the same graphs, and each
-waits until the others have compiled one too.
+Every process has a rank, with its part of each layer's weights and state (`model.parallel`). This process is rank 0. It
+sends each call to the others, which run the same call. Within a step the ranks add up their results after each mixer,
+and after each layer's MLP and experts. No graph knows its rank, so all ranks compile the same graphs, and each waits
+until the others have compiled a graph too.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _SECONDS_TO_END = 10  # ranks need less, unless they wait within a step or still
 class SplitRuntime(TorchRuntime):
     """The `Runtime` of a model that is split over `tp_degree` devices of one kind.
 
-    It lives until it is closed, or until this process ends. If another rank's process ends by itself, this process ends
-    too, with a sentence: it may be waiting for that rank within a step, and nothing else would end this. If a call
-    fails or is interrupted in this process, the runtime closes: no rank knows how far the others have come.
+    It lives until it is closed or this process ends. If another rank's process ends unexpectedly, this process prints a
+    sentence and ends too, because it may be waiting for that rank within a step, and nothing else would end the wait.
+    If a call fails or is interrupted in this process, the runtime closes, because no rank knows how far the others are.
 
     Args:
-        folder, dtype, progress, remark: as of `load_model`; progress is that of this rank.
+        folder, dtype, progress, remark: as for `load_model`; progress is this rank's.
         generation_config: the checkpoint's defaults for generation.
         tp_degree: at least 2.
         device: "cpu", "cuda" or "neuron"; the ranks are on cuda:0, cuda:1 and so on, or on logical cores 0, 1 and so on
             of those that NEURON_RT_VISIBLE_CORES names.
-        options: of `TorchRuntime`; each can be sent to another process.
+        options: of `TorchRuntime`; they must be picklable.
 
     Raises:
-        UserError: the model cannot be split so, there are too few devices, this process has such a model already, or
-            as `load_model` and `TorchRuntime`.
+        UserError: the model cannot be split like this, there are too few devices, or this process already has such a
+            model; also as in `load_model` and `TorchRuntime`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SplitRuntime(TorchRuntime):
         listener = listen()
         spec = ShardSpec.at(listener, tp_degree, device, folder=folder, dtype=dtype, options=options)
         self._ranks = RankProcesses(spec)
-        # With a priority, so that it comes before multiprocessing waits for daemons.
+        # With a priority, so that it runs before multiprocessing waits for daemons.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         try:
             spec.join(0, listener)
@@ -88,15 +88,15 @@ class SplitRuntime(TorchRuntime):
             raise
         self.weights_digest = partial(self._digest_of_all, self.weights_digest)
         self._numbers = itertools.count()
-        # The states and verifications that somebody holds, by the numbers by which other ranks know theirs.
+        # The states and verifications that are still in use, by the numbers that other ranks have for theirs.
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def with_model(self, model: HybridForCausalLM) -> NoReturn:
-        """Refuse: other ranks have no part of another model."""
+        """Refuse, because other ranks have no part of another model."""
         raise UserError("a model that is split over processes cannot be replaced by a part of it.")
 
     def close(self) -> None:
-        """End the other ranks' processes; the runtime is of no use afterwards."""
+        """End the other ranks' processes. The runtime cannot be used afterwards."""
         try:
             self.release_graphs()
         finally:
@@ -137,7 +137,7 @@ class SplitRuntime(TorchRuntime):
         self._on_every_rank("copy", super().copy, state, source, destination, length)
 
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """Implement `Runtime.snapshot`, of every rank's part: "rank1.layers.0.ssm_state"."""
+        """Implement `Runtime.snapshot`, with every rank's part: "rank1.layers.0.ssm_state"."""
         parts = self._on_every_rank("snapshot", super().snapshot, state, slot, length, start, answers=True)
         return replace(parts[0], tensors=_joined([each.tensors for each in parts]))
 
@@ -155,24 +155,25 @@ class SplitRuntime(TorchRuntime):
         return _joined([super().slot_layout(start, length)] * self.model.parallel.degree)
 
     def _digest_of_all(self, own: Callable[[], str]) -> str:
-        """Return a digest of all ranks' weights; `own` returns that of this one's."""
+        """Return a digest of all ranks' weights; `own` returns the digest of this rank's weights."""
         return facts_digest(*self._on_every_rank("weights_digest", own, answers=True))
 
     def _on_every_rank(self, name: str, own: Callable[..., Any], *arguments: Any, answers: bool = False) -> list[Any]:
-        """Have every rank make a call of `TorchRuntime`.
+        """Run a method of `TorchRuntime` on every rank.
 
         Args:
-            name, own: of the method, and what it is here.
-            answers: whether to wait for what the others return.
+            name, own: the method's name, and the method of this rank.
+            answers: whether to wait for the results of the other ranks.
 
         Returns:
-            What it returned here, and if they answer, on the others.
+            The result here, followed by those of the other ranks if they answer.
 
         Raises:
-            UserError: they answer, and it is refused on a rank; that leaves them in step. After any other error the
+            UserError: the ranks answer, and one refuses the call; the ranks stay in step. After any other error the
                 runtime is closed.
         """
-        number, alive = next(self._numbers), dict(self._numbered)  # held, so that all ranks find the same memory free
+        # Keeps them alive, so that all ranks free the same memory.
+        number, alive = next(self._numbers), dict(self._numbered)
         of_ranks = [_of_rank(arguments, rank) for rank in range(self.model.parallel.degree)]
         calls = [Call(name, each, number, list(alive), answers) for each in of_ranks[1:]]
         messages = [encode(call, alive) for call in calls]
@@ -192,9 +193,9 @@ class SplitRuntime(TorchRuntime):
         return results
 
     def _end(self, seconds: float) -> None:
-        """End the other ranks; kill those that do not end by themselves within some seconds."""
+        """End the other ranks; kill those that do not end within `seconds`."""
         self._at_exit.cancel()
-        # The group of ranks that were killed would wait for them.
+        # A process group would wait for ranks that were killed.
         if self._ranks.end(seconds) and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -205,7 +206,7 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _part(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """Return one rank's of `_joined` tensors."""
+    """Return one rank's tensors of `_joined`."""
     prefix = f"rank{rank}."
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 

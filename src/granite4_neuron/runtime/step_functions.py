@@ -61,10 +61,10 @@ def run_step(
     tensors: Tensors,
     layers_per_graph: int = 1,
 ) -> tuple[torch.Tensor | list[torch.Tensor], ...]:
-    """Compute `model.forward` or, with `key.verifies`, `model.verify`; arguments as of `run_layers`.
+    """Compute `model.forward` or, with `key.verifies`, `model.verify`; arguments as for `run_layers`.
 
     Returns:
-        Logits; with `key.chooses` each row's likeliest token, [rows] in int32; kept inputs as of `run_layers`.
+        Logits; with `key.chooses` each row's likeliest token, [rows] in int32; kept inputs as in `run_layers`.
     """
     hidden_states, where, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
     if key.chooses:
@@ -85,7 +85,7 @@ def run_layers(
     Args:
         call: how each of the functions below is called.
         inputs: one tensor, of `graph_inputs`; with `key.chooses` of `decode_inputs`.
-        tensors: the state's, two for each layer that has one; with `key.chooses` before them the tokens chosen last,
+        tensors: the state's, two for each layer with a state; with `key.chooses` preceded by the tokens chosen last,
             [rows].
         layers_per_graph: how many layers are called together.
 
@@ -104,7 +104,7 @@ def run_layers(
         _groups(_layers(model), layers_per_graph), _groups(states, layers_per_graph), strict=True
     ):
         arguments = layers, key, hidden_states, where, states_of_layers, rotary
-        # A single layer is a graph by itself, of its own kind.
+        # A single layer is a graph by itself, one for each kind.
         called = run_group(call, *arguments) if layers_per_graph == 1 else call(run_group, call_inline, *arguments)
         hidden_states, kept = called
         kept_inputs += kept
@@ -179,7 +179,7 @@ def _layers(model: HybridForCausalLM) -> Sequence[DecoderLayer]:
 
 
 def _with_states(model: HybridForCausalLM, tensors: Tensors) -> list[tuple[DecoderLayer, Tensors]]:
-    """Return each layer with its tensors of the state: two, or none where it has no mixer."""
+    """Return each layer with its state tensors: two, or none without a mixer."""
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
     return [(layer, next(pairs) if layer.has_mixer else ()) for layer in _layers(model)]
 
@@ -196,7 +196,7 @@ def embed(
         inputs = with_chosen(inputs, chosen)
     input_ids, positions, lengths, slots = unpacked(inputs)
     step = _step(key, positions, lengths, slots)
-    where = positions, lengths + 0, slots + 0  # a part of an input is no output
+    where = positions, lengths + 0, slots + 0  # `+ 0`, because an output must not be a view of an input
     return model.model.embed(input_ids, step), *where, *(model.model.rotary(step) or ())
 
 
@@ -250,7 +250,7 @@ def advance_layer(
     """
     _, *where = unpacked(inputs)
     layer.advance(kept_inputs, _step(key, *where), MambaState(conv_state, ssm_state))
-    return where[1] + 0  # a graph for Neuron has to have an output
+    return where[1] + 0  # a graph for Neuron must have an output
 
 
 def head(model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
@@ -262,7 +262,7 @@ def head(model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *
 def choosing_head(
     model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits and the likeliest tokens, which it writes to the chosen ones where a row has a token.
+    """Return the logits and the likeliest tokens, and write these to the chosen tokens of rows that have a token.
 
     Args:
         tensors: positions, lengths, slots, and the chosen tokens [rows].
@@ -275,7 +275,7 @@ def choosing_head(
 
 
 def draw(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return `drawn` of the same arguments, and write it to the chosen tokens [rows] where a row draws one."""
+    """Return `drawn` of the same arguments, and write it to the chosen tokens [rows] of rows that draw one."""
     tokens = drawn(draws, logits, tokens)
     chosen.copy_(torch.where(draws[:, TEMPERATURE] > 0, tokens, chosen))
     return tokens
