@@ -1,4 +1,4 @@
-"""IBM Granite 4.0 hybrid models for AWS Trainium2 and for any CPU.
+"""IBM Granite 4.0 hybrid models and NVIDIA Nemotron 3 on AWS Trainium2, CPUs and GPUs.
 
 >>> from granite4_neuron import generate, load
 >>> runtime, tokenizer = load()

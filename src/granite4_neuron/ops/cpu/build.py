@@ -96,7 +96,7 @@ def _library() -> Path:
     with _alone(folder):
         if (library := _cached(folder, name)) is not None:  # of a process that has been waited for
             return library
-        _say("compiling the CPU kernels for this machine, once ...")
+        _say("compiling the CPU kernels for this machine, once: about a minute ...")
         with _elapsed_time():
             return _build(compiler, _SOURCES, folder, name)
 
