@@ -18,6 +18,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not install
 from pydantic import BaseModel, Field
 
 from granite4_neuron import load
+from granite4_neuron.generation.answer_formats import GRANITE
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.serving.protocol import ChatBody
 from granite4_neuron.serving.tool_answers import CallsOfAnswer
@@ -305,7 +306,7 @@ def test_a_call_has_one_entry_in_an_event():
     """However much of it one step gives: some clients read the first entry only."""
     text = spelled("time", {"a": "b"}) + spelled("other", {})
     for cut in (text.index("{"), text.index('{"a"') + 4, len(text) - 20):
-        answer = CallsOfAnswer()
+        answer = CallsOfAnswer(GRANITE.stream([]))
         calls = {}
         for piece, is_last in ((text[:cut], False), (text[cut:], True)):
             entries = answer.delta(piece, is_last).get("tool_calls", ())

@@ -1,17 +1,19 @@
-"""Calls of tools, as Granite 4 writes them in its answers:
+"""Calls of tools in answers: what they are, and how Granite 4 writes them:
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Rome"}}
 </tool_call>
+
+Other formats are in `answer_formats`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.text import possible_start
@@ -54,10 +56,8 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         UserError: it is not text.
     """
     check_text(text, "the answer")
-    stream, content, calls = ToolCallStream(), "", []
-    # In parts, because each step copies what is held.
-    pieces = [piece for start in range(0, len(text), _PART) for piece in stream.add(text[start : start + _PART])]
-    for piece in (*pieces, *stream.finish()):
+    content, calls = "", []
+    for piece in pieces_of(text, ToolCallStream()):
         match piece:
             case Content():
                 content += piece.text
@@ -103,6 +103,23 @@ class Arguments:
 Piece = Content | CallStart | Arguments
 
 
+class PieceStream(Protocol):
+    """Finds the pieces of an answer that comes part by part."""
+
+    def add(self, text: str) -> list[Any]:
+        """Add a part of the answer; return what is now certain."""
+
+    def finish(self) -> list[Any]:
+        """Return what was held back; call it when nothing follows."""
+
+
+def pieces_of(text: str, stream: PieceStream) -> list[Any]:
+    """Return all pieces of a whole answer."""
+    # In parts, because each step copies what is held.
+    pieces = [piece for start in range(0, len(text), _PART) for piece in stream.add(text[start : start + _PART])]
+    return [*pieces, *stream.finish()]
+
+
 class _ObjectScan:
     """Finds the end of an object in JSON that comes piece by piece. Outside of strings it counts braces only."""
 
@@ -130,7 +147,7 @@ class _ObjectScan:
 
 
 class ToolCallStream:
-    """Finds the calls in an answer that comes piece by piece, and gives out their arguments as they come.
+    """Finds the calls in an answer that comes piece by piece, and gives out their arguments as they come: Granite's.
 
     What it finds does not depend on the pieces. A call begins where its name has been read and its arguments begin:
     then it is one even if its arguments turn out to be malformed or are cut off, or `CLOSE` is missing. Anything else
@@ -226,14 +243,29 @@ class ToolCallStream:
         return []
 
 
+def call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterable[str]:
+    """Return the rules, in Lark's syntax, of `tool_NUMBER`: a call of this tool, between the lines `OPEN` and `CLOSE`.
+
+    Raises:
+        UserError: as `schema_text`.
+    """
+    begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
+    yield f'tool_{number}: {begin} arguments_{number} "}}"'
+    name = f"the schema of the arguments of {tool.name}"
+    schema = schema_text(tool.parameters, name, disable_any_whitespace=disable_any_whitespace)
+    yield f"arguments_{number}: %json {schema}"
+
+
 def calls_grammar(
     tools: Sequence[Tool],
     *,
     required: bool,
     several: bool,
     answer: Mapping[str, Any] | None = None,
-    special: bool = False,
+    special: Collection[str] = (),
     disable_any_whitespace: bool = True,
+    rules: Callable[[int, Tool, bool], Iterable[str]] = call_rules,
+    ends_thought: str | None = None,
 ) -> str:
     """Return the grammar, in Lark's syntax, of answers that call these tools with arguments by their schemas.
 
@@ -242,35 +274,50 @@ def calls_grammar(
             their place.
         several: whether there may be several calls.
         answer: the JSON schema of the text, which then comes before no call; None for any text.
-        special: whether `OPEN` and `CLOSE` are special tokens of the vocabulary.
+        special: the special tokens of the vocabulary, as texts.
         disable_any_whitespace: of arguments and of a JSON answer, see `schema_text`.
+        rules: as `call_rules`, of the format of calls.
+        ends_thought: what ends the thought that an answer begins with; None if it begins with none.
 
     Raises:
         UserError: as `schema_text`.
     """
-    opening, closing = (f"{OPEN} ", CLOSE) if special else (json.dumps(OPEN), json.dumps(CLOSE))
+    are_special = {OPEN, CLOSE} <= {*special}
+    opening, closing = (f"{OPEN} ", CLOSE) if are_special else (json.dumps(OPEN), json.dumps(CLOSE))
     calls = f'call ("\\n" call){{0,{MOST_CALLS - 1}}}' if several else "call"
     lines = [
         f"call: {opening} after_open",
         f'after_open: "\\n" ({" | ".join(f"tool_{number}" for number in range(len(tools)))}) "\\n" {closing}',
     ]
     for number, tool in enumerate(tools):
-        begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        lines.append(f'tool_{number}: {begin} arguments_{number} "}}"')
-        name = f"the schema of the arguments of {tool.name}"
-        schema = schema_text(tool.parameters, name, disable_any_whitespace=disable_any_whitespace)
-        lines.append(f"arguments_{number}: %json {schema}")
+        lines += rules(number, tool, disable_any_whitespace)
     if required:
-        lines.insert(0, f"start: {calls}")
+        start = calls
     elif answer is not None:
         schema = schema_text(answer, "the JSON schema", disable_any_whitespace=disable_any_whitespace)
-        lines[:0] = [f"start: {calls} | answer", f"answer: %json {schema}"]
+        start = f"{calls} | answer"
+        lines.append(f"answer: %json {schema}")
     else:
-        opened = f"TEXT {OPEN}" if special else "opened"
-        lines[:0] = [
-            "start: called* TEXT" if several else "start: called | TEXT",
+        start = "called* TEXT" if several else "called | TEXT"
+        opened = f"TEXT {OPEN}" if are_special else "opened"
+        lines += [
             f"called: {opened} after_open",
-            *([] if special else [f"opened[lazy]: TEXT {json.dumps(OPEN)}"]),
+            *([] if are_special else [f"opened[lazy]: TEXT {json.dumps(OPEN)}"]),
             r"TEXT: /(.|\n)*/",
         ]
-    return "%llguidance {}\n" + "\n".join(lines) + "\n"
+    return grammar_of(start, lines, special, ends_thought)
+
+
+def grammar_of(start: str, lines: Sequence[str], special: Collection[str], ends_thought: str | None) -> str:
+    """Return a grammar in Lark's syntax.
+
+    Args:
+        start: what the rule "start" is.
+        lines: the other rules.
+        special, ends_thought: as in `calls_grammar`.
+    """
+    if ends_thought is not None:
+        lazy, end = ("", ends_thought) if ends_thought in special else ("[lazy]", json.dumps(ends_thought))
+        lines = [*lines, f"thought{lazy}: THOUGHT {end}", r"THOUGHT: /(.|\n)*/", r"SPACE: /\n{0,2}/"]
+        start = f"thought SPACE ({start})"
+    return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
+from granite4_neuron.generation.answer_formats import answer_format
 from granite4_neuron.serving.additions import Additions
 from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.identity import new_id, now
@@ -22,10 +23,14 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
-    """The text of single tokens."""
+    """The text of single tokens.
+
+    format: of answers.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._tokenizer = tokenizer.backend_tokenizer
+        self.format = answer_format(tokenizer)
         self.text = functools.cache(self._text)
 
     def _text(self, token: int) -> str:
@@ -266,24 +271,27 @@ class ChatAnswer(Choices):
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ChatBody):
         super().__init__(texts, model, requests, body)
-        self._calls = [CallsOfAnswer() for _ in requests] if body.may_call_tools else None
+        self._calls = [CallsOfAnswer(texts.format.stream(body.tools_to_call)) for _ in requests]
 
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
         text = "".join(output.text for output in outputs)
-        said = {"content": text} if self._calls is None else self._calls[index].message(text)
-        return {"message": {"role": "assistant", **said}, "logprobs": self._logprobs(index, outputs)}
+        return {
+            "message": {"role": "assistant", **self._calls[index].message(text)},
+            "logprobs": self._logprobs(index, outputs),
+        }
 
     def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if is_first else {}
         text = "".join(output.text for output in outputs)
         is_last = outputs[-1].finish_reason is not None
-        said = {"content": text} if self._calls is None else self._calls[index].delta(text, is_last)
-        return {"delta": {**role, **said}, "logprobs": self._logprobs(index, outputs)}
+        return {
+            "delta": {**role, **self._calls[index].delta(text, is_last)},
+            "logprobs": self._logprobs(index, outputs),
+        }
 
     def _finish_reason(self, choice: Mapping[str, Any], outputs: Sequence[Output]) -> str | None:
         reason = outputs[-1].finish_reason
-        has_calls = self._calls is not None and self._calls[choice["index"]].number > 0
-        return "tool_calls" if reason == "stop" and has_calls else reason
+        return "tool_calls" if reason == "stop" and self._calls[choice["index"]].number else reason
 
     def _logprobs(self, index: int, outputs: Sequence[Output]) -> dict[str, Any] | None:
         if self._requests[index].logprobs is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from granite4_neuron.engine import Output, TokenLogprob
-from granite4_neuron.generation.tool_calls import CallStart, Content, Piece, ToolCallStream
+from granite4_neuron.generation.answer_formats import AnswerStream
+from granite4_neuron.generation.tool_calls import CallStart, Content
 from granite4_neuron.serving.identity import new_id
 
 
@@ -62,12 +63,12 @@ class Blocks:
     """Finds the blocks of an answer as it comes. An answer has one block at least.
 
     Args:
-        may_call_tools: whether it may have calls of tools; otherwise it is one text, whatever it looks like.
+        stream: finds its pieces.
     """
 
-    def __init__(self, may_call_tools: bool):
+    def __init__(self, stream: AnswerStream):
         self.found: list[Block] = []
-        self._calls = ToolCallStream() if may_call_tools else None
+        self._stream = stream
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come out
 
     @property
@@ -83,7 +84,7 @@ class Blocks:
         if output.logprob is not None:
             self._logprobs.append(output.logprob)
         has_ended = output.finish_reason is not None
-        for piece in self._pieces(output.text, has_ended):
+        for piece in (*self._stream.add(output.text), *(self._stream.finish() if has_ended else ())):
             if isinstance(piece, CallStart):
                 yield from self._begin(piece.name)
                 continue
@@ -98,11 +99,6 @@ class Blocks:
             if self._logprobs and self.found[-1].tool is None:
                 yield self._continue("")
             yield self._end(is_cut=output.finish_reason == "length")
-
-    def _pieces(self, text: str, is_last: bool) -> Iterable[Piece]:
-        if self._calls is None:
-            return [Content(text)] if text else []
-        return [*self._calls.add(text), *(self._calls.finish() if is_last else ())]
 
     def _begin(self, tool: str | None = None) -> Iterator[Change]:
         if self.found:

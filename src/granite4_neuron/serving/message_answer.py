@@ -20,7 +20,7 @@ class MessagesAnswer(Answer):
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: MessagesBody):
         super().__init__(texts, model, requests)
-        self._blocks = Blocks(body.chat.may_call_tools)
+        self._blocks = Blocks(texts.format.stream(body.chat.tools_to_call))
         self._id = f"msg_{new_id()}"
 
     def whole(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTIONS, is_whole
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation import tool_calls
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.kinds import is_tag
 from granite4_neuron.serving.no_effect import (
@@ -350,6 +351,11 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     def may_call_tools(self) -> bool:
         """Whether the answer may have calls of tools."""
         return bool(self.tools) and self.tool_choice.mode != "none"
+
+    @property
+    def tools_to_call(self) -> list[tool_calls.Tool] | None:
+        """The tools that the answer may call; None if it may not call any."""
+        return [tool.called() for tool in self.tools] if self.may_call_tools else None
 
     @property
     def shown_tools(self) -> list[Tool]:

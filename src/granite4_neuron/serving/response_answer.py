@@ -19,7 +19,7 @@ class ResponsesAnswer(Answer):
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ResponsesBody):
         super().__init__(texts, model, requests)
         self._body = body
-        self._blocks = Blocks(body.chat.may_call_tools)
+        self._blocks = Blocks(texts.format.stream(body.chat.tools_to_call))
         self._id = f"resp_{new_id()}"
         self._created = now()
         self._num_events = 0

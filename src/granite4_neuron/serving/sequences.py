@@ -12,6 +12,7 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
+from granite4_neuron.generation.answer_formats import answer_format
 from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
@@ -85,8 +86,8 @@ class SequenceMaker:
         self._vocab_size = runtime.config.vocab_size
         self._grammars = Grammars(tokenizer, self._vocab_size)
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._marks_calls_specially = {OPEN, CLOSE} <= special
+        self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._format = answer_format(tokenizer)
         self._shown: dict[str, bool] = {}  # by the name of such objects
         self.config = runtime.config
         self.adapters = tuple(runtime.adapters)  # that requests may name
@@ -136,7 +137,7 @@ class SequenceMaker:
         max_tokens = self._max_tokens(len(tokens), which, asked, asked_by=body.called("max_tokens"))
         structure = self._chat_structure(body)
         options = self._options(body, structure)
-        shows_marks = body.may_call_tools and self._marks_calls_specially
+        shows_marks = body.may_call_tools and {OPEN, CLOSE} <= self._special
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
         return Prepared(self._requests(request, which, body.n), structure)
 
@@ -162,7 +163,7 @@ class SequenceMaker:
         if not body.may_call_tools:
             return answer
         several = body.parallel_tool_calls
-        return structure_of_calls(body.tools, body.tool_choice, several, answer, self._marks_calls_specially)
+        return structure_of_calls(body.tools, body.tool_choice, several, answer, self._special, self._format)
 
     def _asked_structure(self, body: GenerationBody) -> Structure | None:
         return structure_of(body.response_format, body.structured_outputs, body.json_schema, body.grammar)

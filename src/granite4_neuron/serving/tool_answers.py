@@ -1,37 +1,41 @@
-"""The calls of tools in an answer, in the form of OpenAI's API."""
+"""What is in an answer, its text and its calls of tools, in the form of OpenAI's chats."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from granite4_neuron.generation.tool_calls import Arguments, CallStart, Content, ToolCallStream, parse_tool_calls
+from granite4_neuron.generation.answer_formats import AnswerStream
+from granite4_neuron.generation.tool_calls import Arguments, CallStart, Content, Piece, pieces_of
 from granite4_neuron.serving.identity import new_id
 
 
 class CallsOfAnswer:
-    """The calls of one choice: whole with `message`, or as they come with `delta`.
+    """The parts of one choice: whole with `message`, or as they come with `delta`.
 
     number: of calls so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: AnswerStream) -> None:
         self.number = 0
-        self._stream = ToolCallStream()
+        self._stream = stream
 
     def message(self, text: str) -> dict[str, Any]:
         """Return content and calls of a whole answer."""
-        content, calls = parse_tool_calls(text)
-        self.number = len(calls)
+        content, calls = self._parts(pieces_of(text, self._stream))
         if not calls:
-            return {"content": text}
-        described = [{**_new_call(), "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+            return {"content": content}
+        described = [{name: part for name, part in call.items() if name != "index"} for call in calls]
         return {"content": content or None, "tool_calls": described}
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Return the content and calls that a piece of the answer adds. A call has one entry, because some clients read
-        only the first.
-        """
-        pieces = [*self._stream.add(text), *(self._stream.finish() if is_last else ())]
+        """Return what a piece of the answer adds. A call has one entry, because some clients read only the first."""
+        if self._stream.is_plain:
+            return {"content": text}
+        content, calls = self._parts([*self._stream.add(text), *(self._stream.finish() if is_last else ())])
+        return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _parts(self, pieces: Sequence[Piece]) -> tuple[str, list[dict[str, Any]]]:
         content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
@@ -43,7 +47,7 @@ class CallsOfAnswer:
                 index = self.number - 1
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += piece.text
-        return ({"content": content} if content else {}) | ({"tool_calls": list(calls.values())} if calls else {})
+        return content, list(calls.values())
 
 
 def _new_call() -> dict[str, Any]:

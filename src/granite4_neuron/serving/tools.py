@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tool_calls
+from granite4_neuron.generation.answer_formats import AnswerFormat
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.no_effect import ToolCallFieldsWithoutEffect, ToolFieldsWithoutEffect
 from granite4_neuron.serving.strict import Strict
@@ -49,6 +50,12 @@ class Tool(ToolFieldsWithoutEffect, Strict):
         given = self.function
         parts = dict(name=given.name, description=given.description, parameters=given.parameters)
         return {"type": self.type, "function": {name: part for name, part in parts.items() if part is not None}}
+
+    def called(self) -> tool_calls.Tool:
+        """Return it with the schema of its arguments: an object, unless the schema refers to others."""
+        parameters = self.function.parameters or {}
+        is_elsewhere = parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+        return tool_calls.Tool(self.function.name, parameters if is_elsewhere else {"type": "object", **parameters})
 
 
 class FunctionCall(Strict):
@@ -116,7 +123,12 @@ ToolChoiceField = Annotated[ToolChoice, PlainValidator(_tool_choice)]
 
 
 def structure_of_calls(
-    tools: Sequence[Tool], choice: ToolChoice, several: bool, answer: Structure | None, special: bool
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    several: bool,
+    answer: Structure | None,
+    special: Collection[str],
+    format: AnswerFormat,
 ) -> Structure | None:
     """Return the structure of an answer with tools; None for any text, in which calls may be malformed.
 
@@ -124,29 +136,25 @@ def structure_of_calls(
         several: whether there may be several calls.
         answer: the structure of an answer that calls nothing.
         special: see `calls_grammar`.
+        format: of the answer.
 
     Raises:
         RequestError: 400, an answer without a call would have to follow a structure that is no JSON schema.
     """
-    chosen = [tool.function for tool in tools if choice.names is None or tool.function.name in choice.names]
+    chosen = [tool for tool in tools if choice.names is None or tool.function.name in choice.names]
     required = choice.mode == "required"
-    is_free = len(chosen) == len(tools) and not any(function.strict for function in chosen)
+    is_free = len(chosen) == len(tools) and not any(tool.function.strict for tool in chosen)
     if not required and answer is None and several and is_free:
         return None
     if not required and answer is not None and answer.kind != "json":
         raise RequestError(400, f"{answer.field}: with tools and tool_choice auto, it must be JSON.", answer.field)
     grammar = tool_calls.calls_grammar(
-        [tool_calls.Tool(function.name, _schema(function.parameters or {})) for function in chosen],
+        [tool.called() for tool in chosen],
         required=required,
         several=several and not choice.is_call,
         answer=None if answer is None else answer.value,
         special=special,
         disable_any_whitespace=answer is None or answer.disable_any_whitespace,
+        rules=format.call_rules,
     )
     return Structure("tools", "lark", grammar)
-
-
-def _schema(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a call's arguments: an object, unless the schema refers to others."""
-    is_elsewhere = parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
-    return parameters if is_elsewhere else {"type": "object", **parameters}

@@ -229,7 +229,7 @@ def test_grammars(tmp_path, options, allowed, special):
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": [OPEN, CLOSE]})
     with closing(Grammars(tokenizer, 264)) as grammars:
-        constraint = grammars.constraint("lark", calls_grammar(TOOLS, **options, special=special))
+        constraint = grammars.constraint("lark", calls_grammar(TOOLS, **options, special=tokenizer.all_special_tokens))
     for name, answer in ANSWERS.items():
         tokens = [*tokenizer.encode(answer), tokenizer.eos_token_id]
         assert (constraint.count_allowed(tokens) == len(tokens)) == (name in allowed), name
