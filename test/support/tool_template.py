@@ -1,4 +1,4 @@
-"""A chat template that shows tools, documents and calls as Granite 4 does, for the byte tokenizer; and calls."""
+"""Chat templates that show tools and calls as Granite 4 and as Nemotron 3 do, for the byte tokenizer; and calls."""
 
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 
@@ -40,3 +40,31 @@ TOOL_TEMPLATE = """\
 def spelled(name: str, arguments: str) -> str:
     """Return a call with arguments in JSON, as models write it."""
     return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
+
+
+NEMOTRON_TEMPLATE = """\
+{%- for tool in tools or [] %}{{- '<|system|>' + tool.function.name + '<|end|>' }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|' + (message.role if message.role != 'tool' else 'user') + '|>' }}
+    {%- if message.role == 'assistant' %}
+        {{- '<think>' + (message.reasoning_content or '') + '</think>' }}
+    {%- endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments | items %}
+            {{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|><think>' + ('\\n' if enable_thinking is not defined or enable_thinking else '</think>') }}
+{%- endif %}"""
+
+
+def with_parameters(name: str, **parameters: str) -> str:
+    """Return a call as Nemotron's models write it."""
+    lines = [f"<parameter={each}>\n{value}\n</parameter>\n" for each, value in parameters.items()]
+    return f"{OPEN}\n<function={name}>\n{''.join(lines)}</function>\n{CLOSE}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -262,6 +263,26 @@ def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_white
     if has_endless_reference(plain):
         raise UserError(f"{name} has a $ref that leads back to itself, so that no value is ever valid.")
     return json.dumps({**closed, "x-guidance": _COMPACT if disable_any_whitespace else _ANY_WHITESPACE})
+
+
+def rules_of(name: str, kind: Kind, value: Any, *, disable_any_whitespace: bool) -> list[str]:
+    """Return rules in Lark's syntax, the first of which is a text of a structure; see `Grammars.constraint`.
+
+    Args:
+        name: of that rule.
+
+    Raises:
+        UserError: the value is wrong, or the kind is neither "json" nor "regex" nor "choice".
+    """
+    text = _text(kind, value, disable_any_whitespace)
+    if kind == "json":
+        return [f"{name}: %json {text}"]
+    if kind == "choice":
+        return [f"{name}: CHOICE", text.partition("\n")[2]]
+    if kind == "regex":
+        slashes = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], text, flags=re.DOTALL)
+        return [f"{name}: /{slashes}/"]
+    raise UserError("an answer that begins with a thought may follow JSON, a regular expression or choices behind it.")
 
 
 def _text(kind: Kind, value: Any, disable_any_whitespace: bool) -> str:

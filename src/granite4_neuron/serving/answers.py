@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
-from granite4_neuron.generation.answer_formats import answer_format
+from granite4_neuron.generation.answer_formats import AnswerStream, answer_format
+from granite4_neuron.generation.tool_calls import Tool
 from granite4_neuron.serving.additions import Additions
 from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.identity import new_id, now
@@ -32,6 +33,10 @@ class TokenTexts:
         self._tokenizer = tokenizer.backend_tokenizer
         self.format = answer_format(tokenizer)
         self.text = functools.cache(self._text)
+
+    def answer_stream(self, request: Request, tools: Sequence[Tool] | None) -> AnswerStream:
+        """Return what finds the pieces of an answer to a chat; see `AnswerFormat.stream`."""
+        return self.format.stream(tools, self.format.is_thinking_after(request.tokens, self._tokenizer))
 
     def _text(self, token: int) -> str:
         """Return the token's text, or its spelling in the vocabulary if it is not a whole character."""
@@ -271,7 +276,7 @@ class ChatAnswer(Choices):
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ChatBody):
         super().__init__(texts, model, requests, body)
-        self._calls = [CallsOfAnswer(texts.format.stream(body.tools_to_call)) for _ in requests]
+        self._calls = [CallsOfAnswer(texts.answer_stream(request, body.tools_to_call)) for request in requests]
 
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
         text = "".join(output.text for output in outputs)

@@ -20,7 +20,8 @@ class MessagesAnswer(Answer):
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: MessagesBody):
         super().__init__(texts, model, requests)
-        self._blocks = Blocks(texts.format.stream(body.chat.tools_to_call))
+        [request] = requests
+        self._blocks = Blocks(texts.answer_stream(request, body.chat.tools_to_call))
         self._id = f"msg_{new_id()}"
 
     def whole(self) -> dict[str, Any]:
@@ -77,6 +78,8 @@ class MessagesAnswer(Answer):
 
 
 def _whole(block: Block) -> dict[str, Any]:
+    if block.is_thought:
+        return {**_begun(block), "thinking": block.text}
     if block.tool is None:
         return {**_begun(block), "text": block.text}
     try:
@@ -87,19 +90,28 @@ def _whole(block: Block) -> dict[str, Any]:
 
 
 def _begun(block: Block) -> dict[str, Any]:
+    if block.is_thought:
+        return {"type": "thinking", "thinking": "", "signature": ""}
     if block.tool is None:
         return {"type": "text", "text": ""}
     return {"type": "tool_use", "id": f"toolu_{block.id[:24]}", "name": block.tool, "input": {}}
 
 
 def _of_change(change: Change) -> Event:
-    index, is_text = change.block.index, change.block.tool is None
+    index = change.block.index
     if isinstance(change, Begin):
         return _event("content_block_start", index=index, content_block=_begun(change.block))
     if isinstance(change, Delta):
-        kind, field = ("text_delta", "text") if is_text else ("input_json_delta", "partial_json")
+        kind, field = _delta(change.block)
         return _event("content_block_delta", index=index, delta={"type": kind, field: change.text})
     return _event("content_block_stop", index=index)
+
+
+def _delta(block: Block) -> tuple[str, str]:
+    """Return the type of a block's deltas, and their field."""
+    if block.is_thought:
+        return "thinking_delta", "thinking"
+    return ("text_delta", "text") if block.tool is None else ("input_json_delta", "partial_json")
 
 
 def _event(kind: str, **data: Any) -> Event:

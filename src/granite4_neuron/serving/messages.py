@@ -50,7 +50,7 @@ class ResultBlock(ResultFieldsWithoutEffect, BlockFieldsWithoutEffect, Strict):
 
 
 class ThinkingBlock(BlockFieldsWithoutEffect, Strict):
-    """The reasoning of another server's model. No chat template shows it."""
+    """Reasoning of the model. Encrypted reasoning is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None
@@ -93,6 +93,9 @@ class Turn(Strict):
     def add_to(self, history: History) -> None:
         """Add its messages to those of a chat."""
         shown = [block for block in self.content if not isinstance(block, ThinkingBlock)]
+        for block in self.content:
+            if isinstance(block, ThinkingBlock):
+                history.think(block.thinking or "")
         if not shown:
             history.say(self.role, "")
         for _, group in groupby(shown, type):

@@ -74,8 +74,6 @@ class MessageFieldsWithoutEffect(BaseModel):
 
     name: str | None = None
     annotations: list[Any] | None = None  # OpenAI's: the sources of an answer
-    reasoning: str | None = None  # vLLM's
-    reasoning_content: str | None = None  # llama-server's, and vLLM's older name
     cache_control: dict[str, Any] | None = None  # Anthropic's
 
 

@@ -136,6 +136,8 @@ class Message(MessageFieldsWithoutEffect, Strict):
     content: Annotated[str, BeforeValidator(_content)] = ""
     tool_calls: Annotated[list[ToolCall], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # llama-server's, and vLLM's older name
+    reasoning: str | None = None  # vLLM's
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
@@ -151,7 +153,9 @@ class Message(MessageFieldsWithoutEffect, Strict):
         """Return it as the chat template gets it."""
         more = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
         calls = {"tool_calls": [call.described() for call in self.tool_calls]} if self.tool_calls else {}
-        return {"role": self.role, "content": self.content, **calls, **more}
+        thought = self.reasoning_content or self.reasoning
+        thoughts = {"reasoning_content": thought} if thought and self.role == "assistant" else {}
+        return {"role": self.role, "content": self.content, **thoughts, **calls, **more}
 
 
 class ConversationBody(Strict):

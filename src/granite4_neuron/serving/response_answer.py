@@ -18,8 +18,9 @@ class ResponsesAnswer(Answer):
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ResponsesBody):
         super().__init__(texts, model, requests)
+        [request] = requests
         self._body = body
-        self._blocks = Blocks(texts.format.stream(body.chat.tools_to_call))
+        self._blocks = Blocks(texts.answer_stream(request, body.chat.tools_to_call))
         self._id = f"resp_{new_id()}"
         self._created = now()
         self._num_events = 0
@@ -35,7 +36,10 @@ class ResponsesAnswer(Answer):
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
         for change in self._blocks.add(outputs):
-            yield from self._of_text(change) if change.block.tool is None else self._of_call(change)
+            if change.block.is_thought:
+                yield from self._of_thought(change)
+            else:
+                yield from self._of_text(change) if change.block.tool is None else self._of_call(change)
 
     def last_events(self) -> Iterator[Event]:
         response = self._ended()
@@ -62,6 +66,20 @@ class ResponsesAnswer(Answer):
                 said = {"text": part["text"], "logprobs": part["logprobs"]}
                 yield self._event("response.output_text.done", **place, **said)
                 yield self._event("response.content_part.done", **place, part=part)
+                yield self._item_event("done", block, self._item(block))
+
+    def _of_thought(self, change: Change) -> Iterator[Event]:
+        block = change.block
+        place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
+        match change:
+            case Begin():
+                yield self._item_event("added", block, {**self._item(block), "content": []})
+                yield self._event("response.content_part.added", **place, part=_thought_part(block))
+            case Delta():
+                yield self._event("response.reasoning_text.delta", **place, delta=change.text)
+            case End():
+                yield self._event("response.reasoning_text.done", **place, text=block.text)
+                yield self._event("response.content_part.done", **place, part=_thought_part(block))
                 yield self._item_event("done", block, self._item(block))
 
     def _of_call(self, change: Change) -> Iterator[Event]:
@@ -91,7 +109,7 @@ class ResponsesAnswer(Answer):
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._blocks.thought_tokens},
             "total_tokens": counted["total_tokens"],
         }
         if self.finish_reasons() == ["length"]:
@@ -137,6 +155,8 @@ class ResponsesAnswer(Answer):
     def _item(self, block: Block) -> dict[str, Any]:
         status = "incomplete" if block.is_cut else "completed" if block.has_ended else "in_progress"
         head = {"id": _item_id(block), "status": status}
+        if block.is_thought:
+            return {**head, "type": "reasoning", "summary": [], "content": [_thought_part(block)]}
         if block.tool is None:
             return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
         call = {"call_id": f"call_{block.id[:24]}", "name": block.tool, "arguments": block.text}
@@ -159,5 +179,9 @@ class ResponsesAnswer(Answer):
         return {"token": self._texts.text(token), "bytes": self._texts.bytes(token) or [], "logprob": logprob}
 
 
+def _thought_part(block: Block) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": block.text}
+
+
 def _item_id(block: Block) -> str:
-    return f"{'msg' if block.tool is None else 'fc'}_{block.id}"
+    return f"{'rs' if block.is_thought else 'msg' if block.tool is None else 'fc'}_{block.id}"

@@ -66,12 +66,17 @@ class OutputItem(ItemFieldsWithoutEffect, Strict):
 
 
 class ReasoningItem(ItemFieldsWithoutEffect, Strict):
-    """The reasoning of another server's model. No chat template shows it."""
+    """Reasoning of the model. Summaries and encrypted reasoning are left out."""
 
     type: Literal["reasoning"]
     summary: list[Any] = Field([])
     content: list[Any] = Field([])
     encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        parts = (part.get("text") for part in self.content if isinstance(part, dict))
+        return "".join(part for part in parts if isinstance(part, str))
 
 
 Item = Annotated[
@@ -228,4 +233,6 @@ class ResponsesBody(ResponsesFieldsWithoutEffect, SamplingBody):
                 history.call(item.call_id, item.name, item.arguments)
             elif isinstance(item, OutputItem):
                 history.answer(item.call_id, item.output)
+            else:
+                history.think(item.text)
         return history.messages()

@@ -1,0 +1,213 @@
+"""Calls of tools as Nemotron 3 writes them: a parameter is a text between two lines, and the tool says of which type.
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Rome
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from granite4_neuron.engine.text import possible_start
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.structured_outputs import schema_text
+from granite4_neuron.generation.tool_calls import (
+    CLOSE,
+    OPEN,
+    Arguments,
+    CallStart,
+    Content,
+    Piece,
+    Tool,
+    ToolCallStream,
+)
+
+_END_OF_VALUE, _END_OF_CALL = "</parameter>", "</function>"
+_HEAD = re.compile(r"\s*<function=([^<>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>(\n?)")
+_NAME = re.compile(r"[^<>\n]+")
+_TEXT = frozenset({"string"})
+# As Python writes them, which templates show of earlier calls.
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_TYPES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}
+_TYPES |= {dict: {"object"}, list: {"array"}, str: {"string"}}
+
+
+class ParameterCallStream(ToolCallStream):
+    """Finds calls in this format, and gives out their arguments in JSON: a text as it comes, anything else whole.
+
+    A call begins where its function's name has been read, as in `ToolCallStream`. A value that is not a text by the
+    tool's schema is what it is in JSON, if that is of the right type, and otherwise a text.
+    """
+
+    def __init__(self, tools: Sequence[Tool]):
+        super().__init__()
+        self._tools = {tool.name: _properties(tool) for tool in tools}
+        self._parameters: Mapping[str, Any] = {}  # schemas of the call that has begun, by name
+        self._types: frozenset[str] = frozenset()  # of the value that has begun; none for any
+        self._is_first = True
+
+    def _in_call(self) -> list[Piece] | None:
+        if head := _HEAD.match(self._held):
+            self._take(head.end())
+            self._step, self._is_first = self._between_parameters, True
+            self._parameters = self._tools.get(head[1], {})
+            return [CallStart(head[1]), Arguments("{")]
+        if self._may_become("<function=") and not self._is_whole:
+            return None
+        self._step, self._follows_call = self._in_text, False
+        return [Content(self._space + OPEN)]
+
+    def _between_parameters(self) -> list[Piece] | None:
+        begin = _PARAMETER.match(self._held)
+        if begin and (begin[2] or begin.end() < len(self._held) or self._is_whole):
+            self._take(begin.end())
+            self._types = _types(self._parameters.get(begin[1], {}))
+            self._step = self._in_text_value if self._types == _TEXT else self._in_value
+            comma, self._is_first = "" if self._is_first else ", ", False
+            quote = '"' if self._types == _TEXT else ""
+            return [Arguments(f"{comma}{json.dumps(begin[1], ensure_ascii=False)}: {quote}")]
+        following = self._held.lstrip()
+        is_open = self._may_become("<parameter=") or any(end.startswith(following) for end in (_END_OF_CALL, CLOSE))
+        if begin or (is_open and following not in (_END_OF_CALL, CLOSE)):
+            if not self._is_whole:
+                return None
+            self._held = ""  # it is cut off
+            return self._end("")
+        self._held = following.removeprefix(_END_OF_CALL)
+        return self._end("}")
+
+    def _in_text_value(self) -> list[Piece] | None:
+        at = self._held.find(_END_OF_VALUE)
+        if at >= 0:
+            text = self._take(at + len(_END_OF_VALUE))[:at]
+            self._step = self._between_parameters
+            return [Arguments(_escaped(text.removesuffix("\n")) + '"')]
+        if self._is_whole:
+            return self._end(_escaped(self._take(len(self._held))))
+        certain = len(self._held) - possible_start(self._held, [_END_OF_VALUE, f"\n{_END_OF_VALUE}"])
+        return [Arguments(_escaped(self._take(certain)))] if certain else None
+
+    def _in_value(self) -> list[Piece] | None:
+        at = self._held.find(_END_OF_VALUE)
+        if at >= 0:
+            text = self._take(at + len(_END_OF_VALUE))[:at]
+            self._step = self._between_parameters
+            return [Arguments(_in_json(text.removesuffix("\n"), self._types))]
+        return self._end(self._take(len(self._held))) if self._is_whole else None
+
+    def _may_become(self, begin: str) -> bool:
+        """Return whether what is held may be the beginning of a mark with a name, which begins so."""
+        following = self._held.lstrip()
+        if len(following) <= len(begin):
+            return begin.startswith(following)
+        return following.startswith(begin) and _NAME.fullmatch(following, len(begin)) is not None
+
+    def _end(self, arguments: str) -> list[Piece]:
+        """End the call with the last of its arguments."""
+        self._step, self._may_have_brace = self._after_call, False
+        return [Arguments(arguments)]
+
+
+def parameter_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterator[str]:
+    """Return rules as `tool_calls.call_rules`, of this format. Parameters are in the order of the schema. A text may be
+    any, or one of its schema's `enum`; everything else follows its schema.
+
+    Raises:
+        UserError: as `schema_text`; also if a name cannot be written in this format.
+    """
+    rules, parts, properties = [], [], _properties(tool)
+    required = tool.parameters.get("required", [])
+    definitions = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    for index, (name, schema) in enumerate(properties.items()):
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{tool.name} has a parameter {json.dumps(name)}, which this model's calls cannot have.")
+        rule = f"parameter_{number}_{index}"
+        parts.append(rule if name in required else f"{rule}?")
+        rules.append(f"{rule}: {_mark('parameter', name)} {rule}_value")
+        types = _types(schema)
+        if types and "string" not in types:
+            about = f"the schema of {name}, an argument of {tool.name},"
+            text = schema_text({**definitions, **schema}, about, disable_any_whitespace=disable_any_whitespace)
+            rules += [f"{rule}_value: {rule}_json END_{number}", f"{rule}_json: %json {text}"]
+        elif types == _TEXT and (choices := schema.get("enum") or [schema[key] for key in ("const",) if key in schema]):
+            rules.append(f"{rule}_value: ({' | '.join(map(_quoted, choices))}) END_{number}")
+        else:
+            rules.append(f"{rule}_value: text_{number}")
+    if tool.parameters.get("additionalProperties") or not _is_described(tool):
+        parts.append(f"more_{number}*")
+        rules.append(f'more_{number}: "<parameter=" /[^<>\\n]+/ ">\\n" text_{number}')
+    yield f"tool_{number}: {_mark('function', tool.name)} {' '.join(parts)} {json.dumps(_END_OF_CALL)}"
+    yield from rules
+    end = _quoted(f"\n{_END_OF_VALUE}\n")
+    yield f'text_{number}: until_{number} "\\n"'
+    yield f"until_{number}[lazy]: VALUE_{number} {_quoted(_END_OF_VALUE)}"
+    yield rf"VALUE_{number}: /(.|\n)*/"
+    yield f"END_{number}: {end}"
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    """Return the schemas of a tool's parameters by name, as far as they are described here and not elsewhere."""
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _is_described(tool: Tool) -> bool:
+    return not tool.parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """Return the names of the types that a value may have in JSON; none if any."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    if isinstance(kind, list):
+        return frozenset(each for each in kind if isinstance(each, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(type for value in values for type in _types_of(value))
+    several = schema.get("anyOf") or schema.get("oneOf")
+    parts = list(map(_types, several)) if isinstance(several, list) else []
+    return frozenset().union(*parts) if all(parts) else frozenset()
+
+
+def _types_of(value: Any) -> set[str]:
+    return _TYPES.get(type(value), set())
+
+
+def _in_json(text: str, types: frozenset[str]) -> str:
+    """Return a value in JSON, if it can be of one of the types; of any, if there are none."""
+    shown = _PYTHON.get(text.strip(), text)
+    try:
+        value = json.loads(shown, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        value = text
+    is_right = not isinstance(value, str) and (not types or types & _types_of(value))
+    return shown.strip() if is_right else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _mark(kind: str, name: str) -> str:
+    return _quoted(f"<{kind}={name}>\n")
+
+
+def _quoted(text: Any) -> str:
+    """Return a text as a terminal of Lark's syntax."""
+    return json.dumps(text)

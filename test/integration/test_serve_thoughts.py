@@ -1,0 +1,211 @@
+"""Answers of a Nemotron model on the server: what it thinks and what it calls, whole and streamed, in all three APIs.
+The model says what it is told to, or what a grammar makes it say.
+"""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.serving.protocol import ChatBody
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.engines import engine_model
+from test.support.serving import MODEL, serving
+from test.support.tool_template import NEMOTRON_TEMPLATE, with_parameters
+
+USER = {"role": "user", "content": "What is the weather in Rome?"}
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city"]}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = with_parameters("weather", city='R"ome', days="3")
+ARGUMENTS = {"city": 'R"ome', "days": 3}
+NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["texts", "special tokens"])
+def model(request, tmp_path_factory):
+    """Return (runtime, tokenizer), whose marks are ordinary texts or special tokens."""
+    folder = tmp_path_factory.mktemp("nemotron")
+    save_byte_tokenizer(folder, NEMOTRON_TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if request.param:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", OPEN, CLOSE]})
+    network = engine_model(vocab_size=272, eos_token_id=1, max_position_embeddings=4096)
+    return CPURuntime(network, GenerationConfig(top_k=None)), tokenizer
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(*model, max_length=2048) as server:
+        yield server
+
+
+@pytest.fixture
+def say(model, monkeypatch):
+    """Return a function that sets what the model answers."""
+
+    def script(text):
+        tokens = model[1].encode(text)
+        open_thought, closed_thought = map(model[1].encode, ("<think>\n", "<think></think>"))
+
+        def choose(_, logits, past):
+            answer = past[len(past) - past[::-1].index(3) :]  # behind the last <|assistant|>
+            begin = closed_thought if answer[: len(closed_thought)] == closed_thought else open_thought
+            return [*tokens, 1][len(answer) - len(begin)]
+
+        monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
+
+    return script
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def chat(client, **options):
+    """Return the message of a chat, asked for whole, after it was compared with the one that was streamed."""
+    options = dict(model=MODEL, messages=[USER], **options)
+    choice = client.chat.completions.create(**options).choices[0]
+    joined, calls, reason = {"content": "", "reasoning_content": ""}, [], None
+    for chunk in client.chat.completions.create(**options, stream=True):
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
+        joined["content"] += delta.content or ""
+        joined["reasoning_content"] += getattr(delta, "reasoning_content", "")
+        for call in delta.tool_calls or ():
+            if call.function.name:
+                calls.append([call.function.name, ""])
+            calls[-1][1] += call.function.arguments
+    message = choice.message
+    assert joined["content"] == (message.content or "") and reason == choice.finish_reason
+    assert joined["reasoning_content"] == getattr(message, "reasoning_content", "")
+    assert calls == [[call.function.name, call.function.arguments] for call in message.tool_calls or ()]
+    return choice
+
+
+def test_a_thought_and_a_text(client, say):
+    say("It is\nsunny.\n</think>\n\nSunny.")
+    choice = chat(client)
+    assert (choice.message.reasoning_content, choice.message.content) == ("It is\nsunny.", "Sunny.")
+    assert choice.finish_reason == "stop"
+
+
+def test_a_text_without_a_thought(client, say):
+    say("Sunny.</x>")
+    message = chat(client, extra_body=NO_THOUGHT).message
+    assert message.content == "Sunny.</x>" and not hasattr(message, "reasoning_content")
+
+
+@pytest.mark.parametrize("thought", ["", "I look.\n</think>\n"])
+def test_calls(client, say, thought):
+    say(f"{thought}One moment.\n{CALL}\n{CALL}")
+    choice = chat(client, tools=[TOOL], extra_body={} if thought else NO_THOUGHT)
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "One moment."
+    assert getattr(choice.message, "reasoning_content", "") == thought.partition("\n")[0]
+    calls = [call.function for call in choice.message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS)] * 2
+
+
+@pytest.mark.parametrize("most", [4, 12, 16, 40, 60, 75, 90, 101])
+def test_answers_that_are_cut_off(client, say, most):
+    say(f"I look.\n</think>\nOne moment.\n{CALL}")
+    choice = chat(client, tools=[TOOL], max_tokens=most)
+    assert choice.finish_reason == "length" or choice.message.tool_calls
+    if most == 4:
+        assert choice.message.reasoning_content == "I lo" and not choice.message.content
+
+
+def test_calls_that_a_grammar_makes(client):
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        limits = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+        tool = {"type": "function", "function": {"name": "weather", "parameters": limits}}
+        options = dict(tools=[tool], tool_choice=choice, parallel_tool_calls=False, temperature=1, seed=1)
+        answer = chat(client, **options, max_tokens=200, extra_body=NO_THOUGHT)
+        [call] = answer.message.tool_calls
+        assert json.loads(call.function.arguments)["days"] in (1, 2) and answer.finish_reason == "tool_calls"
+
+
+def allows(server, model, text, **body):
+    maker = server.service.maker
+    prepared = maker.chat_requests(ChatBody.model_validate({"messages": [USER], **body}))
+    [request] = maker.constrained(prepared)
+    tokens = [*model[1].encode(text), 1]
+    return request.constraint.count_allowed(tokens) == len(tokens)
+
+
+def test_a_structure_is_that_of_what_follows_the_thought(server, model):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for body, right, wrong in (
+        ({"json_schema": schema}, '{"a": 1}', '{"a": true}'),
+        ({"structured_outputs": {"regex": r"a/b\/[0-9]+"}}, "a/b/12", "a/b/"),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
+        ({"tools": [TOOL], "tool_choice": "required"}, CALL, "text"),
+    ):
+        assert allows(server, model, f"so\n</think>\n\n{right}", **body)
+        assert not allows(server, model, f"so\n</think>\n\n{wrong}", **body)
+        assert not allows(server, model, right, **body)
+        assert allows(server, model, right, **body, **NO_THOUGHT)
+    with pytest.raises(Exception, match="an answer that begins with a thought may follow JSON, a regular expression"):
+        allows(server, model, "", grammar='root ::= "a"')
+
+
+def test_responses(client, say):
+    say(f"I look.\n</think>\nOne moment.\n{CALL}")
+    options = dict(model=MODEL, input=USER["content"], tools=[{"type": "function", **FUNCTION, "strict": False}])
+    response = client.responses.create(**options)
+    thought, text, call = response.output
+    assert thought.type == "reasoning" and thought.content[0].text == "I look." and thought.id.startswith("rs_")
+    assert text.content[0].text == "One moment." and json.loads(call.arguments) == ARGUMENTS
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    events = list(client.responses.create(**options, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "I look."
+    [done] = (event.text for event in events if event.type == "response.reasoning_text.done")
+    assert done == "I look."
+    streamed = [{**item.to_dict(), "id": "", "call_id": ""} for item in events[-1].response.output]
+    assert streamed == [{**item.to_dict(), "id": "", "call_id": ""} for item in response.output]
+
+
+def test_messages(server, say):
+    say(f"I look.\n</think>\nOne moment.\n{CALL}")
+    tool = {"name": "weather", "input_schema": FUNCTION["parameters"]}
+    body = dict(model=MODEL, messages=[USER], max_tokens=500, tools=[tool])
+    path = f"{server.address}/v1/messages"
+    content = httpx.post(path, json=body, timeout=60).json()["content"]
+    assert content[0] == {"type": "thinking", "thinking": "I look.", "signature": ""}
+    assert content[1] == {"type": "text", "text": "One moment."} and content[2]["input"] == ARGUMENTS
+    streamed = httpx.post(path, json={**body, "stream": True}, timeout=60).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "I look."
+    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in begun] == ["thinking", "text", "tool_use"]
+    assert begun[0]["thinking"] == ""
+
+
+def prompt_of(server, api, body):
+    from granite4_neuron.serving.apis import BY_PATH
+
+    [request] = BY_PATH[api].requests(server.service.maker, BY_PATH[api].body.model_validate(body)).requests
+    return server.service.texts.texts(request.tokens)
+
+
+def test_earlier_thoughts_are_shown_to_the_model(server):
+    asked = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    of_chat = {"role": "assistant", "content": "it", "reasoning_content": "so"}
+    said = [{"type": "thinking", "thinking": "so", "signature": "x"}, {"type": "text", "text": "it"}]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}
+    for api, body in (
+        ("/v1/chat/completions", dict(messages=[asked[0], of_chat, asked[1]])),
+        ("/v1/messages", dict(messages=[asked[0], {"role": "assistant", "content": said}, asked[1]], max_tokens=5)),
+        ("/v1/responses", dict(input=[asked[0], thought, {"role": "assistant", "content": "it"}, asked[1]])),
+    ):
+        expected = "<|user|>a<|end|><|assistant|><think>so</think>it<|end|><|user|>b<|end|><|assistant|><think>\n"
+        assert prompt_of(server, api, body) == expected

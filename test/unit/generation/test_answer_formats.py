@@ -1,0 +1,244 @@
+"""Thoughts and Nemotron's calls in answers: found whatever the parts they come in, and written by grammars."""
+
+import json
+from contextlib import closing
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.answer_formats import GRANITE, NEMOTRON, Thought, answer_format
+from granite4_neuron.generation.parameter_calls import ParameterCallStream, parameter_call_rules
+from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.generation.tool_calls import (
+    CLOSE,
+    OPEN,
+    Arguments,
+    CallStart,
+    Content,
+    Tool,
+    calls_grammar,
+    pieces_of,
+)
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE, with_parameters
+
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "unit": {"enum": ["C", "F"]},
+    "where": {"$ref": "#/$defs/place"},
+    "exact": {"type": ["boolean", "null"]},
+}
+PLACE = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["city", "days"], "$defs": {"place": PLACE}}
+WEATHER, TIME = Tool("weather", PARAMETERS), Tool("time", {"type": "object"})
+TOOLS = [WEATHER, TIME]
+
+
+def stream(is_thinking=False, tools=TOOLS):
+    return NEMOTRON.stream(tools, is_thinking)
+
+
+def joined(pieces):
+    """Return pieces with neighbours of a kind as one."""
+    found = []
+    for piece in pieces:
+        if found and type(piece) is type(found[-1]) and not isinstance(piece, CallStart):
+            found[-1] = type(piece)(found[-1].text + piece.text)
+        elif isinstance(piece, CallStart) or piece.text:
+            found.append(piece)
+    return found
+
+
+def of(text, is_thinking=False, tools=TOOLS):
+    return joined(pieces_of(text, stream(is_thinking, tools)))
+
+
+def arguments_of(text):
+    _, arguments = of(text)
+    return json.loads(arguments.text)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("why\n</think>\n\nHi.", [Thought("why"), Content("Hi.")]),
+        ("\n why \n</think>Hi.", [Thought("why"), Content("Hi.")]),
+        ("</think>Hi.", [Content("Hi.")]),
+        ("cut off </thi", [Thought("cut off </thi")]),
+        ("a < b</think>", [Thought("a < b")]),
+        ("<tool_call></think><tool_call>x", [Thought("<tool_call>"), Content("<tool_call>x")]),
+        ("", []),
+    ],
+)
+def test_thoughts(text, expected):
+    assert of(text, is_thinking=True) == expected
+    if OPEN not in text:
+        assert of(text, is_thinking=True, tools=None) == expected
+
+
+def test_a_thought_before_calls():
+    pieces = of(f"look\n</think>\n{with_parameters('time')}\n{with_parameters('time')}", is_thinking=True)
+    assert pieces == [Thought("look"), *[CallStart("time"), Arguments("{}")] * 2]
+
+
+@pytest.mark.parametrize(
+    "parameters, expected",
+    [
+        (dict(city="Rome", days="3"), dict(city="Rome", days=3)),
+        (dict(city='a "b"\n\nc\\'), dict(city='a "b"\n\nc\\')),
+        (dict(city="3", unit="C"), dict(city="3", unit="C")),
+        (dict(city="", days=" 3\n"), dict(city="", days=3)),
+        (dict(days="three", exact="True"), dict(days="three", exact=True)),
+        (dict(days="3.5", exact="null"), dict(days="3.5", exact=None)),
+        (dict(where='{"x": 1}', other="[1]", text="x y"), dict(where={"x": 1}, other=[1], text="x y")),
+        (dict(other="NaN", text='"x"'), dict(other="NaN", text='"x"')),
+        (dict(city="</function>"), dict(city="</function>")),
+    ],
+)
+def test_values_are_of_the_types_of_their_schemas(parameters, expected):
+    assert arguments_of(with_parameters("weather", **parameters)) == expected
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (f"{OPEN}<function=time></function>{CLOSE} and", [CallStart("time"), Arguments("{}"), Content("and")]),
+        (f"{OPEN}\n<function=time>\n{CLOSE}", [CallStart("time"), Arguments("{}")]),
+        (
+            f"{OPEN}<function=weather><parameter=days>3</parameter> x",
+            [CallStart("weather"), Arguments('{"days": 3}'), Content("x")],
+        ),
+        (f"{OPEN}\n<function=weather>\n<parameter=city>\nRo", [CallStart("weather"), Arguments('{"city": "Ro')]),
+        (f"{OPEN}\n<function=weather>\n<parameter=days>\n1", [CallStart("weather"), Arguments('{"days": 1')]),
+        (f"{OPEN}\n<function=weather>\n<param", [CallStart("weather"), Arguments("{")]),
+        (f"so {OPEN}\n<function=wea", [Content(f"so {OPEN}\n<function=wea")]),
+        (f'{OPEN}\n{{"name": "time", "arguments": {{}}}}', [Content(f'{OPEN}\n{{"name": "time", "arguments": {{}}}}')]),
+    ],
+)
+def test_calls_that_are_incomplete_or_malformed(text, expected):
+    assert of(text) == expected
+
+
+PARTS = [
+    "a",
+    "\n",
+    " ",
+    "<",
+    '"\\',
+    "{",
+    "3",
+    "</think>",
+    OPEN,
+    CLOSE,
+    "<function=weather>",
+    "<function=",
+    "<parameter=city>",
+    "<parameter=days>\n",
+    "\n</parameter>\n",
+    "</parameter>",
+    "</function>",
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=20), st.lists(st.integers(1, 9), max_size=30), st.booleans())
+def test_what_is_found_does_not_depend_on_the_parts(parts, lengths, is_thinking):
+    text, divided = "".join(parts), stream(is_thinking)
+    pieces, at = [], 0
+    for length in [*lengths, len(text)]:
+        pieces += divided.add(text[at : at + length])
+        at += length
+    assert joined([*pieces, *divided.finish()]) == of(text, is_thinking)
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (NEMOTRON_TEMPLATE, NEMOTRON),
+        (TOOL_TEMPLATE, GRANITE),
+        (None, GRANITE),
+        ({"default": NEMOTRON_TEMPLATE}, NEMOTRON),
+    ],
+)
+def test_the_format_of_a_template(tmp_path, template, expected):
+    save_byte_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+    assert answer_format(tokenizer) is expected
+
+
+ROME = with_parameters("weather", city="Rome", days="3")
+FULL = with_parameters("weather", city='R "\n<a>', days="3", unit="C", where='{"x": 1.5}', exact="null")
+ANSWERS = {"rome": ROME, "full": FULL, "time": with_parameters("time"), "text": "hi", "text and rome": f"hi\n{ROME}"}
+ANSWERS |= {
+    "both": f"{ROME}\n{ROME}",
+    "days missing": with_parameters("weather", city="Rome"),
+    "days are text": with_parameters("weather", city="Rome", days="three"),
+    "another unit": with_parameters("weather", city="Rome", days="3", unit="K"),
+    "another order": with_parameters("weather", days="3", city="Rome"),
+    "one more": with_parameters("time", zone="UTC"),
+    "unknown": with_parameters("name"),
+}
+CALLS = {"rome", "full", "time"}
+
+
+@pytest.mark.parametrize(
+    "options, allowed",
+    [
+        (dict(required=True, several=False), CALLS),
+        (dict(required=True, several=True), {*CALLS, "both"}),
+        (dict(required=False, several=False), {*CALLS, "text", "text and rome"}),
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("thought", ["", "so\n</think>\n"])
+def test_grammars(tmp_path, options, allowed, special, thought):
+    """As text, and with tags that are special tokens; and behind a thought."""
+    save_byte_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": [OPEN, CLOSE, "</think>"]})
+    grammar = calls_grammar(
+        TOOLS,
+        **options,
+        special=tokenizer.all_special_tokens,
+        rules=parameter_call_rules,
+        ends_thought="</think>" if thought else None,
+    )
+    with closing(Grammars(tokenizer, 267)) as grammars:
+        constraint = grammars.constraint("lark", grammar)
+    for name, answer in ANSWERS.items():
+        tokens = [*tokenizer.encode(thought + answer), tokenizer.eos_token_id]
+        assert (constraint.count_allowed(tokens) == len(tokens)) == (name in allowed), name
+        if name in CALLS:
+            jsonschema.validate(arguments_of(answer), PARAMETERS if name != "time" else {})
+    if thought:
+        tokens = [*tokenizer.encode(ROME), tokenizer.eos_token_id]
+        assert constraint.count_allowed(tokens) < len(tokens)
+
+
+def test_open_objects_have_any_parameters(tmp_path):
+    save_byte_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tool = Tool("f", {"type": "object", "additionalProperties": True})
+    grammar = calls_grammar([tool], required=True, several=False, rules=parameter_call_rules)
+    with closing(Grammars(tokenizer, 264)) as grammars:
+        constraint = grammars.constraint("lark", grammar)
+    tokens = [*tokenizer.encode(with_parameters("f", a="1", b="x\ny")), tokenizer.eos_token_id]
+    assert constraint.count_allowed(tokens) == len(tokens)
+
+
+def test_names_that_cannot_be_written_are_refused():
+    tool = Tool("f", {"properties": {"a>b": {}}})
+    with pytest.raises(UserError, match='f has a parameter "a>b", which this model\'s calls cannot have'):
+        list(parameter_call_rules(0, tool, True))
+
+
+def test_texts_come_as_they_are_written():
+    calls = ParameterCallStream(TOOLS)
+    calls.add(f"{OPEN}\n<function=weather>\n<parameter=city>\n")
+    assert calls.add("Ro") == [Arguments("Ro")] and calls.add('"me') == [Arguments('\\"me')]
