@@ -197,6 +197,22 @@ def prompt_of(server, api, body):
     return server.service.texts.texts(request.tokens)
 
 
+@pytest.mark.parametrize(
+    "api, body",
+    [
+        ("/v1/chat/completions", dict(messages=[USER], reasoning_effort="none")),
+        ("/v1/chat/completions", dict(messages=[USER], **NO_THOUGHT)),
+        ("/v1/messages", dict(messages=[USER], max_tokens=5, thinking={"type": "disabled"})),
+        ("/v1/responses", dict(input="Hi", reasoning={"effort": "none"})),
+    ],
+)
+def test_a_request_without_thoughts(server, api, body):
+    assert prompt_of(server, api, body).endswith("<|assistant|><think></think>")
+    switches = ("reasoning_effort", "chat_template_kwargs", "thinking", "reasoning")
+    with_thoughts = {name: value for name, value in body.items() if name not in switches}
+    assert prompt_of(server, api, with_thoughts).endswith("<|assistant|><think>\n")
+
+
 def test_earlier_thoughts_are_shown_to_the_model(server):
     asked = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     of_chat = {"role": "assistant", "content": "it", "reasoning_content": "so"}

@@ -65,6 +65,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     for name, what in (("tools", "functions, as OpenAI's API describes them"), ("documents", "to answer from")):
         help = f"a JSON list of {name} for the chat template: {what}"
         conversation.add_argument(f"--{name}", metavar="FILE", help=help)
+    conversation.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help='an object of further variables for the chat template, such as {"enable_thinking": false}',
+    )
     add_json_schema(conversation)
     conversation.add_argument(
         "--max-length",
@@ -90,7 +95,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     max_bytes = num_bytes(options.prefix_cache)
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
-    shown = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
+    shown: dict[str, Any] = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
+    shown["chat_template_kwargs"] = _variables(options.chat_template_kwargs)
     adapters = adapters_of(options)
     runtime, tokenizer = load_runtime(options, model_checkpoint(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
@@ -109,17 +115,33 @@ def run(options: argparse.Namespace) -> int:
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
         # Check that there is a template, and that it shows them, before anything is typed.
-        _check_template(encoder, shown)
+        _check_template(encoder, shown, request.constraint is not None)
         conversation = Conversation(engine, cache, encoder, request, options.system, shown)
         messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()
         return Session(conversation, messages, is_terminal, options.verbose).run()
 
 
-def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any]) -> None:
-    encoder.encode([{"role": "user", "content": "a message"}])
-    for name, objects in shown.items():
+def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any], has_schema: bool) -> None:
+    prompt = encoder.encode([{"role": "user", "content": "a message"}], **shown)
+    if has_schema and encoder.is_thinking_after(prompt):
+        raise UserError(
+            "this model thinks before it answers, and --json-schema is for answers without thoughts; add "
+            """--chat-template-kwargs '{"enable_thinking": false}'."""
+        )
+    for name in ("tools", "documents"):
+        objects = shown[name]
         if objects and not encoder.shows(name, objects):
             raise UserError(f"this checkpoint's chat template does not show {name}; leave --{name} out.")
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--chat-template-kwargs is not JSON ({error}).") from None
+    if not isinstance(variables, dict):
+        raise UserError("--chat-template-kwargs must be an object in JSON.")
+    return variables
 
 
 def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:

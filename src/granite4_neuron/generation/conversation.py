@@ -13,7 +13,9 @@ from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache,
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.answer_formats import END_THOUGHT, Thought
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
+from granite4_neuron.generation.tool_calls import Content, pieces_of
 from granite4_neuron.state.snapshot import Snapshot
 from granite4_neuron.system import available_memory
 from granite4_neuron.system.regular_files import check_regular, read_bytes
@@ -26,6 +28,7 @@ class Turn:
     """A user's message and the model's answer.
 
     system: the system message at that time.
+    answer: its text, with the thought and `END_THOUGHT` before it if the model thinks.
     prompt: all tokens of the conversation up to the answer.
     generated: the tokens of the answer, with the stop token that ended it, if any.
     finish_reason: "stop" (a stop token or stop string), "length", or "interrupted".
@@ -94,7 +97,10 @@ class Conversation:
         """
         self._is_interrupted = False
         prompt = self._prompt(user)
-        request = replace(self._request, tokens=prompt).with_seed_offset(self._num_answers)
+        # Where the thought ends is seen also if a special token says it.
+        is_thinking = self._encoder.is_thinking_after(prompt)
+        request = replace(self._request, tokens=prompt, skip_special_tokens=not is_thinking)
+        request = request.with_seed_offset(self._num_answers)
         self._num_answers += 1
         before = replace(self._engine.stats)
         id = self._engine.add(request)
@@ -201,11 +207,19 @@ class Conversation:
 
     @property
     def messages(self) -> list[Mapping[str, str]]:
-        """All messages, each with a "role" and a "content"."""
+        """All messages, each with a "role" and a "content", and an answer's thought as "reasoning_content"."""
         messages: list[Mapping[str, str]] = [_message("system", self.system)] if self.system else []
         for turn in self.turns:
-            messages += [_message("user", turn.user), _message("assistant", turn.answer)]
+            messages += [_message("user", turn.user), self._answer_of(turn)]
         return messages
+
+    def _answer_of(self, turn: Turn) -> Mapping[str, str]:
+        stream = self._encoder.format.stream(None, self._encoder.is_thinking_after(turn.prompt))
+        if stream.is_plain:
+            return _message("assistant", turn.answer)
+        pieces = pieces_of(turn.answer, stream)
+        thought, said = ("".join(one.text for one in pieces if isinstance(one, kind)) for kind in (Thought, Content))
+        return {**_message("assistant", said), "reasoning_content": thought}
 
     @property
     def cache_stats(self) -> PrefixCacheStats:
@@ -250,6 +264,8 @@ class Conversation:
         for end in range(first + 2, len(messages) + 1, 2):
             prompt = self._encoder.encode(messages[: end - 1], **self._shown)
             user, answer = (message["content"] for message in messages[end - 2 : end])
+            if self._encoder.is_thinking_after(prompt):
+                answer = f"{messages[end - 1].get('reasoning_content', '')}\n{END_THOUGHT}\n{answer}"
             generated = [*self._encoder.encode_text(answer), *sorted(self._stop_token_ids)[:1]]
             turns.append(Turn(system, user, answer, prompt, generated, "stop"))
         return system, turns
@@ -286,7 +302,10 @@ def _messages_in(file: Path) -> list[Mapping[str, str]] | None:
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     is_talk = bool(turns) and turns == ["user", "assistant"] * (len(turns) // 2)
-    if not is_talk or not all(isinstance(message.get("content"), str) for message in messages):
+    if not is_talk or not all(
+        isinstance(message.get("content"), str) and isinstance(message.get("reasoning_content", ""), str)
+        for message in messages
+    ):
         raise UserError(
             f"{file} must hold messages with a role and a content: system or none, then user and assistant in turn."
         )

@@ -14,6 +14,7 @@ from granite4_neuron.checkpoint.tokenizing import encode, encode_beside_others
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.answer_formats import answer_format
 from granite4_neuron.sandbox import chat_template
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
@@ -35,6 +36,8 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | Non
 class ConversationEncoder:
     """Encodes conversations with a tokenizer's chat template, and texts from other people.
 
+    format: of answers.
+
     In a conversation only the template writes control tokens: in messages, their spelling is ordinary text. A template
     that cuts pieces out of a message could still assemble the spelling of one; none of the family's templates does.
 
@@ -52,6 +55,7 @@ class ConversationEncoder:
         # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self._renderer = chat_template.Renderer()
+        self.format = answer_format(tokenizer)
 
     def encode_text(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = True) -> list[int]:
         """Encode a text.
@@ -116,6 +120,10 @@ class ConversationEncoder:
         if not self._control_pattern.search(texts):
             return encode(self._tokenizer, text, add_special_tokens=False)
         return self._encode_rendered(text, mark)
+
+    def is_thinking_after(self, prompt: Sequence[int]) -> bool:
+        """Return whether the answer to a conversation begins within a thought."""
+        return self.format.is_thinking_after(prompt, self._tokenizer.backend_tokenizer)
 
     def shows(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the chat template shows the "tools" or "documents" that it gets.

@@ -194,6 +194,7 @@ class PromptBody(MessagesFieldsWithoutEffect, ModelBody):
                 tools=[tool.of_chat() for tool in self.tools],
                 tool_choice=self.tool_choice.of_chat(),
                 parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+                reasoning_effort="none" if (self.thinking or {}).get("type") == "disabled" else None,
                 continue_final_message=self.messages[-1].role == "assistant",
                 response_format=schema and {"type": "json_schema", "json_schema": {"schema": schema["schema"]}},
                 **self._options(),

@@ -56,7 +56,8 @@ class FieldsWithoutEffect(BaseModel):
 class ChatFieldsWithoutEffect(FieldsWithoutEffect):
     """Fields of chats."""
 
-    # The models do not reason before they answer.
+    # Thoughts are not of different lengths, and are always shown. But none switches them off; so do "disabled" and none
+    # in the fields `thinking` and `reasoning` of the other APIs.
     reasoning_effort: Annotated[Any, only("none", "minimal", "low", "medium", "high", "xhigh")] = None
     include_reasoning: bool | None = None
     reasoning_format: str | None = None
@@ -140,7 +141,7 @@ class MessagesFieldsWithoutEffect(BaseModel):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     speed: Annotated[Any, only("standard")] = None
-    thinking: dict[str, Any] | None = None  # the models do not reason
+    thinking: dict[str, Any] | None = None
     user_profile_id: str | None = None
 
 

@@ -366,6 +366,13 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
         """See `ConversationBody.shown_tools`."""
         return self.tools if self.may_call_tools else []
 
+    def template_variables(self) -> dict[str, Any]:
+        """See `ConversationBody.template_variables`. No effort is the templates' `enable_thinking` that is false."""
+        variables = super().template_variables()
+        if self.reasoning_effort == "none":
+            variables["chat_template_kwargs"] = {"enable_thinking": False, **self.chat_template_kwargs}
+        return variables
+
     @property
     def must_be_shown(self) -> list[str]:
         """See `ConversationBody.must_be_shown`. A grammar enforces required calls."""

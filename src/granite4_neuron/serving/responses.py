@@ -215,6 +215,7 @@ class ResponsesBody(ResponsesFieldsWithoutEffect, SamplingBody):
                 tools=[tool.of_chat() for tool in self.tools],
                 tool_choice=_chosen(self.tool_choice),
                 parallel_tool_calls=self.parallel_tool_calls,
+                reasoning_effort="none" if (self.reasoning or {}).get("effort") == "none" else None,
                 max_tokens=self.max_output_tokens,
                 response_format=_response_format(self.text.format),
                 logprobs=self.wants_logprobs,

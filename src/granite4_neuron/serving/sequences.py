@@ -12,7 +12,7 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
-from granite4_neuron.generation.answer_formats import END_THOUGHT, answer_format
+from granite4_neuron.generation.answer_formats import END_THOUGHT
 from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
@@ -87,8 +87,6 @@ class SequenceMaker:
         self._grammars = Grammars(tokenizer, self._vocab_size)
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._format = answer_format(tokenizer)
-        self._tokenizer = tokenizer.backend_tokenizer
         self._shown: dict[str, bool] = {}  # by the name of such objects
         self.config = runtime.config
         self.adapters = tuple(runtime.adapters)  # that requests may name
@@ -136,7 +134,7 @@ class SequenceMaker:
         asked = body.max_completion_tokens or body.max_tokens
         tokens, which = self._truncated(self.chat_tokens(body), body, asked), body.called("messages")
         max_tokens = self._max_tokens(len(tokens), which, asked, asked_by=body.called("max_tokens"))
-        ends_thought = END_THOUGHT if self._format.is_thinking_after(tokens, self._tokenizer) else None
+        ends_thought = END_THOUGHT if self._encoder.is_thinking_after(tokens) else None
         structure = self._chat_structure(body, ends_thought)
         options = self._options(body, structure)
         shows_marks = (body.may_call_tools and {OPEN, CLOSE} <= self._special) or ends_thought in self._special
@@ -168,7 +166,7 @@ class SequenceMaker:
             return answer.after_thought(ends_thought, self._special)
         several = body.parallel_tool_calls
         return structure_of_calls(
-            body.tools, body.tool_choice, several, answer, self._special, self._format, ends_thought
+            body.tools, body.tool_choice, several, answer, self._special, self._encoder.format, ends_thought
         )
 
     def _asked_structure(self, body: GenerationBody) -> Structure | None:
