@@ -221,6 +221,13 @@ def test_grammars(tmp_path, options, allowed, special, thought):
         assert constraint.count_allowed(tokens) < len(tokens)
 
 
+@pytest.mark.parametrize("answer", [*ANSWERS.values(), f"so\n</think>\n{ROME}"])
+def test_characters_one_by_one(answer):
+    divided = stream("</think>" in answer)
+    pieces = [piece for character in answer for piece in divided.add(character)]
+    assert joined([*pieces, *divided.finish()]) == of(answer, "</think>" in answer)
+
+
 def test_open_objects_have_any_parameters(tmp_path):
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
