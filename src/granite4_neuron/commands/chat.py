@@ -125,7 +125,7 @@ def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any], has_
     prompt = encoder.encode([{"role": "user", "content": "a message"}], **shown)
     if has_schema and encoder.is_thinking_after(prompt):
         raise UserError(
-            "this model thinks before it answers, and --json-schema is for answers without thoughts; add "
+            "this model reasons before it answers, and --json-schema is for answers without reasoning; add "
             """--chat-template-kwargs '{"enable_thinking": false}'."""
         )
     for name in ("tools", "documents"):

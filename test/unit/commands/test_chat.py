@@ -15,7 +15,7 @@ import pytest
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.cli import main
 from granite4_neuron.commands.chat_session import COMMANDS
-from test.support.tool_template import TOOL_TEMPLATE
+from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE
 
 QUESTION = "What is the assert statement?"
 ANSWER = "Assert statements are a convenient way to insert debugging assertions\ninto a program:"
@@ -52,6 +52,21 @@ class TestPipe:
         error = chat("What is the\\", "assert statement?", "/undo", options=["--max-tokens", 5])[2]
         assert "took back: What is the\nassert statement?" in error
         assert chat("", "  ", "/exit", QUESTION)[:2] == (0, "")
+
+    def test_reasoning_is_shown_and_switched_off(self, chat, tmp_path):
+        model = shutil.copytree(bundled_checkpoint(), tmp_path / "model")
+        (model / "chat_template.jinja").write_text(NEMOTRON_TEMPLATE)
+        options = ["--model", model, "--max-tokens", 5]
+        schema = tmp_path / "schema.json"
+        schema.write_text('{"enum": ["yes"]}')
+        assert chat(QUESTION, "/undo", options=options)[0] == 0
+        off = ["--chat-template-kwargs", '{"enable_thinking": false}']
+        assert chat(QUESTION, options=[*options, *off, "--json-schema", schema])[1] == '"yes"\n'
+        said = chat(QUESTION, options=[*options, "--json-schema", schema])[2]
+        assert "this model reasons before it answers, and --json-schema is for answers without reasoning; add" in said
+        for text, message in (("{", "is not JSON"), ("[]", "must be an object in JSON")):
+            status, _, error = chat(QUESTION, options=[*options, "--chat-template-kwargs", text])
+            assert status == 2 and f"--chat-template-kwargs {message}" in error
 
     def test_options_reach_the_answer(self, chat):
         output = chat(QUESTION, options=["--max-tokens", 5])
