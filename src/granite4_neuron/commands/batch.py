@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     batch.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model in requests (default: the last part of --model)"
     )
-    prompts = batch.add_argument_group("lines with a prompt (requests have these options themselves)")
+    prompts = batch.add_argument_group("lines with a prompt (requests have their own options)")
     prompts.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the chat template")
     prompts.add_argument("--system", metavar="TEXT", help="the system message of these conversations")
     prompts.add_argument(
