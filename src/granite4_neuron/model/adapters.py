@@ -28,8 +28,8 @@ class LowRank:
 class Adapter:
     """Additions to the projections of a model, each by the name of its weight.
 
-    invocation: of an activated LoRA, the tokens that activate it; None for one that always applies.
-    number: in a runtime, which gives each number once; from 1 on.
+    invocation: the tokens that activate it, for an activated LoRA; None for an adapter that always applies.
+    number: from 1 on; a runtime gives each number once.
     """
 
     additions: Mapping[str, LowRank]
@@ -37,8 +37,8 @@ class Adapter:
     number: int = 0
 
     def start(self, prompt: Sequence[int]) -> int | None:
-        """Return the position from which on it applies: for an activated LoRA that of the last invocation in a prompt,
-        and None, for nowhere, if there is none. What is generated activates nothing, as with PEFT.
+        """Return the first position where it applies: for an activated LoRA the start of the last invocation in a
+        prompt, or None if the prompt has no invocation. Generated tokens activate nothing, as with PEFT.
         """
         if self.invocation is None:
             return 0

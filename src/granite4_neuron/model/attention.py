@@ -44,7 +44,9 @@ class Attention(Module):
         return self.o_proj(self.attend(projected, step, state, rotary))
 
     def weights(self, norm: torch.Tensor, eps: float, residual_multiplier: float) -> AttentionWeights:
-        """Return the weights of the half of a decoder layer with this module; the arguments are the other weights."""
+        """Return the weights of the half of a decoder layer that holds this module; the arguments are the other
+        weights.
+        """
         return AttentionWeights(
             norm=norm,
             q_proj=self.q_proj.weight,

@@ -50,7 +50,7 @@ def set_operators(module: nn.Module, operators: Operators) -> None:
 
 
 def shallow_copy(module: AnyModule) -> AnyModule:
-    """Return a tree of modules of its own over the same parameters, buffers and hooks, which is not bound."""
+    """Return an unbound copy of the module tree that shares parameters, buffers and hooks."""
     copied = copy.copy(module)
     copied.__dict__["_is_bound"] = False
     copied._parameters = dict(module._parameters)
@@ -70,6 +70,6 @@ def as_form(module: nn.Module, form: type[AnyModule], **parts: nn.Module) -> Any
 
 
 def fix_weights(module: nn.Module) -> None:
-    """Refuse other parameters and submodules from now on."""
+    """From now on refuse to replace parameters and submodules."""
     for each in module.modules():
         each.__dict__["_is_bound"] = True

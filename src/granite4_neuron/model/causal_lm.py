@@ -1,7 +1,7 @@
 """A hybrid language model: one decoder step, from tokens and state to logits and state.
 
 A family of models is a subclass, which makes the layers. The module tree has the parameter names of Granite's published
-checkpoints; `checkpoint.names` has those of others.
+checkpoints; `checkpoint.names` maps the names of other families.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class HybridForCausalLM(Module, ABC):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any weight is, see `ops.quantization`."""
+        """Whether any weight is quantized, see `ops.quantization`."""
         return any(is_quantized(module.weight) for module in self.matrices().values())
 
     def tie_weights(self) -> None:
-        """Make the head the embedding's transpose, for a config that says so; a quantized head has its own values where
-        the embedding is not quantized.
+        """Share the embedding's matrix with the head, if the config says so. A quantized head has its own values if the
+        embedding is not quantized.
         """
         weight = self.model.embed_tokens.weight
         head_is_its_own = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)
@@ -118,11 +118,11 @@ class HybridForCausalLM(Module, ABC):
     def bind(self, operators: Operators, device: torch.device | None = None, adapters: Sequence[Adapter] = ()) -> Self:
         """Return a model with this one's present weights, which computes with `operators`; this one is not changed.
 
-        Its weights are fixed. It shares tensors with this model, but for these cases. With a device other than theirs
-        they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
-        in that layout already; on a device, those that exchange the axes of experts' weights have copies of these.
+        Its weights are fixed. It shares tensors with this model, with three exceptions: weights are copied to a device
+        if they are elsewhere; operators with a layout of their own copy all weights, unless the matrices are in that
+        layout already; on a device, operators that exchange the axes of experts' weights copy these.
 
-        Adapters, with their numbers, are for rows of steps that name them.
+        Adapters must have numbers; they apply to the rows of steps that name them.
 
         Raises:
             UserError: there are adapters, and the layers are not fused.
@@ -140,7 +140,7 @@ class HybridForCausalLM(Module, ABC):
         return bound
 
     def without_forms(self) -> Self:
-        """Return a model over the same weights that no forms are chosen for, and that holds no adapters; see `bind`."""
+        """Return a model over the same weights, without chosen forms and without adapters; see `bind`."""
         copied = shallow_copy(self)
         copied._decode_call = copied.model._bound_stack = None
         return copied
@@ -181,7 +181,7 @@ class HybridForCausalLM(Module, ABC):
                 module._parameters["weight"] = nn.Parameter(weight.transpose(1, 2), requires_grad=False)
 
     def _pack(self, pack: Pack) -> None:
-        """Lay out all matrices as products read them, and copy the other weights."""
+        """Lay out all matrices for products, and copy the other weights."""
         matrices = self.matrices().values()
         is_packed = not any(isinstance(matrix.weight, nn.Parameter) for matrix in matrices)
         for matrix in matrices:
@@ -214,13 +214,13 @@ class HybridForCausalLM(Module, ABC):
             positions: [batch, tokens], int64, each token's place in its sequence, consecutive within a row. A row whose
                 first position is 0 starts from zeros, whatever its slot held.
             lengths: [batch], int64, 0 to tokens: how many of a row's tokens are real; the rest is padding on the right.
-            slots: [batch], int64; no two rows with real tokens share one, and none of them is the null slot. Where
-                `state.has_null_slot` is false this goes for rows of length 0 as well. None for a row per sequence of
-                the state, in the order of their slots; such a step of one token comes with a contract, see
+            slots: [batch], int64; no two rows with real tokens share one, and none of them is the null slot. If
+                `state.has_null_slot` is false this also holds for rows of length 0. None if there is one row per
+                sequence of the state, in the order of the slots; a step of one token then has a contract, see
                 `model.step.DenseStep`.
             state: updated in place.
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
-            adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without.
+            adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without adapters.
             all_logits: logits of every token rather than of each row's last real one.
 
         Returns:
@@ -257,10 +257,10 @@ class HybridForCausalLM(Module, ABC):
     def decode(
         self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
     ) -> torch.Tensor:
-        """Compute `forward` for one token of each row; fused layers have a call of their own for it.
+        """Compute `forward` for one token of each row; fused layers have a separate call for it.
 
         Args:
-            tokens, starts, slots: of each row, the token, its position and its slot.
+            tokens, starts, slots: each row's token, its position and its slot.
         """
         if self._decode_call is not None:
             return self._decode_call(tokens, starts, slots, state)
@@ -302,12 +302,12 @@ class HybridForCausalLM(Module, ABC):
         slots: torch.Tensor | None,
         state: HybridState,
     ) -> None:
-        """Advance recurrent state by the first tokens of a step that verified: the Mamba layers' recurrences only.
+        """Advance recurrent state by the first tokens of a step that verified; only the Mamba layers' recurrences run.
 
         Args:
-            kept_inputs: of that step, from `verify`.
-            positions, slots: its own.
-            lengths: [batch], int64, 0 to those of that step: how many tokens of each row.
+            kept_inputs: from `verify` of that step.
+            positions, slots: that step's.
+            lengths: [batch], int64: how many of each row's tokens to take, 0 to the row's length in that step.
             state: as for `forward`.
         """
         step = step_of(positions, lengths, slots, state, kv_length=0)
@@ -315,7 +315,7 @@ class HybridForCausalLM(Module, ABC):
 
 
 def _packed(matrix: Matrix, pack: Pack, dtype: torch.dtype) -> CompactWeight:
-    """Return a matrix as products with activations of a dtype read it, or of float32 where it stays in that."""
+    """Return a matrix laid out for products with activations of `dtype`, or float32 if the matrix stays in float32."""
     if "weight" not in matrix.keeps_float32:
         return pack(matrix.weight, dtype)
     weight = matrix.weight
@@ -332,7 +332,7 @@ def step_of(
     adapters: torch.Tensor | None = None,
     verifies: bool = False,
 ) -> Step:
-    """Return the step of the kind that the state needs; arguments as in `HybridForCausalLM.forward`."""
+    """Return the kind of step that the state needs; arguments as in `HybridForCausalLM.forward`."""
     if slots is None:
         row_slots = torch.arange(1, state.num_sequences + 1, dtype=positions.dtype, device=positions.device)
     else:
@@ -380,15 +380,16 @@ class _Decoder(Module):
     def forward(
         self, input_ids: torch.Tensor, step: Step, state: HybridState
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return final hidden states, [batch, tokens, hidden_size]; for a verification, Mamba layers' inputs too."""
+        """Return final hidden states, [batch, tokens, hidden_size]; if the step verifies, also Mamba layers' inputs."""
         hidden_states, kept_inputs = self.stack(self.embed(input_ids, step), step, state, self.rotary(step))
         return self.norm(hidden_states), kept_inputs
 
     def embed(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return what enters the first layer, [batch, tokens, hidden_size] in float32."""
-        # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
+        """Return the first layer's input, [batch, tokens, hidden_size] in float32."""
+        # The residual stream is float32 whatever the weights' dtype: in bfloat16 it would be the largest source of
+        # error.
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
-        # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
+        # Padding enters as zeros, so it stays finite in every layer, like the state that its row reads.
         return hidden_states.masked_fill(~step.is_real[..., None], 0.0)
 
     def rotary(self, step: Step) -> RotaryTables | None:
@@ -402,7 +403,7 @@ class OneByOne:
     """The layers of a model, one after another.
 
     Args:
-        layers: in the form in which each is computed.
+        layers: each in its chosen form.
     """
 
     def __init__(self, layers: Iterable[DecoderLayer]):
@@ -441,7 +442,7 @@ def through_layers(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Compute layers one after another: `compute(layer, hidden_states, state)` is what `DecoderLayer.forward` returns.
 
-    keep_inputs: return the inputs of each Mamba layer's recurrence too; otherwise none of them outlives its layer.
+    keep_inputs: also return the inputs of each Mamba layer's recurrence; otherwise each layer's inputs are freed.
     """
     kept_inputs = []
     for layer, state in zip(layers, states, strict=True):

@@ -19,12 +19,12 @@ from granite4_neuron.state.hybrid_state import LayerState, MambaState
 
 
 class DecoderLayer(Module):
-    """Mamba or attention, then MLP and experts, each half behind a norm and added with the residual multiplier. A layer
-    may have one of the halves only.
+    """Mamba or attention, then MLP and experts; each half has a norm before it and is added with the residual
+    multiplier. A layer may have only one of the halves.
 
     A subclass may replace `mix` and `feed_forward`, or the modules that they call; see `model.forms`.
 
-    mamba, self_attn: one of them, by `is_mamba`; none where `has_mixer` is false.
+    mamba, self_attn: one of them, by `is_mamba`; neither where `has_mixer` is false.
     shared_mlp, block_sparse_moe: where `has_feed_forward` is true; block_sparse_moe may be None.
     """
 
@@ -59,7 +59,7 @@ class DecoderLayer(Module):
 
     @property
     def kind(self) -> str:
-        """What the layer is called by its mixer, or by its feed-forward part if it has none."""
+        """The layer's name: its mixer's, or its feed-forward part's if it has no mixer."""
         if self.has_mixer:
             return "Mamba" if self.is_mamba else "attention"
         return "MLP" if self.block_sparse_moe is None else "expert"
@@ -76,7 +76,7 @@ class DecoderLayer(Module):
         state: LayerState,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the new hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
+        """Return the new hidden_states, [batch, tokens, hidden_size]; a Mamba layer also returns `advance`'s inputs."""
         residual_add = self.operators.residual_add
         inputs = None
         if self.has_mixer:
@@ -96,9 +96,9 @@ class DecoderLayer(Module):
         return self.self_attn(x, step, state, rotary), None
 
     def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-        """Return the terms that are added one after the other, each [batch, tokens, hidden_size].
+        """Return the terms to add one after the other, each [batch, tokens, hidden_size].
 
-        Ranks add up MLP and experts in one message, and so these are one term.
+        Ranks add up MLP and experts in one message, so these are one term.
         """
         outputs = [self.shared_mlp(x)]
         if self.block_sparse_moe is not None:

@@ -14,5 +14,5 @@ _CLASSES: dict[str, type[HybridForCausalLM]] = {
 
 
 def model_of(config: ModelConfig, parallel: Parallel = Parallel()) -> HybridForCausalLM:  # noqa: B008
-    """Make a model, whose memory is not written, or a rank's part of it; arguments as of `HybridForCausalLM`."""
+    """Make a model, or a rank's part of it, with uninitialised weights; arguments as for `HybridForCausalLM`."""
     return _CLASSES[config.architecture](config, parallel)

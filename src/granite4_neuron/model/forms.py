@@ -1,10 +1,10 @@
 """Chooses how each layer of a bound model is computed: by its definition, or by a faster form of it.
 
 A form is chosen once, when a model is bound, and says whether it supports a layer or why not. While a step runs, only
-the step's kind decides, which is its numbers of tokens and rows: steps that a form is not for take the definition.
+its numbers of tokens and rows decide: a form falls back to the definition for steps that it does not support.
 
-A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. All layers as one call,
-`model.fused`, are a form as well.
+A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. `model.fused`, all layers
+as one call, is a form as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def forms_of(layers: Iterable[DecoderLayer]) -> tuple[list[DecoderLayer], list[s
     """Choose the form of each layer for its operators.
 
     Returns:
-        The layers as they are computed; and a sentence for each reason not to use a form.
+        The layers in their chosen forms; and a sentence for each reason not to use a form.
     """
     forms: list[DecoderLayer] = []
     fallbacks: dict[str, None] = {}  # in order, each once

@@ -21,8 +21,8 @@ from granite4_neuron.state.hybrid_state import HybridState, NoState
 
 
 def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
-    """Return why the fused layers do not support a model, as a clause; None if they do. norm: the model's last, which
-    is of the kind of all.
+    """Return why the fused layers do not support a model, as a clause; None if they do. norm: the model's final norm;
+    all norms are of its kind.
     """
     if parallel.degree > 1:
         return f"they are for a whole model, and this is a part of {parallel.degree}"
@@ -30,7 +30,7 @@ def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
 
 
 def why_not_one_call(config: ModelConfig, embedding: Weight, head: Weight) -> str | None:
-    """Return why fused layers have no `decode` for a model, as a clause; None if they have."""
+    """Return why fused layers have no `decode` for a model, as a clause; None if they have one."""
     if config.uses_rope:
         return "it makes no rotary positions"
     if not isinstance(embedding, torch.Tensor) and embedding is not head:
@@ -39,13 +39,13 @@ def why_not_one_call(config: ModelConfig, embedding: Weight, head: Weight) -> st
 
 
 class FusedLayers:
-    """The decoder layers of a model, with the weights that they have when this is made.
+    """The decoder layers of a model, with the weights that they have at construction.
 
     Args:
         operators: with fused layers.
-        layers: whose matrices are packed.
-        config: of the whole model.
-        adapters: with their numbers.
+        layers: with packed matrices.
+        config: the whole model's.
+        adapters: with numbers.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def mixer_class(operators: Operators) -> type[Mamba2]:
 
 
 class FusedMixerMamba2(Mamba2):
-    """`Mamba2` with the operators' fused mixer, for steps of no more tokens than that takes."""
+    """`Mamba2` with the operators' fused mixer, for steps of at most `max_tokens` tokens."""
 
     @property
     def _fused_mixer(self) -> FusedMixer:

@@ -48,7 +48,7 @@ class Mamba2(Module):
         self.out_proj = _NormedProjection(config, self.d_inner, parallel)
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map [batch, tokens, hidden_size] to the same shape, and return also the inputs of `advance`, [batch, tokens,
+        """Map [batch, tokens, hidden_size] to the same shape; also return the inputs of `advance`, [batch, tokens,
         conv_dim + num_heads]. `state` is advanced in place by the step's real tokens, unless the step verifies.
         """
         z, xBC_dt = self.project(hidden_states)
@@ -56,7 +56,7 @@ class Mamba2(Module):
         return self.out_proj(y, z, self.norm), xBC_dt
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
-        """Advance `state` in place by the first inputs of a step that verified, as many as `step.lengths` says.
+        """Advance `state` in place by the first `step.lengths` inputs of a step that verified.
 
         Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
         """
@@ -79,7 +79,9 @@ class Mamba2(Module):
         return -torch.exp(self.A_log.float())
 
     def weights(self, norm: torch.Tensor, eps: float, residual_multiplier: float) -> MambaWeights:
-        """Return the weights of the half of a decoder layer with this module; the arguments are the other weights."""
+        """Return the weights of the half of a decoder layer that holds this module; the arguments are the other
+        weights.
+        """
         mixer = MixerWeights(
             conv_weight=self.conv1d.weight,
             conv_bias=self.conv1d.bias,
@@ -136,7 +138,8 @@ class _ConvWeights(Module):
 
 
 class _NormedProjection(Projection):
-    """The gated norm and out_proj. If the norm's channels are split over ranks, one all-reduce serves both.
+    """The gated norm and out_proj. If the norm's channels are split over ranks, one all-reduce serves the norm and the
+    projection.
 
     The norm divides a token by a scalar, which commutes with the projection. So the sum of squares is reduced together
     with the partial sums, in float32 like them, and the division comes afterwards.

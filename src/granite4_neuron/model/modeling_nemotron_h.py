@@ -1,6 +1,6 @@
-"""NVIDIA Nemotron 3: every layer is one part behind one norm: Mamba, attention, an MLP, or experts.
+"""NVIDIA Nemotron 3: every layer is a norm, then one part: Mamba, attention, an MLP, or experts.
 
-Mamba and attention are those of other hybrids; attention has no rotary positions. MLP and experts have no gate, and
+Mamba and attention are as in other hybrids, but attention has no rotary positions. MLP and experts have no gate, and
 their activation is a squared ReLU. One expert is shared by all tokens: it is the layer's MLP.
 
 Source: transformers' NemotronHForCausalLM.
@@ -68,7 +68,7 @@ class NemotronHExperts(SparseMoe):
 
 
 class _Router(Router):
-    """A router with the bias that takes part in the choice only."""
+    """A router with a bias that affects the choice of experts only."""
 
     keeps_float32 = ("e_score_correction_bias",)
 

@@ -1,4 +1,4 @@
-"""Feed-forward layers: the shared MLP of every token, and the experts, of which each token chooses a few.
+"""Feed-forward layers: the MLP that all tokens share, and the experts, of which each token chooses a few.
 
 On several ranks each returns its rank's part of the sum, in float32. The layer adds the parts of both before it sends
 them to the other ranks.
@@ -21,7 +21,7 @@ class SharedMLP(Module):
     """output_linear(activate(input_linear(x))), see `ops.mlp`: with a gate, its rows come first in input_linear.
 
     Args:
-        width: of the whole model's MLP.
+        width: the whole model's MLP width.
     """
 
     def __init__(self, config: ModelConfig, parallel: Parallel, width: int):
@@ -60,11 +60,11 @@ class SparseMoe(Module):
         return output.view(hidden_states.shape)
 
     def choice(self) -> dict[str, Any]:
-        """Return the fields of `ops.layer_weights.FeedForwardWeights` on how `choose` does it, but `top_k`."""
+        """Return the fields of `ops.layer_weights.FeedForwardWeights` that describe `choose`, except `top_k`."""
         return {}
 
     def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and numbers of the experts of [tokens, hidden_size], as `ops.topk_softmax`."""
+        """Choose experts for [tokens, hidden_size]: return their weights and ids, as `ops.topk_softmax`."""
         router_logits = self.operators.router_logits(tokens, self.router.layer.weight)
         return self.operators.topk_softmax(router_logits, self.top_k)
 

@@ -28,7 +28,7 @@ def norm_of(config: ModelConfig) -> RMSNorm:
 
 
 def why_not_fusible(norm: nn.Module) -> str | None:
-    """Return why forms of layers that compute the norm too do not support this one, as a clause; None if they do."""
+    """Return why layer forms that also compute the norm do not support this one, as a clause; None if they do."""
     if type(norm) is not RMSNorm:
         return f"they compute RMS norms, and the model has a {type(norm).__name__}"
     return None

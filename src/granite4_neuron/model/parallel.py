@@ -11,7 +11,7 @@ import torch.distributed
 
 from granite4_neuron.model.linear import Linear, Matrix
 
-# The operators of functional collectives, by which a compiler knows them. They take a group by its name, which need not
+# The operators of functional collectives, which a compiler recognises. They take a group's name; the group need not
 # exist where a graph is only traced.
 _collectives = torch.ops._c10d_functional
 
@@ -69,8 +69,8 @@ class RowParallelLinear(Linear):
 class VocabParallelEmbedding(Matrix):
     """An embedding whose rows are split over the ranks in equal, consecutive parts.
 
-    first_row: of this rank, [1], int32. It is a tensor, so that a graph takes it as an input: with the number as a
-        constant every rank would have a graph of its own to compile.
+    first_row: this rank's first row, [1], int32. It is a tensor, so that a graph takes it as an input: if it were a
+        constant, every rank would have to compile a graph of its own.
     """
 
     may_be_quantized = False
@@ -80,7 +80,7 @@ class VocabParallelEmbedding(Matrix):
         super().__init__(rows, width)
         self.num_embeddings = rows
         self.parallel = parallel
-        # On the CPU, also where a model is made without memory: no checkpoint has this value.
+        # On the CPU even if the model is made on the meta device: no checkpoint has this value.
         first_row = torch.tensor([parallel.rank * rows], dtype=torch.int32, device="cpu")
         self.register_buffer("first_row", first_row, persistent=False)
 

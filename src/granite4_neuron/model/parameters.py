@@ -27,8 +27,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 class Parameter:
     """A tensor of the whole model, or one rank's part of it.
 
-    axes: the size of each axis; for the axis that ranks split, the sizes of the blocks that lie along it one after
-        another. Every rank takes a part of each of these.
+    axes: the size of each axis; for the axis that ranks split, the sizes of the consecutive blocks along it. Every rank
+        takes a part of each block.
     is_matrix: whether it is [rows, columns], or such a matrix for each expert, as operators multiply by it.
     may_be_quantized: whether `--quantize` quantizes it. Rounding a router would change which experts a token gets.
     keeps_float32: whether it is in float32 whatever the model's dtype.
@@ -48,7 +48,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return its bytes in a model whose dtype has `itemsize`."""
+        """Return its size in bytes, where a number of the model's dtype takes `itemsize`."""
         return self.numel * (FLOAT32_BYTES if self.keeps_float32 else itemsize)
 
     @property
@@ -58,7 +58,7 @@ class Parameter:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The sizes of the blocks along that axis; none if each rank has the whole tensor."""
+        """The sizes of the blocks along `split_axis`; none if each rank has the whole tensor."""
         return next((axis for axis in self.axes if isinstance(axis, tuple)), ())
 
     @property
@@ -68,7 +68,7 @@ class Parameter:
 
 
 def parameters(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
-    """Return all parameters of a model, as one of `tp_degree` ranks has them; no head that is the embedding.
+    """Return all parameters of a model as one of `tp_degree` ranks holds them. A tied head is not among them.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -85,8 +85,8 @@ def parameters(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
 
 
 def parameter(name: str, config: ModelConfig, tp_degree: int = 1) -> Parameter:
-    """Return the parameter of this name; else as `parameters`. Without the layer's part "model.layers.3." it is that of
-    the first layer that has one.
+    """Return the parameter of this name; raises like `parameters`. For a name without the prefix "model.layers.3.",
+    return the parameter of the first layer that has one.
     """
     match = _LAYER.match(name)
     if match is not None:
@@ -96,7 +96,7 @@ def parameter(name: str, config: ModelConfig, tp_degree: int = 1) -> Parameter:
 
 
 def matmul_weights(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
-    """Return the matrices that multiply hidden states: not the embedding, and always the head."""
+    """Return the matrices that multiply hidden states: always the head, never the embedding."""
     table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     return {name: one for name, one in table.items() if one.is_matrix and name != EMBEDDING}
 

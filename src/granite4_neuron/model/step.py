@@ -13,11 +13,11 @@ from granite4_neuron.state.hybrid_state import NULL_SLOT
 class Step(ABC):
     """Tokens that a step adds, and the sequences they belong to. Subclasses differ in the recurrent state's layout.
 
-    All tensors are computed when the step is made, none later: so a step can be traced whole.
+    All tensors are computed when the step is made, so that a step can be traced whole.
 
     A Mamba layer gets its rows' state from `read` and gives it back to `write`. With a null slot (`NullSlotStep`) these
-    are state[read_slots] and state[slots] = rows. Without one (`DenseStep`) they are state[sequences], or the whole
-    state if the rows are all sequences in order; rows that begin read zeros.
+    are state[read_slots] and state[slots] = rows. Without one (`DenseStep`) both use state[sequences], or the whole
+    state if the rows are all sequences in order; new sequences read zeros.
 
     Args:
         positions: [batch, tokens], integer, each token's position in its sequence, consecutive within a row.
@@ -25,9 +25,9 @@ class Step(ABC):
         slots: [batch], integer, each row's slot in the caches of keys and values.
         kv_length: how many cache entries attention visits; above every real position.
         verifies: whether the step leaves recurrent state as it is, for `Mamba2.advance`.
-        adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without.
-        in_order: whether row i is in slot i + 1, so that no row of a cache has to be looked up. The slot of a row
-            without tokens may be the null slot all the same.
+        adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without adapters.
+        in_order: whether row i is in slot i + 1, so that no row of a cache has to be looked up. A row without tokens
+            may still be in the null slot.
 
     Attributes:
         is_real: [batch, tokens], false for padding.
@@ -56,7 +56,7 @@ class Step(ABC):
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one token of every sequence of a state without a null slot, in order; see `DenseStep`."""
+        """Whether it is one token of every sequence, in order, of a state without a null slot; see `DenseStep`."""
         return False
 
     @property
@@ -68,7 +68,7 @@ class Step(ABC):
         """Select each row's last real token: [batch, tokens, hidden_size] to [rows, hidden_size]."""
         if hidden_states.shape[1] == 1:
             return hidden_states[:, 0]
-        # By a mask and not by an index, which suits a compiler for static shapes.
+        # By a mask and not by an index: compilers for static shapes handle masks better.
         return hidden_states.masked_fill(~self.is_last[..., None], 0.0).sum(1)
 
     def _offsets(self) -> torch.Tensor:
@@ -86,8 +86,8 @@ class Step(ABC):
         return self.starts + self.lengths - 1
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Return arguments of fused kernels, each [batch]: where a row is among all of the step's tokens, how many of
-        these are real, and its place in the state.
+        """Return arguments of fused kernels, each [batch]: where each row begins among all of the step's tokens, how
+        many of its tokens are real, and its place in the state.
 
         Raises:
             ValueError: the state has no null slot.
@@ -179,8 +179,8 @@ class PackedStep(NullSlotStep):
 class DenseStep(Step):
     """A step over recurrent state [sequences, ...] without a null slot.
 
-    Rows of length 0 also have their own sequence and leave its state unchanged, bit by bit: with dt = 0 it becomes
-    1 * state + 0.
+    Rows of length 0 also belong to a sequence of their own. They leave its state unchanged, bit by bit: with dt = 0 it
+    becomes 1 * state + 0.
 
     Decode takes one token of every sequence, in order, and updates the state in place. Its contract: each row has begun
     (its position is above 0) or has length 0. Starting a row from zeros means selecting between zeros and its state,
@@ -220,7 +220,7 @@ class DenseStep(Step):
     def read(self, state: torch.Tensor) -> torch.Tensor:
         rows = self.rows_of(state)
         if self.is_decode:
-            # Not a copy in a graph. torch_xla donates tensors that are written as a whole, and loses track of views.
+            # No copy in a graph: torch_xla donates only tensors that are written as a whole, and loses track of views.
             return rows.clone()
         return rows.where(~self.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
 

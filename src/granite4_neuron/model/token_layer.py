@@ -14,9 +14,10 @@ from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaS
 
 
 class TokenLayer(DecoderLayer):
-    """A layer that uses `Operators.token_layer` in decode and verification, up to so many sequences as that is for.
+    """A layer that uses `Operators.token_layer` in decode and verification, up to the number of sequences that it
+    supports.
 
-    A verified token gets the bits that decode of several sequences gives it.
+    A verified token gets the same bits as in decode of several sequences.
     """
 
     @staticmethod
@@ -40,7 +41,7 @@ class TokenLayer(DecoderLayer):
         state: LayerState,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute `DecoderLayer.forward`; of decode there are no inputs of `advance`."""
+        """Compute `DecoderLayer.forward`; decode returns no inputs of `advance`."""
         operators = self._operators_of(step)
         if operators is None:
             return super().forward(hidden_states, step, state, rotary)
@@ -71,7 +72,7 @@ class TokenLayer(DecoderLayer):
         )
 
     def _operators_of(self, step: Step) -> ModuleType | SimpleNamespace | None:
-        """Return the operators of a kind of step, or None if they are not for it."""
+        """Return the operators for a kind of step, or None if they do not support it."""
         kernels, of_one = self.operators.token_layer, self.operators.single_token_layer
         assert kernels is not None  # `forms_of`
         sequences = len(step.lengths)
@@ -95,7 +96,9 @@ class TokenLayer(DecoderLayer):
     def _verified_mamba(
         self, operators: ModuleType | SimpleNamespace, hidden_states: torch.Tensor, step: Step, state: MambaState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `_mamba` does of one token after another, and the inputs of `advance`; state stays as it is."""
+        """Return the results of `_mamba` for one token after another, and the inputs of `advance`; keep the state
+        unchanged.
+        """
         x, weights = hidden_states.flatten(0, 1), self.mamba_weights()
         mixer = weights.mixer
         projected = operators.project(x, weights.norm, weights.in_proj, weights.eps)

@@ -1,10 +1,10 @@
 """The mathematics, as functions of tensors, in plain torch.
 
-`cpu` has most of it as fused kernels for this machine's processor, `gpu` the operators of decode as Triton kernels,
-`xla` some of it in plain torch for compiled graphs, `nki` some of it as kernels for NeuronCores. `select_operators`
-chooses among them for a runtime.
+`cpu` has most operators as fused kernels for this machine's processor, `gpu` has Triton kernels, `xla` has forms in
+plain torch for compiled graphs, and `nki` has kernels for NeuronCores. `select_operators` chooses among them for a
+runtime.
 
-Products with the experts' weights are in the weights' dtype, all else in float32.
+Products with the experts' weights are in the weights' dtype, everything else in float32.
 """
 
 from granite4_neuron.ops.attention import cached_attention, write_cache

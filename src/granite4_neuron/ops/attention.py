@@ -25,17 +25,17 @@ def cached_attention(
     """Compute causal grouped-query attention of new tokens over their sequence's cache, which holds them already.
 
     Keys are visited in blocks with a running softmax in float32, so that memory does not grow with the context. Cache
-    entries that the sequence has not written are selected away and may hold anything, NaN too.
+    entries that the sequence has not written are masked out and may hold anything, even NaN.
 
     Args:
         query: [batch, tokens, num_heads, head_dim].
         key_cache, value_cache: [slots, kv_heads, max_length, head_dim].
         positions: [batch, tokens], the place of each token in its sequence; consecutive within a row.
         lengths: [batch], how many of the tokens are real.
-        slots: [batch], the cache row of each sequence; None if that of row i is i + 1, so that none is looked up.
+        slots: [batch], the cache row of each sequence; None if row i is in slot i + 1, so that none is looked up.
         scale: multiplies the scores.
         kv_length: how many cache entries to visit; above every real token's position.
-        block_size: entries per block; None for numbers that suit the tokens, see `blocks`.
+        block_size: entries per block; None to choose it by the number of tokens, see `blocks`.
 
     Returns:
         [batch, tokens, num_heads, head_dim] in query's dtype; finite also for padding and for rows of length 0.
@@ -49,7 +49,7 @@ def cached_attention(
 
 
 class RunningSoftmax:
-    """The sums of an attention so far, while blocks of the cache are added to them; see `cached_attention`.
+    """The running sums of attention, to which blocks of the cache are added; see `cached_attention`.
 
     total: [batch, kv_heads, heads per kv head * tokens, 1], the sum of the weights, relative to the largest score.
     """
@@ -59,7 +59,7 @@ class RunningSoftmax:
     ):
         batch, tokens, num_heads, head_dim = query.shape
         self.shape, self.dtype = query.shape, query.dtype
-        # Query heads that share a key head stand below one another.
+        # Query heads that share a key head are stacked as rows.
         heads_per_kv = num_heads // kv_heads
         self.query = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, heads_per_kv * tokens, head_dim)
         written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
@@ -103,9 +103,9 @@ def slot_rows(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
 
 
 def blocks(tokens: int, kv_length: int, block_size: int | None = None) -> Iterator[slice]:
-    """Return the blocks of a cache that attention visits, in order. Those of a longer part of the cache begin with
-    those of a shorter one: so a sequence's sums do not depend on how much of it others need. The first ones are short,
-    because most sequences are.
+    """Return the blocks of a cache that attention visits, in order. A longer part of the cache begins with the same
+    blocks as a shorter one, so a sequence's sums do not depend on how much of the cache other sequences need. The first
+    blocks are short, because most sequences are.
 
     Args:
         block_size: as in `cached_attention`.
@@ -121,8 +121,8 @@ def blocks(tokens: int, kv_length: int, block_size: int | None = None) -> Iterat
 
 
 def block_length(tokens: int, kv_length: int) -> int:
-    """Return the most cache entries per block: fewer blocks where few tokens look at them, and at most 128 in all, each
-    of which is a part of a compiled graph.
+    """Return the most cache entries per block: few tokens take few blocks, and there are at most 128, because each is a
+    part of a compiled graph.
     """
     length = max(_FIRST_BLOCK, min(8192, 2**19 // tokens), -(-kv_length // MOST_BLOCKS))
     # The first two blocks may be shorter, see `blocks`.
@@ -141,7 +141,7 @@ def write_cache(
     """
     rows, at = (_indices_of(cache, index)[:, None] for index in cache_places(positions, lengths, slots))
     # With an index for every axis but the last a compiler writes in place; with a slice among them it would transpose,
-    # which is to copy, the whole cache.
+    # and so copy, the whole cache.
     heads = torch.arange(cache.shape[1], dtype=rows.dtype, device=cache.device)[:, None]
     cache[rows, heads, at] = values.transpose(1, 2)
 

@@ -37,8 +37,8 @@ def causal_conv1d(
     y = depthwise_convolution(inputs, weight, bias)
 
     # The window after `length` tokens is inputs[length : length + d_conv - 1]: it reaches back into the previous
-    # window when fewer than d_conv - 1 tokens are real. A product with ones and zeros picks it, exactly, so that graphs
-    # have no index that depends on data.
+    # window when fewer than d_conv - 1 tokens are real. A product with ones and zeros selects it exactly, so that
+    # graphs have no data-dependent index.
     wanted = lengths[:, None] + torch.arange(width - 1, dtype=lengths.dtype, device=x.device)
     picked = wanted[:, :, None] == torch.arange(tokens + width - 1, dtype=lengths.dtype, device=x.device)
     new_state = (picked.to(inputs.dtype) @ inputs).transpose(1, 2)

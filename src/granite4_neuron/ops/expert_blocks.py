@@ -1,7 +1,7 @@
 """Many tokens' choices of experts, sorted by expert into blocks of rows: a block has one expert.
 
 In plain torch with static shapes, without a sort or a running sum; there is room for the largest possible number of
-blocks. The blocks are in two parts, for two cores: each has half of those that have rows, and then blocks without rows.
+blocks. The blocks are in two parts, for two cores: each part has half of the non-empty blocks, then empty ones.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-BLOCK_ROWS = 128  # the number of partitions: a product with weights takes as long for fewer
+BLOCK_ROWS = 128  # the number of partitions: with fewer rows a product takes as long
 PARTS = 2
 _CHUNK = 128  # tokens that are counted by one product with a triangle
 
@@ -21,15 +21,15 @@ def num_blocks(tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort choices into blocks. Choice number token * top_k + i is the i-th of a token.
+    """Sort choices into blocks. A token's i-th choice has the number token * top_k + i.
 
     Args:
-        topk_ids: [tokens, top_k], integers, no expert twice for a token. Those outside 0 to num_experts - 1 choose
-            nothing: so the caller marks padding.
+        topk_ids: [tokens, top_k], integers, no expert twice for a token. Ids outside 0 to num_experts - 1 choose
+            nothing: the caller marks padding with them.
 
     Returns:
-        loads: [blocks] in int32: a block's expert where it is another one than the block's before, or the part
-            begins; elsewhere num_experts, and in blocks without rows.
+        loads: [blocks] in int32: a block's expert, where it differs from the previous block's or a part begins;
+            num_experts elsewhere and in empty blocks.
         tokens: [BLOCK_ROWS, blocks] in int32: the token of each row; the number of tokens where there is none.
         choices: like tokens: the choice of each row; BLOCK_ROWS * blocks where there is none.
     """
@@ -66,7 +66,7 @@ def combine_choices(
 
     Args:
         y: [tokens * top_k or more, hidden]: the result of each choice; anything for tokens without choices.
-        topk_ids: [tokens, top_k]. Those of a token are all inside 0 to num_experts - 1, or all outside.
+        topk_ids: [tokens, top_k]. A token's ids are all inside 0 to num_experts - 1, or all outside.
         topk_weights: [tokens, top_k].
     """
     tokens, top_k = topk_ids.shape
@@ -77,7 +77,7 @@ def combine_choices(
 
 
 def _divide(rows: torch.Tensor) -> torch.Tensor:
-    """Divide numbers of rows by those of a block, rounding down."""
+    """Divide numbers of rows by the rows of a block, rounding down."""
     return rows.div(BLOCK_ROWS, rounding_mode="trunc")
 
 

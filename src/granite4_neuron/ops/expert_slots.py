@@ -9,7 +9,7 @@ import torch
 
 
 def num_slots(tokens: int, top_k: int, num_experts: int) -> int:
-    """Return how many distinct experts there can be; at least 2, so that two cores can share them."""
+    """Return the most distinct experts that there can be; at least 2, so that two cores can share them."""
     return max(2, min(tokens * top_k, num_experts))
 
 
@@ -19,13 +19,13 @@ def expert_slots(
     """Return the distinct chosen experts in ascending order, one to a slot, and every token's weight for each.
 
     Args:
-        topk_ids: [tokens, top_k], integers. Those outside 0 to num_experts - 1 choose nothing: so the caller marks
-            the rows of a batch that have no token.
+        topk_ids: [tokens, top_k], integers. Ids outside 0 to num_experts - 1 choose nothing: the caller marks rows
+            without a token with them.
         topk_weights: [tokens, top_k], float32.
         num_experts: experts of the layer.
 
     Returns:
-        expert_ids: [slots] in int32, see `num_slots`; behind the last chosen expert they are num_experts.
+        expert_ids: [slots] in int32, see `num_slots`; after the last chosen expert they are num_experts.
         combine_weights: [tokens, slots] in float32; 0 where a token did not choose the slot's expert.
     """
     topk_ids = topk_ids.to(torch.int32)

@@ -1,11 +1,11 @@
 """Sizes of pieces of work for this machine's processor; results do not depend on them.
 
-The tune command measures the fastest values for layers of one size and writes them into a JSON file, whose name says
-which layers and which processor:
+The tune command measures the fastest values for layers of one size and writes them into a JSON file. The file's name
+says which layers and which processor:
 
     head_dim=64,d_state=128,cache_dtype=float32,device=AMD_EPYC_9R14.json
 
-Graphs that are traced for XLA and NKI kernels do not depend on such a file: they are the same on every machine.
+NKI kernels, and graphs traced for XLA, do not depend on such a file: they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ CHOICES = {
 class LaunchParameters:
     """The sizes of the pieces into which the Mamba-2 kernels cut a step.
 
-    chunk_size: tokens that the fused kernels take through a part of a state at a time.
-    heads_per_task: states, of all rows together, that a thread of the fused kernels takes at a time in decode.
+    chunk_size: tokens per block: the fused kernels apply a block of tokens to one part of a state, then to the next
+        part.
+    heads_per_task: head states, counted over all rows, per task of a thread of the fused kernels in decode.
     torch_chunk_size: tokens that plain torch scans at once, see `mamba_chunk_scan_combined`.
     """
 
@@ -86,7 +87,7 @@ def write_launch_parameters(file: Path, parameters: LaunchParameters) -> None:
 
 
 def tuned_config_folder(argument: str | Path | None = None) -> Path | None:
-    """Return the user's folder: the argument, or else what GRANITE4_TUNED_CONFIG_FOLDER says now, or else None.
+    """Return the user's folder: the argument, else the present value of GRANITE4_TUNED_CONFIG_FOLDER, else None.
 
     Raises:
         UserError: it is not a folder.
@@ -106,7 +107,7 @@ def file_name(head_dim: int, d_state: int, cache_dtype: torch.dtype) -> str:
 
 
 def processor_name() -> str:
-    """Return this machine's processor, as the system names its model."""
+    """Return the model name of this machine's processor, as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

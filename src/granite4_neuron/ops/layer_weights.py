@@ -1,4 +1,4 @@
-"""The weights and constants of a decoder layer, as all of its fast forms and vLLM's layers read them."""
+"""The weights and constants of a decoder layer, as read by all of its fast forms and by vLLM's layers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class MixerWeights(NamedTuple):
     conv_weight: [conv_dim, 1, d_conv].
     conv_bias: [conv_dim] or None.
     dt_bias, A_log, D: [num_heads], in any dtype.
-    n_groups: of B and C.
+    n_groups: groups of heads that share B and C.
     time_step_limit: lowest and highest dt.
-    rounding: of an ssm_state that is not float32.
+    rounding: for an ssm_state that is not float32.
     """
 
     conv_weight: torch.Tensor
@@ -69,7 +69,7 @@ class FeedForwardWeights(NamedTuple):
     input, output: of the MLP.
     router, expert_input, expert_output: None without experts.
     top_k: experts per token.
-    correction_bias: of `ops.topk_sigmoid`, as the fields after it, in float32; the router is in float32 then. None for
+    correction_bias: for `ops.topk_sigmoid`, like the fields after it; it and the router are then in float32. None for
         `ops.topk_softmax`.
     """
 

@@ -29,9 +29,9 @@ def mamba_chunk_scan_combined(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute the recurrence of `selective_state_step` over `length` tokens, chunk by chunk.
 
-    Arguments have the names, shapes and meaning of those of mamba_ssm's function of the same name, which also takes
-    seq_idx and cu_seqlens: pass arguments after initial_states by keyword. Arithmetic is float32. A token with dt = 0
-    after softplus and limit leaves the state alone, and that is how padding is expressed; its x, B and C must be
+    Arguments have the names, shapes and meaning that they have in mamba_ssm's function of this name. That function also
+    takes seq_idx and cu_seqlens, so pass arguments after initial_states by keyword. Arithmetic is float32. A token with
+    dt = 0 after softplus and limit leaves the state unchanged: this is how to express padding; its x, B and C must be
     finite.
 
     Args:
@@ -137,7 +137,7 @@ def segment_sum(values: torch.Tensor) -> torch.Tensor:
     """Sum over segments: out[..., i, j] = values[j + 1] + ... + values[i] for j <= i, and 0 for j > i.
 
     Every entry is summed from its own terms. A difference of two cumulative sums would lose digits where the sums are
-    large, and for Granite's A they are.
+    large, as they are for Granite's A.
 
     Args:
         values: [..., length].

@@ -28,7 +28,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class MixerConstants(NamedTuple):
-    """Constants of a layer's mixer beside its projections and its norm.
+    """Constants of a layer's mixer, apart from its projections and its norm.
 
     weight: [channels, d_conv], of the convolution. bias: [channels], or None. A, D: [num_heads], float32.
     """
@@ -43,12 +43,12 @@ class MixerConstants(NamedTuple):
 class FusedMixer:
     """Convolution, recurrence and gate of a few tokens of each sequence as one kernel.
 
-    mix: of xBC [batch, tokens, channels], before the convolution; dt [batch, tokens, num_heads], float32, after
-        softplus; `MixerConstants`; and conv_state and ssm_state, in the dtypes that they are kept in, the latter in the
-        NKI kernels' layout. Then z [batch, tokens, num_heads * head_dim], the gate, for outputs: y * silu(z), shaped
-        like z; and accepted [batch], how many of a row's tokens the states take in, for the new ssm_state and
-        conv_state, in this order. Either may be None, and its results are not there.
-    max_tokens: of a sequence.
+    mix: takes xBC [batch, tokens, channels], before the convolution; dt [batch, tokens, num_heads], float32, after
+        softplus; `MixerConstants`; and conv_state and ssm_state in the dtypes that they are kept in, the latter in the
+        NKI kernels' layout. Then the gate z [batch, tokens, num_heads * head_dim], to get outputs y * silu(z), shaped
+        like z; and accepted [batch], how many of a row's tokens advance the states, to get the new ssm_state and
+        conv_state, in this order. Either may be None; then its results are left out.
+    max_tokens: the most tokens per sequence.
     """
 
     mix: Callable[..., tuple[torch.Tensor, ...]]
@@ -88,7 +88,7 @@ def chunked_scan(
     Args:
         x, dt, A, B, C, D: as `mamba_chunk_scan_combined` takes them.
         ssm_state: [batch, num_heads, head_dim, d_state], float32; may be overwritten.
-        chunk_size: tokens that are scanned at once. It changes the speed only, and an implementation may have its own.
+        chunk_size: tokens to scan at once. It changes the speed only; an implementation may use its own.
 
     Returns:
         (y, new ssm_state): y is like x, the state like the old one.
@@ -136,7 +136,7 @@ SINGLE_TOKEN = MambaKernels(single_token_scan)
 def with_layout(kernels: MambaKernels, has_kernel_layout: bool) -> MambaKernels:
     """Return `kernels` for states of this layout. If theirs is another, transpose states before and after the scan.
 
-    It is for an NKI kernel beside functions in torch: both kinds of steps have the state in one layout.
+    It serves an NKI kernel beside functions in torch, because both kinds of steps share one state layout.
     """
     if kernels.has_kernel_layout == has_kernel_layout:
         return kernels

@@ -1,7 +1,8 @@
 """Feed-forward layers, and mixture of experts: each token through the few experts that its router chose.
 
-An MLP, or an expert, is silu(gate) * up between two matrices where the first has the rows of both, gate first. Where it
-has as many rows as the second has columns there is no gate, and it is a squared ReLU: `activate`.
+An MLP or an expert has two matrices. The first has the rows of gate and then of up, and silu(gate) * up is the
+activation. If the first has only as many rows as the second has columns, there is no gate, and the activation is a
+squared ReLU: `activate`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from granite4_neuron.ops.quantization import linear
 from granite4_neuron.ops.weight import Weight, as_tensor
 
-# torch 2.9 has the CPU implementation under its private name only.
+# In torch 2.9 the CPU implementation has only a private name.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 SMALLEST_SUM = 1e-20  # keeps the weights finite where all scores are 0
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +23,7 @@ _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up, where (gate, up) are the halves of the last axis: [..., 2 * width] to [..., width]."""
-    # Slices: torch's chunk becomes an index for each element where a graph is lowered for Neuron.
+    # Slices, because torch's chunk is lowered for Neuron with an index per element.
     width = x.shape[-1] // 2
     return F.silu(x[..., :width]) * x[..., width:]
 
@@ -48,7 +49,7 @@ def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.T
 
 
 def router_logits(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Score how well each expert suits each token, in float32: rounding to a reduced dtype would change choices.
+    """Score how well each expert suits each token, in float32: rounding to a 16-bit dtype would change choices.
 
     Args:
         x: [tokens, hidden_size].
@@ -85,8 +86,8 @@ def topk_sigmoid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts by sigmoid(logit) + bias, and weigh them by the sigmoid alone.
 
-    Experts are in `n_group` equal groups one after another. A token chooses among those of `topk_group` groups, whose
-    two best experts have the largest sums.
+    Experts are in `n_group` equal, consecutive groups. A token chooses among the experts of `topk_group` groups: those
+    whose two best experts have the largest sums.
 
     Args:
         router_logits: [tokens, num_experts].
@@ -123,8 +124,8 @@ def fused_experts(
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * w2[e] activate(w1[e] x).
 
-    Arguments have the names and the order of those of vLLM's function of the same name. For a CPU: in a compiled graph
-    the router's choice may decide no shape, see `ops.xla`.
+    Arguments have the names and order of vLLM's function of this name. This form is for a CPU: in a compiled graph no
+    shape may depend on the router's choice, see `ops.xla`.
 
     Args:
         hidden_states: [tokens, hidden_size].
@@ -158,8 +159,8 @@ def _expert(weights: Weight, number: int) -> Weight:
 
 
 def _have_grouped_product(weights: torch.Tensor) -> bool:
-    """Return whether torch's grouped product takes the dtype, and rows start at multiples of 16 bytes, as it requires;
-    all published models' do.
+    """Return whether torch's grouped product supports the dtype and the alignment: rows must start at multiples of 16
+    bytes, as in all published models.
     """
     return weights.dtype in _GROUPED_DTYPES and weights.shape[2] * weights.dtype.itemsize % 16 == 0
 

@@ -1,4 +1,4 @@
-"""Root mean square normalisation, plain and gated; and the sum that it normalises."""
+"""Root mean square normalisation, plain and gated; and the residual sum."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
 
 
 def residual_add(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Compute x + alpha * y, in the dtype of x, float32, which is that of the residual stream."""
+    """Compute x + alpha * y in x's dtype: float32, the residual stream's."""
     return torch.add(x, y, alpha=alpha)

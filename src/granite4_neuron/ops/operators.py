@@ -33,32 +33,33 @@ class Pack(Protocol):
     """A backend's layout of matrices for its products."""
 
     def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> CompactWeight:
-        """Return a matrix as products read it, for activations of a dtype; `out`: memory of `num_bytes`, uint8."""
+        """Lay out a matrix for products with activations of `dtype`, in `out` if given: `num_bytes` of uint8."""
 
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
-        """Return the bytes that a matrix takes: of a dtype, or quantized in a format for activations of that dtype."""
+        """Return a packed matrix's bytes for activations of `dtype`: in that dtype, or quantized in `format`."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """One implementation of each operator. All have the arguments and results of the plain definition, the default.
+    """One implementation of each operator. All take the arguments and return the results of the plain definitions,
+    which are the defaults.
 
     `select_operators` makes a set for a runtime; the model computes with it after `model.bind`.
 
-    mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both have the state in one layout.
-    mamba_quadratic: used in place of mamba_prefill where one decay matrix over all tokens is asked for.
-    round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
-    fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
+    mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both use one state layout.
+    mamba_quadratic: replaces mamba_prefill if one decay matrix over all tokens is asked for.
+    round_state: rounds a float32 SSM state to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
+    fused_layers: `ops.cpu.layers`, if layers are fused; None if their parts are computed one by one.
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
-    token_layer: `ops.gpu.token_layer`, where decode and verification of few sequences have operators that fuse products
-        with their neighbours; None where they are computed as other steps are.
-    single_token_layer: `ops.gpu.single_token_layer`, where decode of one sequence has faster ones, whose sums have
-        another order; None where it has those of several.
-    launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
-    quantize: makes matrices of fewer bits, where weights are loaded.
-    pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
-        others; None where they take tensors.
-    fallbacks: a sentence for each faster way that is not taken, with the reason.
+    token_layer: `ops.gpu.token_layer`, if decode and verification of few sequences have operators that fuse products
+        with their neighbours; None if they use the same operators as other steps.
+    single_token_layer: `ops.gpu.single_token_layer`, if decode of one sequence has faster operators, which add up in
+        another order; None if it uses the same operators as several sequences.
+    launch_parameters: how Mamba layers divide a step on a CPU; graphs and NKI kernels have their own constants.
+    quantize: quantizes matrices when weights are loaded.
+    pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take only
+        packed ones; None if they take tensors.
+    fallbacks: a sentence for each faster implementation that is not used, with the reason.
     """
 
     linear: Operator = linear
@@ -94,7 +95,7 @@ TORCH = Operators()
 
 def noting(operators: Operators, note: Callable[[str], None]) -> Operators:
     """Return operators that call `note` with their names, such as "ops.norm.rms_norm", whenever they run; in a graph of
-    torch.compile, when it is traced. Of fused layers, the functions that make them do so.
+    torch.compile, when it is traced. For fused layers, the functions that make them call `note`.
     """
     noted: dict[str, Any] = {}
     for field in fields(operators):
@@ -124,7 +125,7 @@ def _noting_kernels(kernels: MambaKernels, note: Callable[[str], None]) -> Mamba
 def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
     name = name.removeprefix("granite4_neuron.")
 
-    # While torch.compile traces a graph it calls this, and takes the result for a constant.
+    # torch.compile calls this while it traces a graph, and takes the result as a constant.
     @torch.compiler.assume_constant_result
     def tell() -> None:
         note(name)

@@ -1,6 +1,6 @@
 """Products with weights that may be quantized.
 
-Only weights are quantized. Activations keep their dtype, so that a product is that of a slightly different matrix.
+Only weights are quantized. Activations keep their dtype, so a product is exact for a slightly different matrix.
 """
 
 from __future__ import annotations

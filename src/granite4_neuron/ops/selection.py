@@ -24,13 +24,13 @@ def select_operators(
     decode_kernel: str = DECODE_KERNELS[0],
     experts_decode: str | None = None,
 ) -> Operators:
-    """Return `base` with the kernels that are asked for, without the operators that do not work beside them.
+    """Return `base` with the kernels that are asked for, and without operators that are incompatible with them.
 
-    The NKI kernels run compiled on a Neuron device and in NKI's simulator on a CPU, which is for tests.
+    The NKI kernels run compiled on a Neuron device; for tests they run in NKI's simulator on a CPU.
 
     Args:
         base: a backend's operators: `ops.cpu.operators(...)`, or `ops.xla.XLA`.
-        config, tp_degree: the model, and over how many ranks it is split.
+        config, tp_degree: the model, and the number of ranks that it is split over.
         prefill_scan: for steps of several tokens: "chunked", as the base has it (linear in the number of tokens),
             "quadratic" (one decay matrix over all of them), or an NKI kernel: "ssd" (chunks as matrix products) or
             "scan" (token by token).
@@ -41,8 +41,8 @@ def select_operators(
             fetches the weights of each choice by index where that moves less than all.
 
     Raises:
-        UserError: there is no such implementation; or it needs the package nki, which is not installed or too old, or
-            does not take the model's dimensions.
+        UserError: there is no such implementation; it does not support the model's dimensions; or it needs the package
+            nki, which is not installed or too old.
     """
     check_choice("prefill_scan", prefill_scan, PREFILL_SCANS)
     check_choice("decode_kernel", decode_kernel, DECODE_KERNELS)
@@ -58,8 +58,8 @@ def select_operators(
 def default_experts_decode(kernels: str) -> str:
     """Return the form of experts for decoded tokens on a Neuron device, with kernels in "torch" or "nki".
 
-    It is never the gather: other ports report that a data-dependent `index_select` of weights is slow there, and that
-    it was compiled wrongly without a message.
+    It is never "gather": other ports report that a data-dependent `index_select` of weights is slow there, and that it
+    was silently miscompiled.
     """
     return "kernel" if kernels == "nki" else "all"
 
@@ -68,7 +68,7 @@ def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: st
     if not config.num_local_experts:
         return base
     if form == "kernel" and not config.has_gated_mlp:
-        raise UserError("the NKI kernel for experts multiplies a gate, which these have not; choose all or gather.")
+        raise UserError("the NKI kernel for experts multiplies a gate, which these experts lack; choose all or gather.")
     if form == "gather":
         return replace(base, fused_experts=fused_experts)
     if form == "all":
@@ -86,7 +86,7 @@ def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: st
 
 
 def uses_nki(prefill_scan: str, decode_kernel: str) -> bool:
-    """Return whether any of them is an NKI kernel."""
+    """Return whether either is an NKI kernel."""
     return prefill_scan in NKI_PREFILL_SCANS or decode_kernel == "nki"
 
 
@@ -102,7 +102,7 @@ def _with_mamba_kernels(
         operators = replace(operators, mamba_prefill=base.mamba_quadratic)
     if decode_kernel == "nki":
         operators = _with_nki_decode(operators, config, tp_degree)
-    # Decode decides how the state lies: it reads and writes it for every token.
+    # Decode decides the state's layout, because it reads and writes the state for every token.
     prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
     fallback = f"the fused decoder layers are not used: they have their own scan, and {choice}."

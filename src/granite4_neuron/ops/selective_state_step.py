@@ -52,8 +52,8 @@ def selective_state_step(
         A = A[:, None, None]
     decay = torch.exp(dt[..., None] * A.float())
 
-    # The multiply and the add. Groups join the batch, so that B and C are broadcast and never copied per head. In
-    # place: a temporary of the state's size costs more than the arithmetic.
+    # The multiply and the add. Groups join the batch, so that B and C are broadcast and never copied per head. It is
+    # done in place, because a temporary of the state's size costs more than the arithmetic.
     rows = (batch * n_groups, num_heads // n_groups, head_dim)
     new_state = state.float().mul_(decay).view(*rows, d_state)
     new_state += torch.einsum("rhp,rn->rhpn", (dt * x.float()).reshape(rows), B.float().reshape(-1, d_state))

@@ -1,11 +1,11 @@
 """Rounding to a 16-bit dtype up or down by chance, so that the mean of many roundings is the value itself.
 
-A state that is rounded after every token loses, under rounding to nearest, every change below half the spacing of its
-dtype's values: a head that forgets slowly drifts away. Under stochastic rounding the changes add up.
+Suppose a state is rounded after every token. Rounding to nearest loses every change below half the spacing of the
+dtype's values, so a head that forgets slowly drifts away. Under stochastic rounding the changes add up.
 
-Random numbers are a function of a seed and of the values' places; there is no generator, whose state would depend on
-other sequences. They are Philox-4x32's, whose counter is made of the element's place in the state of its sequence, of
-the position of the token whose state it is, and of a stream, which is a layer's number.
+Random numbers are a function of a seed and of the values' places. There is no generator, because its state would depend
+on other sequences. They are Philox-4x32's, whose counter is made of the element's place in the state of its sequence,
+of the position of the state's last token, and of a stream, which is a layer's number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-_COUNTERS = 8  # counters of a run of a row's values: each has 128 bits, and a value takes 16
+_COUNTERS = 8  # counters per run of a row's values: each gives 128 bits, and a value takes 16
 _RUN = 64
 _SHARED_ROWS = 4  # rows with common random numbers, shifted by a quarter of the range from one to the next
 _WORD = 0xFFFFFFFF
@@ -28,7 +28,7 @@ class Rounding(NamedTuple):
     """The source of the random numbers of a state's rounding.
 
     seed: 64 bits, Philox's key.
-    stream: 32 bits; states that should not be rounded alike have different ones.
+    stream: 32 bits; states that must not be rounded alike have different streams.
     rounds: of Philox. 7 are the fewest that pass all tests of BigCrush (Salmon et al. 2011, table 2).
     """
 
@@ -59,8 +59,8 @@ def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
 def stochastic_round(
     values: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor, rounding: Rounding
 ) -> torch.Tensor:
-    """Round `values` to one of the two closest numbers of `dtype`, to the upper one with a probability that is the
-    value's distance from the lower one, in units of the distance between both.
+    """Round `values` to one of the two closest numbers of `dtype`. The probability of the upper one is the value's
+    distance from the lower one, divided by the distance between both.
 
     It is exact for the bits that float32 has beyond `dtype`: 13 for float16, 16 for bfloat16. Finite values beyond
     float16's largest become the largest; infinities and NaN stay.
@@ -68,7 +68,7 @@ def stochastic_round(
     Args:
         values: [batch, ..., head_dim, d_state], float32; states of different sequences.
         dtype: float16 or bfloat16.
-        positions: [batch], int64; of the tokens whose states they are.
+        positions: [batch], int64; the position of each state's last token.
 
     Returns:
         like values, in `dtype`.
@@ -91,7 +91,7 @@ def _random_bits(shape: torch.Size, positions: torch.Tensor, rounding: Rounding)
     stream = torch.full_like(elements, rounding.stream)
     counter = torch.stack([elements, positions[:, None].expand_as(elements), stream, torch.zeros_like(elements)], -1)
     words = philox_4x32(counter, rounding.seed, rounding.rounds)
-    # A vector of 16 words has a pair of each counter's: first their low halves are used, then the high ones.
+    # A vector of 16 words has two words of each counter. First their low halves are used, then the high ones.
     words = words.view(batch, heads * groups, runs, _COUNTERS, 2, 2).transpose(3, 4).flatten(-2)[..., None, :]
     bits = torch.cat([words & 0xFFFF, words >> 16], -2).reshape(batch, heads, groups, 1, runs * _RUN)
     quarters = torch.arange(_SHARED_ROWS, device=positions.device)[:, None] * (2**16 // _SHARED_ROWS)

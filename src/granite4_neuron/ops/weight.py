@@ -1,4 +1,4 @@
-"""A matrix of weights: a tensor, or in its place a quantized or packed one; and the interface of a quantisation."""
+"""A matrix of weights: a tensor, or a quantized or packed matrix in its place; and the interface of a quantisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CompactWeight(Protocol):
 
     @property
     def format(self) -> Format | None:
-        """The quantisation; None for the values of the dtype of activations."""
+        """The quantisation; None if values are in the activations' dtype."""
 
     @property
     def is_quantized(self) -> bool:
@@ -31,13 +31,13 @@ class CompactWeight(Protocol):
         """The size in memory."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the memory that it lies in, as tensors by names."""
+        """Return its memory as tensors by name."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix as a tensor, [..., rows, columns], rounded to dtype."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows, where those of all experts are counted through: [...] ids to [..., columns] in float32."""
+        """Return rows, numbered through all experts: [...] ids to [..., columns] in float32."""
 
     def expert(self, number: int) -> Weight:
         """Return one expert's matrix [rows, columns]."""
@@ -52,9 +52,9 @@ class Format(ABC):
     A module of `ops.formats` has the only instance of a subclass as FORMAT. Plain torch multiplies by what `dequantize`
     returns. The fused kernels have a header for it in ops/cpu/kernels/formats.
 
-    quantizes_tied_embedding: whether a head that is the embedding stays one matrix with it, in the format `head`.
-        Otherwise the embedding is not quantized, and the head has values of its own.
-    lossless_dtype: the dtype whose numbers it represents exactly, where it `holds` them; None if it rounds.
+    quantizes_tied_embedding: whether a tied head and the embedding stay one matrix, in the format `head`. Otherwise the
+        embedding is not quantized, and the head has values of its own.
+    lossless_dtype: the dtype whose numbers it represents exactly, if it `holds` them; None if it rounds.
     """
 
     quantizes_tied_embedding: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class Format(ABC):
 
     @property
     def name(self) -> str:
-        """The name in options and configs: that of the module."""
+        """The name in options and configs, which is the module's."""
         return type(self).__module__.rpartition(".")[-1]
 
     @property
@@ -81,16 +81,17 @@ class Format(ABC):
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """Round a matrix [..., rows, columns] of any floating dtype to the values of this format.
 
-        Where numbers of a row are not finite, its scales are not finite either, or the format has these numbers too.
+        If a row has numbers that are not finite, its scales are not finite either, unless the format represents such
+        numbers.
         """
 
     def holds(self, weight: QuantizedWeight) -> bool:
-        """Return whether a weight that was quantized in this format has the numbers that it was made of."""
+        """Return whether a weight quantized in this format has exactly the numbers that it was made from."""
         return True
 
     def fault(self, weight: QuantizedWeight) -> str | None:
-        """Return the fault of a stored weight, in the memory of the CPU, that leaves its numbers undefined or different
-        between implementations; None if there is none.
+        """Return the fault of a stored weight on the CPU that makes its numbers undefined or different between
+        implementations; None if there is none.
         """
         return None if weight.scales.isfinite().all() else "scales that are not finite (NaN or infinity)"
 
@@ -138,7 +139,7 @@ class QuantizedWeight:
         return {"": self.values, "_scale": self.scales}
 
     def moved_to(self, places: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Copy it to other memory: tensors under the names of `tensors`."""
+        """Copy it into other memory, given as tensors under the names of `tensors`."""
         values, scales = (places[name].copy_(tensor) for name, tensor in self.tensors().items())
         return QuantizedWeight(self.format, values, scales, self.shape)
 

@@ -1,4 +1,4 @@
-"""Tells a model's states from all others: by a digest of its weights, and one of all else that decides the last bit."""
+"""Tells a model's states from all others, by two digests: of its weights, and of all else that decides the last bit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import xxhash
 
 from granite4_neuron.ops import Weight
 
-_PIECE = 2**24  # bytes that a thread takes at a time
-_DIGITS = 32  # of each of the two digests
+_PIECE = 2**24  # bytes per task of a thread
+_DIGITS = 32  # hex digits of each of the two digests
 
 
 class Fingerprint:
     """Tells states from those of other weights, and from those that other kernels have computed.
 
-    Its text has 64 hex digits and is the same in every process with the same weights and kernels. All weights are read
-    for it, so it is made only when it is compared with another one: states that stay in memory need none.
+    Its text has 64 hex digits and is the same in every process with the same weights and kernels. Making it reads all
+    weights, so it is made only for a comparison with another one: states that stay in memory need none.
 
     Args:
-        weights: makes the digest of the weights, 32 hex digits, when it is needed first.
-        kernels: `facts_digest` of what else decides the last bit of a state.
+        weights: makes the digest of the weights, 32 hex digits, when it is first needed.
+        kernels: `facts_digest` of everything else that decides the last bit of a state.
     """
 
     def __init__(self, weights: Callable[[], str], kernels: str):
@@ -35,7 +35,9 @@ class Fingerprint:
 
     @classmethod
     def parse(cls, text: str) -> Fingerprint:
-        """Return the fingerprint with this text, which may be any: then no other has it."""
+        """Return the fingerprint with this text. Any text is accepted; one of another form equals no model's
+        fingerprint.
+        """
         return cls(lambda: text[:_DIGITS], text[_DIGITS:])
 
     def __str__(self) -> str:
@@ -59,9 +61,9 @@ def facts_digest(*facts: object) -> str:
 
 
 def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str:
-    """Return a digest of weights, with their names, dtypes, shapes and formats, and of facts, 32 hex digits.
+    """Return a digest, 32 hex digits, of facts and of weights with their names, dtypes, shapes and formats.
 
-    It reads the weights as they lie in memory, with XXH3 (128 bits), in as many threads as torch has.
+    It hashes the weights as they lie in memory with XXH3 (128 bits), in as many threads as torch has.
     """
     about = [repr(facts)]
     pieces: list[torch.Tensor] = []
@@ -72,7 +74,7 @@ def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str
             pieces += _pieces(tensor.detach())
     digests, threads = [b""] * len(pieces), torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
-        # A few calls for each thread: a call for each of many small tensors would take longer than reading them.
+        # A few calls per thread: one call per small tensor would take longer than reading the tensors.
         shares = pool.map(lambda first: [_digest(piece) for piece in pieces[first::threads]], range(threads))
         for first, share in enumerate(shares):
             digests[first::threads] = share
@@ -80,7 +82,7 @@ def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str
 
 
 def _parts(weight: Weight) -> tuple[str | None, Mapping[str, torch.Tensor]]:
-    """Return the name of a weight's format, if it is quantized, and the tensors that it lies in."""
+    """Return the name of a weight's format, if it is quantized, and the tensors that hold it."""
     if isinstance(weight, torch.Tensor):
         return None, {"": weight}
     return None if weight.format is None else weight.format.name, weight.tensors()

@@ -1,9 +1,9 @@
 """The state of sequences: convolution windows, SSM states, keys and values, all addressed by slot.
 
 Sequences are in slots 1 and up; slot 0 is the null slot. Keys and values of padded tokens go there. Its recurrent state
-is zeros, always: rows at position 0 start from it, and rows without a sequence read it and write it back as it was. A
-compiled graph has other ways to do that (`model.step.DenseStep`), and its recurrent state has no null slot: the
-sequence of slot s is entry s - 1.
+is always zeros: rows at position 0 start from it, and rows without a sequence read it and write it back unchanged. A
+compiled graph does this in other ways (`model.step.DenseStep`), and its recurrent state has no null slot: the sequence
+of slot s is entry s - 1.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class MambaState:
     """State of one Mamba layer; its size does not depend on the context's length.
 
     conv_state: [slots, conv_dim, d_conv - 1], model dtype, the last inputs of the convolution, oldest first. Channels
-        come first, as in vLLM and mamba_ssm, and as the NKI kernels want it: a partition of a core takes consecutive
-        channels, so that its part of the window is one piece of memory (18 channels of 3 inputs in h-small on 4 ranks:
-        108 bytes). With the inputs first it would be three, each a third as long. A graph's convolution, which has
-        tokens first, transposes the window; it is 14 kB of the 68 MB that such a rank moves in a Mamba layer's decode.
+        come first, as in vLLM and mamba_ssm, and as the NKI kernels need it: a partition of a core takes consecutive
+        channels, so its part of the window is contiguous (18 channels of 3 inputs in h-small on 4 ranks: 108 bytes).
+        With the inputs first it would be three pieces, each a third as long. The convolution of a graph has tokens
+        first and transposes the window, which is 14 kB of the 68 MB that such a rank moves in a Mamba layer's decode.
     ssm_state: [slots, num_heads, head_dim, d_state], float32, or float16 or bfloat16 where asked for; in the NKI
         kernels' layout [slots, d_state, num_heads, head_dim].
     """
@@ -48,7 +48,7 @@ class KeyValueState:
 
 @dataclass
 class NoState:
-    """State of a layer with neither, an MLP or experts alone: no tensors."""
+    """State of a layer without a mixer, an MLP or experts alone: no tensors."""
 
 
 LayerState = MambaState | KeyValueState | NoState
@@ -60,7 +60,7 @@ class HybridState:
 
     A slot needs no clearing between two sequences: a step whose first position is 0 starts from zeros.
 
-    has_null_slot: whether the Mamba layers' states have one; the caches always do.
+    has_null_slot: whether the Mamba layers' states have a null slot; the caches always do.
     """
 
     layers: list[LayerState]
@@ -84,11 +84,10 @@ class HybridState:
     ) -> HybridState:
         """Allocate a rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots from 1 on.
 
-        With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them; they are in
-        `state_dtype`.
+        SSM states are in `state_dtype`, and with `kernel_layout` (see the model's property) in the NKI kernels' layout.
 
-        Keys and values are not cleared: attention reads none that was not written. On a CPU a slot takes memory of the
-        operating system only as it is written, which makes the null slot free.
+        Keys and values are not cleared: attention reads only what was written. On a CPU the operating system provides a
+        slot's memory only as it is written, so the null slot costs nothing.
         """
         layers: list[LayerState] = []
         for layer_type in config.layer_types:
@@ -126,7 +125,7 @@ class HybridState:
         }
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
-        """Copy what slots hold of sequences of up to `length` tokens to other slots; both [n], int64."""
+        """Copy the state of sequences of up to `length` tokens from slots to other slots; both [n], int64."""
         for layer in self.layers:
             first = self._first_slot(layer)
             for tensor in _layer_tensors(layer, 0, length).values():
@@ -135,8 +134,8 @@ class HybridState:
     def slot_tensors(
         self, slot: torch.Tensor, start: int, length: int, memory: Mapping[str, torch.Tensor] = {}
     ) -> dict[str, torch.Tensor]:
-        """Return copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
-        length - 1; by the names of `slot_views`. Those that `memory` has, on a CPU, are written there.
+        """Return copies of a slot's state ([1], int64) under the names of `slot_views`: recurrent state, and keys and
+        values of positions start to length - 1. On a CPU, tensors named in `memory` are written there.
         """
         copies = {}
         for index, layer in enumerate(self.layers):
@@ -151,7 +150,7 @@ class HybridState:
     def set_slot_tensors(
         self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int
     ) -> None:
-        """Write tensors of `slot_tensors` back into a slot. Tensors that are not among them stay as they are."""
+        """Write tensors of `slot_tensors` back into a slot; leave all others unchanged."""
         for index, layer in enumerate(self.layers):
             for field, tensor in _layer_tensors(layer, start, length).items():
                 name, entry = f"layers.{index}.{field}", slot - self._first_slot(layer)
@@ -168,10 +167,10 @@ class HybridState:
 
 
 def input_output_aliases(states: Iterable[torch.Tensor], num_results: int) -> dict[torch.Tensor, int]:
-    """Return which output of a compiled graph is the new value of each state tensor, and takes the old one's memory.
+    """Map each state tensor to the output of a compiled graph that is its new value and takes over its memory.
 
-    Every XLA graph, those of NxD Inference too, returns its results first, and then the new value of each state tensor
-    that it writes.
+    Every XLA graph, NxD Inference's included, returns its results first, then the new value of each state tensor that
+    it writes.
 
     Args:
         states: the tensors that the graph writes, in the order of `HybridState.tensors`.
@@ -183,25 +182,25 @@ def input_output_aliases(states: Iterable[torch.Tensor], num_results: int) -> di
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Unlike torch's zeros these have not been written.
+    # Unlike torch's zeros, these pages have not been written.
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _write(to: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of a CPU to another one like it on one thread, and return that.
+    """Copy a CPU tensor to another one like it on one thread, and return the copy.
 
-    On several, each of a model's layers would wait until all threads have run, which on a busy machine is milliseconds.
+    On several threads, each layer of a model would wait for all of them, which on a busy machine takes milliseconds.
     """
     to.view(torch.uint8).numpy()[...] = tensor.contiguous().view(torch.uint8).numpy()
     return to
 
 
 def _layer_tensors(layer: LayerState, start: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a layer's tensors by field; of keys and values, the part of positions start to length - 1.
+    """Return a layer's tensors by field; keys and values only of positions start to length - 1.
 
-    The whole of a tensor is the tensor itself and no view: torch_xla donates what is written as a whole.
+    A whole tensor is returned itself, not as a view: torch_xla donates tensors that are written as a whole.
     """
     if not isinstance(layer, KeyValueState) or (start, length) == (0, layer.key.shape[2]):
         return vars(layer)

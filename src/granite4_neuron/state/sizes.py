@@ -10,7 +10,7 @@ FLOAT32_BYTES = 4  # a number of an SSM state by default, whatever the model's d
 def mamba_state_shapes(
     config: ModelConfig, tp_degree: int = 1, kernel_layout: bool = False
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Return the shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
+    """Return the shapes of conv_state and ssm_state of one sequence in one Mamba layer on one rank."""
     dimensions = config.rank_dimensions(tp_degree)
     conv_shape = (dimensions.mamba_conv_dim, config.mamba_d_conv - 1)
     heads, head_dim, d_state = dimensions.mamba_heads, config.mamba_d_head, config.mamba_d_state
@@ -18,11 +18,12 @@ def mamba_state_shapes(
 
 
 def sequence_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1, state_itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers.
+    """Return the bytes of a sequence's recurrent state on a rank, in all Mamba layers; they do not depend on its
+    length.
 
     Args:
         itemsize: bytes of a number in the model's dtype.
-        state_itemsize: of one in an SSM state's.
+        state_itemsize: bytes of a number in the SSM states' dtype.
     """
     if not config.layers_with(MAMBA):
         return 0
@@ -32,7 +33,7 @@ def sequence_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1, state
 
 
 def token_bytes(config: ModelConfig, itemsize: int, tp_degree: int = 1) -> int:
-    """Return the bytes of keys and values that each token of a sequence adds on a rank: all attention layers.
+    """Return the bytes of keys and values that each token adds on a rank, in all attention layers.
 
     Args:
         itemsize: bytes of a number in the model's dtype.

@@ -23,7 +23,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.system.regular_files import check_regular
 
-# Shape and dtype of tensors by their names; a dtype that no state has is there by its name in safetensors.
+# Shape and dtype of tensors by name; a dtype that no state has is given by its name in safetensors.
 Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]
 
 FORMAT = "granite4-neuron snapshot"
@@ -81,7 +81,7 @@ class Model(Protocol):
 class Snapshot:
     """The state of a sequence after `length` tokens, in memory of its own on the host.
 
-    start, length: positions start to length - 1 have their keys and values here; the recurrent state is that after
+    start, length: positions start to length - 1 have their keys and values here; the recurrent state is the one after
         `length` tokens.
     tensors: of one slot, by layer and field of `state.HybridState`: "layers.0.ssm_state".
     dtype: of the model's activations and cache.
@@ -103,16 +103,16 @@ class Snapshot:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
     def check(self, model: Model) -> None:
-        """Check that it is of this model, and holds all of a sequence's state there and nothing else.
+        """Check that it is a snapshot of this model, with all of a sequence's state and nothing else.
 
         Raises:
-            UserError: it is not, or does not.
+            UserError: it is not.
         """
         layout = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
         _check_all("the snapshot", self, str(self.dtype), layout, model)
 
     def save(self, file: Path) -> None:
-        """Write a safetensors file that only its owner may read: all of it, or nothing, and then the old file stays.
+        """Write, atomically, a safetensors file that only its owner may read; if that fails, the old file stays.
 
         Raises:
             UserError: it cannot be written.
@@ -130,7 +130,7 @@ class Snapshot:
     def load(cls, file: Path, model: Model, *, keys_and_values_only: bool = False) -> Snapshot:
         """Read a file that `save` wrote of a sequence of this model: all, or its keys and values only.
 
-        What it says is compared before tensors are read, and then each tensor with its digest.
+        Its metadata is checked before tensors are read, and each tensor is checked against its digest.
 
         Raises:
             UserError: it cannot be read, is not such a file, is damaged, or of another model, dtype or version.
@@ -161,7 +161,7 @@ class Snapshot:
 
 
 def check_place(file: Path) -> None:
-    """Check, before any work, that `Snapshot.save` may write this file.
+    """Check, before any work is done, that `Snapshot.save` may write this file.
 
     Raises:
         UserError: it may not.
@@ -172,16 +172,16 @@ def check_place(file: Path) -> None:
 
 @contextmanager
 def _partial_file(file: Path) -> Iterator[tuple[str, Path]]:
-    """Provide a folder beside a file while that is written; yield the name of a file in it, and of the one to replace.
+    """Make a temporary folder beside a file that is to be written; yield a file in it, and the file to replace.
 
     Raises:
-        UserError: there can be no such folder, or the block failed to write.
+        UserError: the folder cannot be made, or the block failed to write.
     """
     target = Path(os.path.realpath(file))  # a link stays, its target is replaced
     try:
         with suppress(FileNotFoundError):
             check_regular(file)
-        # In a folder of its own, because safetensors writes to another file first, whose name it chooses.
+        # In a folder of its own, because safetensors first writes to another file under a name that it chooses.
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
             yield os.path.join(folder, target.name), target
     except (OSError, SafetensorError) as error:
@@ -215,7 +215,7 @@ def check_chain(
 
 
 def cut_keys_and_values(tensors: Mapping[str, torch.Tensor], start: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a slot's tensors with those positions of its keys and values only, in memory of their own."""
+    """Return a slot's tensors, with keys and values of positions start to length - 1 only, in memory of their own."""
     return {
         name: tensor[:, start:length].clone() if _has_positions(name) else tensor for name, tensor in tensors.items()
     }
@@ -233,7 +233,7 @@ def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> di
 
 
 def recurrent_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a slot's tensors without its keys and values: those that belong to one length only."""
+    """Return a slot's tensors without its keys and values: the state that belongs to one length only."""
     return {name: tensor for name, tensor in tensors.items() if not _has_positions(name)}
 
 
@@ -301,7 +301,7 @@ def _check_sequence(what: str, snapshot: Snapshot, model: Model) -> None:
 
 
 def _check_layout(what: str, snapshot: Snapshot, layout: Layout, model: Model) -> None:
-    """Compare its tensors with those that the model would make of such a sequence."""
+    """Compare its tensors with the layout that the model has for such a sequence."""
     expected = dict(model.slot_layout(snapshot.start, snapshot.length))
     if LOGITS in layout:
         expected[LOGITS] = torch.Size([model.config.vocab_size]), torch.float32

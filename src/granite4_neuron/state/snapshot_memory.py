@@ -22,10 +22,9 @@ class _Place(NamedTuple):
 class SnapshotMemory:
     """Gives each snapshot of a model's states a block of its own.
 
-    It keeps at most one free block: that of a snapshot that is gone, or one that `make_ready` has allocated. Writing to
-    memory that the process has just got from the system takes several times as long as writing to it again, and ten
-    times as long as that in a virtual machine that has to get it from its host. So the process gets it on a thread of
-    its own, beside the steps that run meanwhile.
+    It keeps at most one free block: the block of a deleted snapshot, or one that `make_ready` has allocated. The first
+    write to memory fresh from the system takes several times as long as a later write, and ten times longer still in a
+    virtual machine that has to get the memory from its host. So a separate thread does the first write while steps run.
     """
 
     def __init__(self) -> None:
@@ -35,10 +34,11 @@ class SnapshotMemory:
         self._writing: threading.Thread | None = None  # to it
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return uninitialised tensors of these shapes and dtypes; none if they are small, where any memory is fast.
+        """Return uninitialised tensors of these shapes and dtypes; none if they are small, because then any memory is
+        fast.
 
         Args:
-            like: of the same names, shapes and dtypes in every call.
+            like: with the same names, shapes and dtypes in every call.
         """
         if not self._places:
             self._lay_out(like)
@@ -49,9 +49,7 @@ class SnapshotMemory:
         return self._lend(self._new() if block is None else block)
 
     def make_ready(self) -> None:
-        """Begin to preallocate the next block. Before the first one has been taken its size is unknown, and nothing
-        happens.
-        """
+        """Begin to preallocate the next block. Does nothing before the first `take`, when the size is still unknown."""
         if self._ready is None and self._num_bytes >= HUGE_PAGE:
             self.wait()
             self._ready = self._new()
@@ -65,7 +63,7 @@ class SnapshotMemory:
             self._writing = None
 
     def give_back(self) -> None:
-        """Free the block that no snapshot has."""
+        """Free the unused block."""
         self._ready = None
 
     def _lay_out(self, like: Mapping[str, torch.Tensor]) -> None:
@@ -78,7 +76,7 @@ class SnapshotMemory:
         return LargeMemory([about]).empty(*about)
 
     def _lend(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        view = block.numpy().data  # each tensor holds it
+        view = block.numpy().data  # each tensor keeps it alive
         weakref.finalize(view, self._take_back, block).atexit = False
         return {
             name: torch.frombuffer(view, dtype=dtype, count=shape.numel(), offset=start).view(shape)
@@ -92,4 +90,4 @@ class SnapshotMemory:
 
 @torch.inference_mode()
 def _write_to_pages(block: torch.Tensor) -> None:
-    block[:: mmap.PAGESIZE].zero_()  # a byte of each; other threads run meanwhile
+    block[:: mmap.PAGESIZE].zero_()  # a byte of each page; other threads run meanwhile

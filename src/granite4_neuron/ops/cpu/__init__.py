@@ -1,4 +1,4 @@
-"""Fused kernels for this machine's processor, compiled at first use; each stands for plain definitions in ops."""
+"""Fused kernels for this machine's processor, compiled at first use; each replaces plain definitions in ops."""
 
 from __future__ import annotations
 

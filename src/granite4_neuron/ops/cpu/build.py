@@ -31,8 +31,8 @@ from granite4_neuron.system.terminal import unguarded
 
 _TORCH = Path(torch.__file__).parent
 _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
-# A product and a sum become one operation only where they are written so: the compiler would do it in some copies of a
-# loop and not in others.
+# A product and a sum are fused only where the code says so: the compiler would fuse them in some copies of a loop and
+# not in others.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-DNDEBUG")
 _QUIET = ("-Wno-psabi", "-Wno-ignored-attributes")
 _ONE_OPERATOR = "linear"
@@ -47,7 +47,7 @@ def load_kernels() -> str | None:
     """Register `torch.ops.granite4_neuron`, compiling it at first use into the user's cache folder.
 
     Returns:
-        None, or why that is not possible here, which is logged as a warning as well.
+        None, or why that is not possible here; the reason is also written to standard error.
     """
     try:
         torch.ops.load_library(str(_library()))
@@ -94,7 +94,7 @@ def _library() -> Path:
         return library
     compiler = _compiler()
     with _alone(folder):
-        if (library := _cached(folder, name)) is not None:  # of a process that has been waited for
+        if (library := _cached(folder, name)) is not None:  # another process made it meanwhile
             return library
         _say("compiling the CPU kernels for this machine, once: about a minute ...")
         with _elapsed_time():
@@ -112,7 +112,7 @@ def _cached(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait for another process that compiles. Where a file system has no locks both compile, which is safe too."""
+    """Wait for another process that compiles. On a file system without locks both compile, which is safe too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -128,8 +128,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _elapsed_time() -> Iterator[None]:
-    """Show on standard error, if that is a terminal, that the block is still under way, and for how long."""
-    # Not at the top: it is for the first use only.
+    """While the block runs, show the elapsed time on standard error if that is a terminal."""
+    # Not at the top: only the first use needs it.
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -149,7 +149,7 @@ def _elapsed_time() -> Iterator[None]:
 
 
 def _build(compiler: Sequence[str], sources: Path, folder: Path, name: str) -> Path:
-    """Build in a folder of its own first: another process, or one after a crash, sees all of it or nothing."""
+    """Build in a temporary folder first: another process, or one after a crash, sees all of the library or nothing."""
     _remove_leftovers(folder)
     with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder) as building:
         built = Path(building) / name
@@ -182,7 +182,7 @@ def _cores() -> int:
 
 
 def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
-    """Run commands, so many at a time. If one fails, or an interrupt comes, the others end, and what they started.
+    """Run up to `at_a_time` commands at once. If one fails, or on an interrupt, end the others and their children.
 
     Raises:
         CalledProcessError: the first command that failed, with what it wrote to stderr.
@@ -190,7 +190,7 @@ def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
     running: list[subprocess.Popen[str]] = []
     ending = threading.Event()
 
-    # On threads of their own, where no interrupt comes between the start of a process and its entry in the list.
+    # On separate threads, so that no interrupt comes between the start of a process and its entry in the list.
     def run(command: Sequence[str]) -> None:
         if ending.is_set():
             return
@@ -225,7 +225,7 @@ def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that leads a session of its own, with those in it: a compiler is several."""
+    """End a process that leads a session, and all processes in it: a compiler is several processes."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -270,7 +270,7 @@ def _digest(file: Path) -> str:
 
 
 def _processor_flags() -> list[str]:
-    """Return the flags under which ATen's vectors are as wide as torch's own kernels use them on this processor."""
+    """Return the flags that make ATen's vectors as wide as in torch's own kernels on this processor."""
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     amx = ("-DGRANITE4_AMX",) if capability == "AVX512" and _may_use_amx() else ()
     return ["-march=native", f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *amx]
@@ -278,7 +278,7 @@ def _processor_flags() -> list[str]:
 
 @functools.cache
 def _may_use_amx() -> bool:
-    """Ask Linux to let this process use AMX's registers, which a program may not do unasked."""
+    """Ask Linux for permission to use AMX's registers, which a process needs."""
     if not {"amx_tile", "amx_bf16"} <= set(_processor().split()) or platform.machine() != "x86_64":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -293,7 +293,7 @@ def _format_flags(sources: Path) -> list[str]:
 
 
 def library_key(sources: Path = _SOURCES) -> str:
-    """Return a hash of everything that the library depends on, and with it the last bits of its results."""
+    """Return a hash of everything that decides the library, and with it the last bits of its results."""
     digest = hashlib.sha256()
     for file in sorted((*sources.rglob("*.h"), *sources.glob("*.cpp"))):
         digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
@@ -303,7 +303,7 @@ def library_key(sources: Path = _SOURCES) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's instruction sets, on which -march=native depends, where the system tells them."""
+    """Return the processor's instruction sets, which decide -march=native, if the system lists them."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

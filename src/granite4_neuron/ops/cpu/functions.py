@@ -1,8 +1,8 @@
 """The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says
 otherwise.
 
-Arithmetic is float32 inside. Matrices of weights are packed, see `weights.pack`. The results of a row
-of a batch are the same bit by bit whatever other rows there are.
+Arithmetic is float32 inside. Matrices of weights are packed, see `weights.pack`. A row's results are the same bit by
+bit, whatever other rows the batch has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """Compute `ops.embedding`, also of the head's packed matrix."""
+    """Compute `ops.embedding`; the table may be the head's packed matrix."""
     return weight.rows(ids) if isinstance(weight, PackedWeight) else quantization.embedding(ids, weight)
 
 
@@ -45,12 +45,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def mlp(x: torch.Tensor, input_weight: PackedWeight, output_weight: PackedWeight) -> torch.Tensor:
-    """Compute `ops.mlp`, of `linear` and the activation, rounded once."""
+    """Compute `ops.mlp` with `linear`; the activation is rounded once."""
     return kernel("mlp")(x, input_weight.packed, output_weight.packed)
 
 
 def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Compute `ops.router_logits`, of products in x's dtype that are added in float32."""
+    """Compute `ops.router_logits`; products are in x's dtype and added in float32."""
     return kernel("logits")(x, weight.packed, 1.0)
 
 
@@ -68,7 +68,7 @@ def fused_experts(
 def write_cache(
     cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Do as `ops.write_cache`, but write padded tokens nowhere."""
+    """Do the same as `ops.write_cache`, but do not write padded tokens."""
     kernel("write_cache")(cache, values.contiguous(), positions, lengths, slots)
 
 
@@ -84,7 +84,9 @@ def cached_attention(
     *,
     block_size: int | None = None,
 ) -> torch.Tensor:
-    """Compute `ops.cached_attention`, but visit what a row sees, whatever kv_length, in blocks of its own size."""
+    """Compute `ops.cached_attention`, but ignore kv_length: visit the entries that each row sees, in blocks of another
+    size.
+    """
     return kernel("cached_attention")(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
 
 
@@ -112,10 +114,10 @@ def paged_attention(
         key, value: [tokens, kv_heads * head_dim].
         key_pages, value_pages: [pages, kv_heads, page_size, head_dim], at any strides but the last, in query's dtype.
             Updated in place.
-        starts: [sequences + 1], int32, where each sequence begins in query, and where the last one ends and padding
+        starts: [sequences + 1], int32, where each sequence begins in query, then where the last one ends and padding
             begins.
-        lengths: [sequences], int32, of each sequence with its new tokens.
-        pages: [sequences, n], int32, of which number i holds the sequence's positions from i * page_size on.
+        lengths: [sequences], int32, each sequence's length including its new tokens.
+        pages: [sequences, n], int32; page i of a sequence holds its positions from i * page_size on.
         scale: multiplies the scores.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Layers of fused kernels: objects of C++ classes, each made once of its weights, a record of
-`ops.layer_weights`, and called with named arguments.
+"""Layers of fused kernels: objects of C++ classes, each made once from its weights (a record of `ops.layer_weights`)
+and called with named arguments.
 
 Weights and settings are checked when a layer is made, arguments when it is called. An error there is a RuntimeError.
 Matrices are packed, see `weights.pack`. Other weights are in the model's dtype; none is copied. Arithmetic is float32
-inside. The results of a row of a step are the same bit by bit whatever other rows there are.
+inside. A row's results are the same bit by bit, whatever other rows the step has.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class MambaMixer(Protocol):
         write_slots: torch.Tensor,
         starts: torch.Tensor,
     ) -> torch.Tensor:
-        """Run a step of rows of any lengths, one after another, with or without padding between them. Padding is not
-        looked at, and rows of length 0 change no state.
+        """Run a step. Its rows have any lengths and lie one after another, with or without padding between them.
+        Padding is not read, and rows of length 0 change no state.
 
         Args:
             projected: [tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
             conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
             ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16
                 with `stochastic_round` after every token.
-            offsets, lengths, read_slots, write_slots, starts: [rows], int64: the number of a row's first token in
-                projected, and of its real tokens; where its state is read, and where it is written, -1 for nowhere; its
-                first token's position.
+            offsets, lengths, read_slots, write_slots, starts: [rows], int64: the index of a row's first token in
+                projected; how many of its tokens are real; the slot where its state is read; the slot where it is
+                written, -1 for none; its first token's position.
         """
 
     def step_paged(
@@ -65,10 +65,10 @@ class MambaMixer(Protocol):
             conv_state: [pages, conv_dim, columns], at any strides, in projected's dtype. Updated in place.
             ssm_state: [pages, num_heads, head_dim, d_state], float32; a page is contiguous. Updated in place.
             starts: [sequences + 1], where each sequence begins in projected, int32.
-            pages: [sequences, n], int32, of which the first is the sequence's, and is -1 or 0 for padding.
-            accepted: None, or for a step that is speculative [sequences], int32, how many tokens of the sequence's last
-                step count, 1 or more. Then the state before the first token is in page accepted - 1 of the row, the one
-                behind token t goes to page t, and the first page holds n - 1 more columns of inputs.
+            pages: [sequences, n], int32; the first is the sequence's own, and -1 or 0 for padding.
+            accepted: None; or for a speculative step [sequences], int32: how many tokens of the sequence's last step
+                were accepted, 1 or more. Then the state before the first token is in page accepted - 1 of the row, the
+                state after token t goes to page t, and the first page holds n - 1 more columns of inputs.
         """
 
 
@@ -97,13 +97,13 @@ class MambaLayer(HalfLayer, Protocol):
         pages: torch.Tensor,
         accepted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run all of it, for [tokens, hidden_size]; further arguments as of `MambaMixer.step_paged`."""
+        """Run the whole half, for [tokens, hidden_size]; further arguments as for `MambaMixer.step_paged`."""
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return z, x, B, C and dt side by side, and a view of it without z, which is the mixer's input."""
+        """Return z, x, B, C and dt side by side, and a view of them without z, which is the mixer's input."""
 
     def finish(self, hidden_states: torch.Tensor, projected: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Run what follows the mixer, which gave y."""
+        """Run the part after the mixer, whose output is y."""
 
 
 class AttentionLayer(HalfLayer, Protocol):
@@ -120,7 +120,7 @@ class AttentionLayer(HalfLayer, Protocol):
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run it as `paged_attention`, for hidden_states [tokens, hidden_size] in float32.
+        """Run the whole half with `paged_attention`, for hidden_states [tokens, hidden_size] in float32.
 
         cos, sin: [1, tokens, head_dim / 2], float32, or None.
         """
@@ -161,14 +161,14 @@ class Decoder(Protocol):
         sin: torch.Tensor | None,
         keep_inputs: bool,
     ) -> list[torch.Tensor]:
-        """Return hidden_states, [tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs of each
+        """Return hidden_states, [tokens, hidden_size], after all layers; with keep_inputs, also the inputs of each
         Mamba layer's mixer.
 
         Args:
-            states: of each half with Mamba-2 or attention, in order, the two tensors of `MambaState` or
-                `KeyValueState`.
-            slots: [rows], int64, of the caches.
-            adapters: [rows], int64, the number of each row's adapter, 0 for none; None for a step without.
+            states: the two tensors of `MambaState` or `KeyValueState` for each half with Mamba-2 or attention, in
+                order.
+            slots: [rows], int64, each row's slot in the caches.
+            adapters: [rows], int64, the number of each row's adapter, 0 for none; None for a step without adapters.
             cos, sin: [1, tokens, head_dim / 2], float32, or None.
         """
 
@@ -193,7 +193,7 @@ class Decoder(Protocol):
         eps: float,
         logits_scaling: float,
     ) -> None:
-        """Give it embedding, final norm and head, for `decode`.
+        """Set embedding, final norm and head, for `decode`.
 
         Args:
             head: packed.
@@ -207,7 +207,7 @@ class Decoder(Protocol):
         slots: Sequence[int],
         states: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
-        """Return the logits after one more token of each sequence, [rows, vocab_size] in float32.
+        """Return logits after one more token of each sequence, [rows, vocab_size] in float32.
 
         Args:
             tokens, starts, slots: each row's token, its position and its slot.
@@ -266,5 +266,5 @@ def _packed(
 
 
 def decoder() -> Decoder:
-    """Make an object of all decoder layers, which has none as yet."""
+    """Make an empty `Decoder`, to which halves are appended."""
     return torch.classes.granite4_neuron.Decoder()

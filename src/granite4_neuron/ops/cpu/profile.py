@@ -8,7 +8,7 @@ import torch
 
 
 class PartTimes(NamedTuple):
-    """A part's time in seconds: on the clock, and busy time added up over all threads."""
+    """A part's time in seconds: wall time, and busy time summed over all threads."""
 
     seconds: float
     busy_seconds: float
@@ -17,7 +17,7 @@ class PartTimes(NamedTuple):
 def take_profile(on: bool) -> dict[str, PartTimes]:
     """Turn profiling of the fused kernels on or off; return the times since the last call, by part.
 
-    It is for all threads that call kernels together, and meant for one.
+    There is one profile for all threads; it is meant for a program that calls kernels from one thread.
     """
     parts, *times = torch.ops.granite4_neuron.profile(on)
     return dict(zip(parts, map(PartTimes, *times), strict=True))

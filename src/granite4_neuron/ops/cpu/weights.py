@@ -1,4 +1,4 @@
-"""Matrices of weights in tiles, as the fused kernels read them."""
+"""Matrices of weights in tiles for the fused kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = "plain"
 class PackedWeight:
     """A matrix, or one of each expert, in tiles; see ops/cpu/kernels/weight.h.
 
-    packed: what kernels take, bytes.
+    packed: the kernels' argument, bytes.
     """
 
     def __init__(self, shape: torch.Size, format: Format | None, packed: torch.Tensor):
@@ -44,7 +44,7 @@ class PackedWeight:
         return self.rows(torch.arange(number * rows, (number + 1) * rows))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows, where those of all experts are counted through: [...] ids to [..., columns] in float32."""
+        """Return rows, numbered through all experts: [...] ids to [..., columns] in float32."""
         return kernel("weight_rows")(self.packed, ids)
 
 
