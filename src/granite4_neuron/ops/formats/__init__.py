@@ -1,4 +1,4 @@
-"""The quantisations: a module for each, with a `Format` as FORMAT, which goes by the module's name."""
+"""The quantisations: one module for each, whose FORMAT is a `Format` with the module's name."""
 
 from __future__ import annotations
 

@@ -10,20 +10,21 @@ from granite4_neuron.choices import INT4_GROUP as GROUP
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 
-ZERO = 8  # what is stored for 0; the numbers are -8 to 7
-# A group's largest absolute value in units of the scales that are tried. What is beyond 7, or 8 on one side, is cut.
+ZERO = 8  # the code for 0; codes stand for the numbers -8 to 7
+# A group's largest absolute value in units of the scales to try. Values beyond 7, or 8 on one side, are clipped.
 _LARGEST = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0)
-_PART = 2**15  # values that are quantized at a time, in cache
+_PART = 2**15  # values to quantize at a time, in cache
 
 
 class Int4(Format):
-    """Multiples, from -8 to 7, of a scale that makes the sum of squared errors of its group smallest among several.
+    """Multiples, from -8 to 7, of a scale: of several scales, the one with the smallest sum of squared errors in its
+    group.
 
-    A scale may be negative: the side on which there are eight multiples is that of a group's largest value, or the
-    other one.
+    A scale may be negative, so that the side with eight multiples can be the side of a group's largest value or the
+    other.
 
     values: uint8, [..., rows, columns of whole groups / 2], with the number + 8 of an even column in the lower half and
-        that of the next one in the upper half; 8 where the matrix has no column.
+        of the next column in the upper half; 8 for padding columns.
     scales: bfloat16, [..., rows, groups].
     """
 
@@ -31,7 +32,7 @@ class Int4(Format):
 
     @property
     def head(self) -> Format:
-        """Four bits are too few where one row is all by which a token enters or leaves the model."""
+        """Four bits are too few here: a single row decides how a token enters or leaves the model."""
         return INT8
 
     def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
@@ -86,7 +87,7 @@ def _best_scales(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension, a power of two, in an order that the kernels have too."""
+    """Sum over the last dimension, a power of two, in the same order as the kernels."""
     while values.shape[-1] > 1:
         first, second = values.chunk(2, -1)
         values = first + second

@@ -9,7 +9,7 @@ import torch
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 
 _LARGEST = 127
-_PART = 2**16  # values that are quantized at a time, in cache
+_PART = 2**16  # values to quantize at a time, in cache
 
 
 class Int8(Format):
@@ -36,7 +36,7 @@ def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
     Returns:
         (values in int8, like weight; scale in float32, [..., rows]), with weight ~ values * scale. Each value is off by
-        half a scale at most. A row of zeros has the scale 1, a row that is not finite one that is not.
+        half a scale at most. A row of zeros has the scale 1; a row that is not finite has a scale that is not finite.
     """
     columns = weight.shape[-1]
     values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
@@ -49,7 +49,7 @@ def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         rows = rows.to(torch.float32, copy=True)
         torch.amax(rows.abs(), -1, out=to_scale)
         to_scale /= _LARGEST
-        # Less than a normal number of float32 is as good as zero, and no divisor.
+        # A subnormal scale counts as zero, and must not be a divisor.
         to_scale.masked_fill_(to_scale < torch.finfo(torch.float32).tiny, 1.0)
         to_values.copy_(rows.div_(to_scale[:, None]).round_())
     return values, scale

@@ -9,21 +9,21 @@ import torch
 
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 
-CODES = 15  # exponents that have a code, from a row's least one on; code 15 is for others
-_EXPONENTS = 256  # that bfloat16 has
+CODES = 15  # exponents that have a code, from a row's least coded one on; code 15 marks others
+_EXPONENTS = 256  # of bfloat16
 _HEADER = 2
-_PART = 2**16  # values that are written at a time, in cache
+_PART = 2**16  # values to write at a time, in cache
 
 
 class Lossless12(Format):
-    """Numbers of bfloat16: a sign and a mantissa of 8 bits, and a code of 4 bits in the place of the exponent.
+    """bfloat16 numbers: sign and mantissa in 8 bits, and a 4-bit code in place of the exponent.
 
     The exponents of nearly all weights of a row are near each other. A row has codes for the 15 consecutive exponents
-    that most of its weights have; of equal ranges the lowest. Other exponents are kept beside. There is room for those
-    of 8 weights of a row, or of 1 weight in 128; a row that has more of them is not held, see `holds`.
+    that cover most of its weights; of equal ranges the lowest. Other exponents are stored separately. A row has room
+    for 8 of them, or for 1 weight in 128; a row with more is not represented exactly, see `holds`.
 
-    values: uint8, [..., rows, columns * 3 / 2, rounded up], with sign and mantissa of all columns, and then the codes:
-        that of an even column in the lower half and that of the next one in the upper half.
+    values: uint8, [..., rows, columns * 3 / 2, rounded up], with sign and mantissa of all columns, then the codes: an
+        even column's in the lower half, the next column's in the upper half.
     scales: uint8, [..., rows, 2 + room], with the least exponent that has a code, the number of other exponents (255
         for any more), and these exponents in the order of columns, filled up with zeros.
     """
@@ -98,7 +98,7 @@ def _room(columns: int) -> int:
 def _counts_of_others(weight: QuantizedWeight) -> torch.Tensor:
     """Return how many values of each row have the code for others: [rows], of all experts."""
     columns = weight.shape[-1]
-    # numpy, which counts many times as fast as torch.
+    # numpy counts many times as fast as torch.
     halves = weight.values.view(-1, weight.values.shape[-1])[:, columns:].numpy()
     counts = np.empty(len(halves), np.int64)
     at_a_time = max(1, 4 * _PART // columns)
@@ -118,7 +118,7 @@ def _least_exponents(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _others(is_other: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return row, column and place among those of the row, of all values without a code that there is room for."""
+    """Return row, column and index within the row of all values without a code that there is room for."""
     row, column = is_other.nonzero(as_tuple=True)
     place = is_other.cumsum(-1)[row, column] - 1
     fits = place < room

@@ -1,7 +1,7 @@
-"""The operators of graphs on a GPU: Triton kernels for prompts and for a token of each sequence; the rest is as on XLA.
+"""The operators of graphs on a GPU: Triton kernels for prompts and for one token per sequence; the rest is as on XLA.
 
-Each file has operators whole: definition, shapes, launch and kernels (`operator.py`). `token_layer.py` lists those that
-decode and verification of few sequences use; the others are for any number of them.
+Each file has whole operators: definition, shapes, launch and kernels (`operator.py`). `token_layer.py` lists the
+operators for decode and verification of few sequences; the others are for any number of sequences.
 """
 
 from dataclasses import replace

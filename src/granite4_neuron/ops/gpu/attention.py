@@ -1,7 +1,7 @@
-"""Attention of a few tokens of each sequence over the part of the cache that each sees, and no more.
+"""Attention of a few tokens of each sequence over only the part of the cache that each token sees.
 
-This part is cut into splits that programs attend to side by side, as in flash decoding; a second kernel combines them.
-A token's own position decides how it is cut, so that its sums have one order whatever else is in the step.
+This part is cut into splits that programs process in parallel, as in flash decoding; a second kernel combines them. A
+token's own position decides the splits, so that its sums have one order whatever else is in the step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.sums import EXACT_PRODUCTS
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# Entries of the cache that a program reads together, and of the smallest split: it reads several such blocks, one after
-# another. A token has at most _MAX_SPLITS splits.
+# Cache entries in a block, which a program reads at once, and in the smallest split: a program reads the blocks of a
+# split one after another. A token has at most _MAX_SPLITS splits.
 _BLOCK_KV = 16
 _SMALLEST_SPLIT = 32
 _MAX_SPLITS = 128
-_SPLITS_AT_ONCE = 16  # that are combined together
+_SPLITS_AT_ONCE = 16  # combined at once
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -79,7 +79,7 @@ def _launch_attend_tokens(
     heads_per_kv_head, rows = num_heads // num_kv_heads, batch * tokens
     most_splits, block_d = min(_MAX_SPLITS, triton.cdiv(kv_length, _SMALLEST_SPLIT)), triton.next_power_of_2(head_dim)
     splits = dict(MAX_SPLITS=_MAX_SPLITS, SMALLEST_SPLIT=_SMALLEST_SPLIT)
-    # For each split the weighted sum of values, the sum of weights, and the score that they are relative to.
+    # For each split: the weighted sum of values, the sum of weights, and the score that both are relative to.
     partial = query.new_empty(most_splits, rows, num_heads, head_dim + 2, dtype=torch.float32)
     output = torch.empty_like(query)
     where = positions.contiguous(), lengths
@@ -157,7 +157,7 @@ def _attend_to_split_kernel(
         positions: [batch, tokens] int32.
         lengths: [batch] int32, how many of the tokens are real; the others attend to nothing.
         partial: [most splits, batch * tokens, heads, HEAD_DIM + 2] in float32: the weighted sum of values, the sum of
-            weights, and the largest score, which both are relative to; not written where a split is empty.
+            weights, and the largest score, which both are relative to; not written for empty splits.
     """
     gdc_launch_dependents(USE_GDC)
     gdc_wait(USE_GDC)
@@ -171,7 +171,7 @@ def _attend_to_split_kernel(
         head = (row.to(tl.int64) * num_kv_heads + tl.program_id(0)) * HEADS_PER_KV_HEAD + offs_h
         mask = mask_h[:, None] & mask_d[None]
         q = tl.load(query + head[:, None] * HEAD_DIM + offs_d[None], mask, other=0.0).to(tl.float32) * scale
-        # In 64 bits; from here on 32 suffice. The first sequence's part is behind an unused one.
+        # In 64 bits; from here on 32 suffice. The first slot is unused, and the first sequence's comes after it.
         slot = 1 + row.to(tl.int64) // tokens
         first = ((slot * num_kv_heads + tl.program_id(0)) * max_length + start) * HEAD_DIM
 
@@ -212,7 +212,7 @@ def _combine_splits_kernel(
     SMALLEST_SPLIT: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Combine the splits of one head, some after the other: partial, as above, to output [batch * tokens, heads,
+    """Combine the splits of one head, several at a time: partial, as above, to output [batch * tokens, heads,
     HEAD_DIM].
 
     Grid: (heads, batch * tokens).

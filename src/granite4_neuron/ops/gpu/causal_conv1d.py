@@ -100,7 +100,7 @@ def _convolve_tokens_kernel(
         if tap < D_CONV - 1:
             ptrs = conv_state + state + offs_c[None] * (D_CONV - 1) + (at + (D_CONV - 1))
             values += tl.load(ptrs, mask & (at < 0), 0.0).to(tl.float32)
-        # Said as one operation: in a sum of two products a compiler would round either.
+        # An explicit fma: in a sum of two products the compiler might round either product.
         total = tl.fma(values, tl.broadcast_to(taps[None], values.shape), total)
     output = total * tl.sigmoid(total)
     tl.store(y + (pid_b * tokens + offs_t[:, None]) * CHANNELS + offs_c[None], output, mask)

@@ -1,7 +1,7 @@
-"""The choice of experts, and the experts of few tokens: their weights are read where they lie, and once.
+"""The choice of experts, and the experts of few tokens: their weights are read once, in place.
 
-Kernels choose experts by sortable keys: integers of 64 bits, ordered like the router's logits, that hold the expert's
-number in their low bits. So one maximum gives both.
+Kernels choose experts by sortable keys: 64-bit integers in the order of the router's logits, with the expert's number
+in the low bits. So one maximum gives both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.xla.topk import topk_softmax as topk_softmax_in_order
 
-# Up to this many tokens each is multiplied by itself: so few that the router's weight is read once.
+# Up to this many tokens each token is a product of its own: they are so few that the router's weight is read once.
 _FEW_TOKENS = 16
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _NO_KEY = tl.constexpr(torch.iinfo(torch.int64).min)
@@ -41,7 +41,7 @@ def fused_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `ops.fused_experts` of weights that are not quantized, which are read where they lie."""
+    """Compute `ops.fused_experts` of unquantized weights, which are read in place."""
     is_few = topk_ids.numel() < w1.shape[0]
     return (_chosen_experts if is_few else multiply_by_experts)(hidden_states, w1, w2, topk_weights, topk_ids)
 
@@ -122,7 +122,7 @@ def load_expert_keys(router_logits, num_experts, BLOCK_E: tl.constexpr, CACHE_MO
 
 @triton.jit
 def expert_keys(logits, offs_e, BLOCK_E: tl.constexpr):
-    """Return the sortable keys, in int64, of logits, in float32, of experts offs_e, which are below BLOCK_E.
+    """Return the sortable keys, in int64, for float32 logits of experts offs_e, which are below BLOCK_E.
 
     Of equal logits the first expert's key is the largest; NaN is above all.
     """
@@ -149,7 +149,7 @@ def expert_of_key(key, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def topk_of_keys(keys, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr):
-    """Return the experts of the TOP_K largest keys, and the softmax of their logits: two of [BLOCK_TOPK]."""
+    """Return the experts of the TOP_K largest keys, and the softmax of their logits, each [BLOCK_TOPK]."""
     offs_topk = tl.arange(0, BLOCK_TOPK)
     ids, logits = tl.zeros([BLOCK_TOPK], tl.int32), tl.full([BLOCK_TOPK], -float("inf"), tl.float32)
     for i in tl.static_range(TOP_K):

@@ -1,7 +1,8 @@
 """Attention of several tokens of each sequence over its cache, in one ascending loop over blocks of keys.
 
-Blocks lie at the same places whatever the tokens of a step, and one that a token does not see changes none of its bits:
-its weights are zeros, and sums are multiplied by one. So neither the step's tokens nor the cache's length matter.
+Blocks are at the same places whatever a step's tokens, and a block that a token does not see changes none of its bits:
+the block's weights are zeros, and sums are multiplied by one. So neither the step's tokens nor the cache's length
+matter.
 
 Source: FlashAttention (Dao et al. 2022, algorithm 1).
 """
@@ -17,7 +18,7 @@ from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 _BLOCK_M, _BLOCK_KV = 64, 64
 _BLOCK_KV_OF_FLOAT32 = 32
-_SHARED_MEMORY = 160 * 1024  # that all stages need at head dimensions of up to 128
+_SHARED_MEMORY = 160 * 1024  # bytes that all stages need, for head_dim up to 128
 _LOG2_E = 1.4426950408889634
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -108,15 +109,15 @@ def _attend_prompt_kernel(
 ):
     """Attend with one head of BLOCK_M tokens of a sequence.
 
-    Grid: (cdiv(tokens, BLOCK_M), HEADS, batch). The last tokens, which see most, come first.
+    Grid: (cdiv(tokens, BLOCK_M), HEADS, batch). The last tokens, which see the most, come first.
 
     Args:
         query, output: [batch, tokens, HEADS, HEAD_DIM].
         key_cache, value_cache: [slots, KV_HEADS, max_length, HEAD_DIM].
         positions: [batch, tokens], integer, with its stride.
-        lengths: [batch], integer: tokens behind these are padding.
+        lengths: [batch], integer: tokens after this many are padding.
         slots: [batch], integer, or None: sequence i is in slot i + 1.
-        scale: of scores in powers of two.
+        scale: multiplies scores, which are exponents of two.
     """
     pid_m = tl.num_programs(0) - 1 - tl.program_id(0)
     pid_h, pid_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -153,7 +154,7 @@ def _attend_prompt_kernel(
         high = p.to(v.dtype)
         acc = tl.dot(high, v, acc, input_precision=PRECISION)
         if v.dtype != tl.float32:
-            # Weights have the digits of two such numbers.
+            # Weights are the sum of two 16-bit numbers, to keep their digits.
             acc = tl.dot((p - high.to(tl.float32)).to(v.dtype), v, acc)
         m_i = m_new
     # The weight of the largest score is 1, so that the total is below 1 only where nothing is visible.

@@ -1,7 +1,7 @@
-"""The experts of many tokens: rows are put in order by expert, and products are made expert by expert.
+"""The experts of many tokens: rows are sorted by expert, and multiplied expert by expert.
 
-A choice is a token's expert; its number is token * top_k + place. What is computed of a choice depends on its token
-and its expert only, and a token's choices are added in their order.
+A choice is a token's expert; its number is token * top_k + place. A choice's result depends only on its token and its
+expert, and a token's choices are added in their order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _launch_multiply_by_experts(
         if rows is activated and not first_is_gated:
             activated.copy_(moe.relu2(activated))
         options = tile_options(x, *(_TILE if x.itemsize == 2 else _TILE_OF_FLOAT32), 1 + is_gated)
-        # At least as many blocks of choices as the experts may need.
+        # At least as many blocks of choices as the experts can need.
         blocks = topk_ids.numel() // options["BLOCK_M"] + min(num_experts, topk_ids.numel())
         tiles_n = triton.cdiv(outputs.shape[1], options["BLOCK_N"])
         _multiply_choices_kernel[blocks * tiles_n,](
@@ -132,12 +132,13 @@ def _multiply_choices_kernel(
 ):
     """Compute BLOCK_N outputs of BLOCK_M choices of one expert.
 
-    Grid: (blocks * cdiv(N, BLOCK_N),), where `blocks` is at least as many as all experts' choices fill. Programs that
+    Grid: (blocks * cdiv(N, BLOCK_N),), where `blocks` is at least the number that all experts' choices fill. Programs
+    that
     read the same weights are neighbours.
 
     Args:
         rows: [choices / CHOICES_PER_ROW, K].
-        weight: [EXPERTS, N, K]; if gated, of each N gate rows and then N up rows.
+        weight: [EXPERTS, N, K]; if gated, each expert has N gate rows and then N up rows.
         counts, choices: as `_sort_choices_kernel` writes them.
         y: [choices, N].
     """

@@ -1,13 +1,14 @@
 """Products of matrices with several vectors, on tensor cores: block sizes, norms, loops.
 
 A program computes BLOCK_N outputs of BLOCK_M of M vectors from rows of a weight [N, K], BLOCK_K columns at a time, so
-that tensor cores work on some columns while the next ones are being loaded. A kernel of its own normalises vectors
-before.
+that tensor cores work on some columns while the next ones are being loaded. A separate kernel normalises the vectors
+first.
 
-An output has the same bits for any number of vectors, wherever its own is among them. Every configuration adds up in
-one order: one instruction of tensor cores, mma.sync of 16 columns (in float32 a fused multiply-add of one), from the
-first column to the last. The larger instruction of newer GPUs, wgmma, which Triton takes for 64 rows and 4 warps, adds
-in another one; so no configuration may have both. Norms have one program for a vector, the same for any number.
+An output has the same bits for any number of vectors and any place of its vector among them. Every configuration adds
+up in one order: by one tensor-core instruction, mma.sync of 16 columns (in float32 a fused multiply-add of one), from
+the first column to the last. The larger instruction of newer GPUs, wgmma, which Triton uses for 64 rows and 4 warps,
+adds in another order; so no configuration may have both. Norms have one program per vector, the same for any number of
+vectors.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> dict[str, bool
 def _config(n: int, batch: int, num_weights: int) -> tuple[int, int, int, int]:
     """Return (BLOCK_N, the bytes of BLOCK_K columns, num_warps, num_stages).
 
-    A layer takes at most 6 % longer than with the fastest of each kernel on an H200, with 8 and 32 sequences of h-350m,
-    h-tiny and h-small, and 8 of h-1b.
+    With these a layer takes at most 6 % longer than with each kernel's fastest configuration on an H200, with 8 and 32
+    sequences of h-350m, h-tiny and h-small, and 8 of h-1b.
     """
     if n < 32 * _MULTIPROCESSORS:
         return 16, 512, 1 if batch <= 16 else 2, 5 - num_weights
@@ -57,12 +58,14 @@ def _config(n: int, batch: int, num_weights: int) -> tuple[int, int, int, int]:
 
 
 def padded_batch(batch: int) -> int:
-    """Return BLOCK_M: how many vectors the tensor cores of a program multiply, of so many."""
+    """Return BLOCK_M for a batch: how many vectors the tensor cores of a program multiply."""
     return min(_MOST_OF_A_PROGRAM, max(8, triton.next_power_of_2(batch)))
 
 
 def gemm_grid(batch: int, num_programs: int) -> tuple[int, int]:
-    """Return the grid of so many vectors, and of so many programs for BLOCK_M of them. Neighbours read one weight."""
+    """Return the grid for `batch` vectors with num_programs per BLOCK_M vectors. Neighbouring programs read the same
+    weight.
+    """
     return triton.cdiv(batch, padded_batch(batch)), num_programs
 
 
@@ -87,8 +90,8 @@ def _rms_norm_kernel(x, weight, y, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, 
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
-    """Write the products of x [M, K] with a weight [N, K] to y [M, N], rounded to the weight's dtype and then divided
-    by `scaling`, if there is one. Return y.
+    """Multiply x [M, K] with a weight [N, K] and write the products to y [M, N], rounded to the weight's dtype and then
+    divided by `scaling`, if any. Return y.
     """
     options = gemm_config(x, len(weight))
     programs = triton.cdiv(len(weight), options["BLOCK_N"])
@@ -118,7 +121,7 @@ def _multiply_kernel(
         x: [M, K] in weight's dtype.
         weight: [N, K].
         y: [M, N].
-        scaling: what an output is divided by, in float32; or None.
+        scaling: the divisor of outputs, in float32; or None.
     """
     gdc_launch_dependents(USE_GDC)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -134,9 +137,9 @@ def _multiply_kernel(
 
 @triton.jit
 def rows_of_program(M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return which of M vectors a program of `gemm_grid` has, [BLOCK_M], also those beyond the last one."""
+    """Return the numbers of a program's vectors in `gemm_grid`, [BLOCK_M]; they may go beyond the last of M vectors."""
     offs_m = tl.arange(0, BLOCK_M)
-    if M > BLOCK_M:  # otherwise a compiler may know which of them there are
+    if M > BLOCK_M:  # otherwise the compiler can know which of them exist
         offs_m += tl.program_id(0) * BLOCK_M
     return offs_m
 
@@ -153,7 +156,7 @@ def gemm(weight, offs_n, N, x, offs_m, mask_m, K: tl.constexpr, BLOCK_K: tl.cons
 
     Args:
         offs_n: [BLOCK_N].
-        offs_m, mask_m: [BLOCK_M], which rows of x, and whether there is one; where there is none, the result is zero.
+        offs_m, mask_m: [BLOCK_M], the rows of x, and whether each exists; the result is zero for a row that does not.
     """
     acc = tl.zeros([offs_n.shape[0], offs_m.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -165,7 +168,7 @@ def gemm(weight, offs_n, N, x, offs_m, mask_m, K: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit
 def gemm_gate_up(weight, offs_n, N, x, offs_m, mask_m, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Do as `gemm` with the gate rows and the up rows of a weight [2 * N, K]: two of [BLOCK_N, BLOCK_M]."""
+    """Do the same as `gemm` with the gate and the up rows of a weight [2 * N, K]: two of [BLOCK_N, BLOCK_M]."""
     acc_gate = tl.zeros([offs_n.shape[0], offs_m.shape[0]], tl.float32)
     acc_up = tl.zeros([offs_n.shape[0], offs_m.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):

@@ -1,4 +1,4 @@
-"""The head, for any number of tokens; each token has the same bits in any number."""
+"""The head, for any number of tokens; a token's bits do not depend on this number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from granite4_neuron.ops.gpu.operator import operator, register_launch
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Compute `ops.logits` of weights that are not quantized."""
+    """Compute `ops.logits` of unquantized weights."""
     return score_tokens(x.reshape(-1, x.shape[-1]), weight, scaling).view(*x.shape[:-1], -1)
 
 

@@ -1,12 +1,12 @@
-"""Launches the kernels of decode: where a GPU can, a kernel begins while those before it still run.
+"""Launches the kernels of decode: on GPUs that can do so, a kernel begins while earlier ones still run.
 
 This is programmatic dependent launch, of GPUs of compute capability 9.0 and later. A kernel begins as soon as all
 programs of the one before it have called `gdc_launch_dependents`. Before its own `gdc_wait` a program reads only
 weights, and state that no other kernel of the step writes; it writes nothing. After `gdc_wait` it sees what all earlier
 kernels wrote.
 
-There is one exception: the last kernel of `add_feed_forward` reads the router's logits before its `gdc_wait`. The last
-kernel but one wrote them; so the kernel between the two calls `gdc_launch_dependents` only after its own `gdc_wait`.
+There is one exception: the last kernel of `add_feed_forward` reads the router's logits before its `gdc_wait`. They were
+written two kernels before; so the kernel in between calls `gdc_launch_dependents` only after its own `gdc_wait`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# Warps of programs that have one row of the router or a part of a head's state.
+# Warps of programs for one row of the router or a part of a head's state.
 NUM_WARPS_SMALL = 4
 
 
@@ -32,7 +32,7 @@ def launch_options(x: torch.Tensor, num_warps: int) -> dict[str, bool | int]:
 
 @triton.jit
 def gdc_launch_dependents(USE_GDC: tl.constexpr):
-    """Let the next kernel begin as soon as all programs of this one have come here."""
+    """Let the next kernel begin as soon as all programs of this one have reached this call."""
     if USE_GDC:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -1,4 +1,4 @@
-"""Products of one token with a weight, or of each token with those of its experts; `linear` and `mlp` made of them."""
+"""Products of one token with a weight, or of each token with its experts' weights; and `linear` and `mlp`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `ops.linear` of weights that are not quantized."""
+    """Compute `ops.linear` of unquantized weights."""
     if not _is_one_token(x):
         return products.linear(x, weight, bias)
     y = multiply_rows(x.reshape(1, -1), weight, None, False)
@@ -20,7 +20,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
-    """Compute `ops.mlp` of weights that are not quantized."""
+    """Compute `ops.mlp` of unquantized weights."""
     if not _is_one_token(x):
         return products.mlp(x, input_weight, output_weight)
     is_gated = input_weight.shape[0] != output_weight.shape[1]

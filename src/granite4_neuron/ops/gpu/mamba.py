@@ -1,4 +1,4 @@
-"""A Mamba layer's convolution and recurrence of one token of each sequence; states are updated in place."""
+"""A Mamba layer's convolution and recurrence for one token per sequence; states are updated in place."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _convolve_token_kernel(
 
     Args:
         x: [batch, channels], with its stride.
-        conv_state: [batch, channels, D_CONV - 1]; stays as it is where lengths is 0.
+        conv_state: [batch, channels, D_CONV - 1]; unchanged where lengths is 0.
         weight: [channels, D_CONV]. bias: [channels], or None.
         lengths: [batch] int32.
         y: [batch, channels] in float32.
@@ -93,7 +93,7 @@ def _convolve_token_kernel(
 
 @triton.jit
 def load_convolution(conv_state, weight, bias, offs_c, mask_c, D_CONV: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return channels' windows, these shifted, weights, each [BLOCK_C, BLOCK_W], and biases, [BLOCK_C] in float32."""
+    """Return channels' windows, shifted windows, weights, each [BLOCK_C, BLOCK_W], and biases, [BLOCK_C] in float32."""
     offs_w = tl.arange(0, BLOCK_W)[None]
     ptrs = conv_state + offs_c[:, None] * (D_CONV - 1) + offs_w
     window = tl.load(ptrs, mask_c[:, None] & (offs_w < D_CONV - 1))
@@ -118,7 +118,7 @@ def convolve_channels(new, window, weights, biases, D_CONV: tl.constexpr, BLOCK_
 def shift_window(conv_state, new, shifted, offs_c, mask_c, D_CONV: tl.constexpr, BLOCK_W: tl.constexpr):
     """Write shifted windows with new inputs at their ends."""
     offs_w = tl.arange(0, BLOCK_W)[None]
-    # One thread reads what another one writes.
+    # A thread may have read values that another thread overwrites.
     tl.debug_barrier()
     values = tl.where(offs_w < D_CONV - 2, shifted, new[:, None])
     tl.store(conv_state + offs_c[:, None] * (D_CONV - 1) + offs_w, values, mask_c[:, None] & (offs_w < D_CONV - 1))
@@ -240,7 +240,7 @@ def _advance_token_kernel(
     tl.store(y + head * HEAD_DIM + offs_d, outputs, mask_d)
 
 
-# -- what layers are given
+# -- the functions that layers call
 
 
 def _convolve(x, conv_state, weight, bias, lengths) -> Results:
@@ -256,7 +256,7 @@ def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.chunked_scan`; chunks have the same size on every machine."""
+    """Compute `mamba_kernels.chunked_scan`; the chunk size is the same on every machine."""
     return scan_chunks(x, dt, A, B, C, D, ssm_state)
 
 

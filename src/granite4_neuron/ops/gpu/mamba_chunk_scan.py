@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of prompts on a GPU in plain torch that inductor compiles, for the scan "quadratic"."""
+"""The Mamba-2 recurrence of prompts on a GPU for the scan "quadratic", in plain torch that inductor compiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def mamba_chunk_scan(
     initial_states: torch.Tensor,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `ops.xla.mamba.mamba_chunk_scan`, with tokens before heads as they come, and sums as scans."""
+    """Compute `ops.xla.mamba.mamba_chunk_scan`, but keep tokens before heads, as in the inputs, and compute sums as
+    scans.
+    """
     batch, length, num_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     size = min(chunk_size, length)
@@ -27,7 +29,7 @@ def mamba_chunk_scan(
     B_rows, C_rows = (_groups_first(chunks(values.float().flatten(2), size), n_groups) for values in (B, C))
     rows = len(x_rows)
 
-    # A difference of sums in float64 has all digits of a float32, even where sums go down to -10,000.
+    # In float64 a difference of sums has all digits of a float32, even if the sums go down to -10,000.
     sums = (dt_rows * A).double().transpose(1, 2).cumsum(-1)  # [rows, num_heads, size]
     decay = torch.exp((sums[..., None] - sums[:, :, None]).clamp(max=0.0).float())  # [rows, num_heads, to, from]
     from_start, to_end = (

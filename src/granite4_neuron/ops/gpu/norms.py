@@ -1,4 +1,4 @@
-"""RMS norms of tokens, plain and gated. A program normalises one token, so that others do not matter."""
+"""RMS norms of tokens, plain and gated. A program normalises one token, so its bits do not depend on other tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Operators of graphs on a GPU: a definition, which runs on a CPU, and launches of Triton kernels.
 
 Read an operator's file from top to bottom: the definition, the shapes of its results (`register_fake`), its launch,
-the kernels. A second operator with the same definition may have kernels of its own for one row.
+the kernels. A second operator with the same definition may have separate kernels for one row.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch.library import CustomOpDef
 
 # The launch of each operator on a GPU.
 LAUNCHES: dict[CustomOpDef, Callable[..., Any]] = {}
-_DEFINITIONS: dict[CustomOpDef, tuple[Callable[..., Any], tuple[str, ...]]] = {}  # and what they update in place
+_DEFINITIONS: dict[CustomOpDef, tuple[Callable[..., Any], tuple[str, ...]]] = {}  # and the arguments that they mutate
 
 
 def operator(mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Make a definition the operator granite4_neuron::NAME, one node of a graph, which computes it on a CPU.
+    """Register a definition as the operator granite4_neuron::NAME, one node of a graph. On a CPU it runs the
+    definition.
 
     Args:
         mutates: the arguments that are updated in place.

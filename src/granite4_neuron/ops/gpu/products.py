@@ -1,7 +1,7 @@
-"""Products of many tokens with a weight, or of each token with those of its experts, summed in one order.
+"""Products of many tokens with a weight, or of each token with its experts' weights, summed in one order.
 
 A token's outputs have the same bits whatever the number of tokens, its place among them and the tiles: an output is one
-sum, over ascending columns, of the same instruction. For 16-bit numbers this is the tensor cores' wgmma, which adds 16
+sum over ascending columns, by the same instruction. For 16-bit numbers this is the tensor cores' wgmma, which adds 16
 columns at a time, for float32 one fused multiply-add after another. So tiles may suit the number of tokens.
 """
 
@@ -16,24 +16,24 @@ from granite4_neuron.ops.gpu.gemv import silu_and_mul
 from granite4_neuron.ops.gpu.operator import operator, register_launch
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# The fewest tiles, where there are any larger ones: they keep most of an H200's 132 multiprocessors busy.
+# The fewest tiles for which larger tiles are used: they keep most of an H200's 132 multiprocessors busy.
 _FEWEST_TILES = 96
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) of 16-bit numbers, the largest first, as they were fastest on an H200 in the
-# layers of h-350m, h-1b and h-tiny. BLOCK_M is at least 64, and there are at least four warps: less has another
-# instruction.
+# layers of h-350m, h-1b and h-tiny. BLOCK_M is at least 64, and there are at least four warps: with less, Triton uses
+# another instruction.
 _TILES = (128, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (64, 32, 4, 6)
 _TILES_OF_FLOAT32 = (64, 64, 4, 2), (64, 32, 4, 2)
 _BLOCK_BYTES = 128  # of a row of a tile
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `ops.linear` of weights that are not quantized."""
+    """Compute `ops.linear` of unquantized weights."""
     y = multiply_tokens(x.reshape(-1, x.shape[-1]), weight, bias, False, False)
     return y.view(*x.shape[:-1], -1)
 
 
 def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
-    """Compute `ops.mlp` of weights that are not quantized."""
+    """Compute `ops.mlp` of unquantized weights."""
     is_gated = input_weight.shape[0] != output_weight.shape[1]
     activated = multiply_tokens(x.reshape(-1, x.shape[-1]), input_weight, None, is_gated, False)
     if not is_gated:
@@ -56,8 +56,8 @@ def multiply_tokens(
         x: [tokens, columns].
         weight: [rows, columns] in x's dtype.
         bias: [rows] in x's dtype, or None.
-        is_gated: return silu(gate) * up, see `ops.silu_and_mul`; there is no bias then.
-        in_float32: return float32, which is not rounded to x's dtype.
+        is_gated: return silu(gate) * up, see `ops.silu_and_mul`; then there is no bias.
+        in_float32: return float32, not rounded to x's dtype.
 
     Returns:
         [tokens, rows], or half as many rows, in x's dtype or float32.
@@ -103,12 +103,12 @@ register_launch(multiply_tokens, _launch_multiply_tokens)
 
 
 def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x, [rows, columns], with columns side by side."""
+    """Return x, [rows, columns], with each row contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def input_precision(highest: str = "ieee") -> str:
-    """Return how kernels multiply numbers in float32: as torch is told to.
+    """Return how kernels multiply float32 numbers, which is torch's setting.
 
     Args:
         highest: "ieee", or "tf32x3" for tensor cores, which lose two bits of a product.
@@ -117,7 +117,7 @@ def input_precision(highest: str = "ieee") -> str:
 
 
 def shared_memory(x: torch.Tensor) -> int:
-    """Return the bytes of shared memory that a program may have on x's device; of an H200 where x is on none."""
+    """Return the bytes of shared memory that a program may have on x's device; an H200's if x is not on a GPU."""
     if not x.is_cuda:
         return 227 * 1024
     device = torch.cuda.get_device_properties(x.device)
@@ -143,7 +143,7 @@ def tiles(x: torch.Tensor, tokens: int, n: int, num_weights: int) -> dict[str, A
 def tile_options(
     x: torch.Tensor, block_m: int, rows_of_weights: int, num_warps: int, num_stages: int, num_weights: int
 ) -> dict[str, Any]:
-    """Return launch options of tiles of block_m tokens and of rows of all weights, with as many stages as fit."""
+    """Return launch options for tiles of block_m tokens and of rows of all weights, with as many stages as fit."""
     stage = (block_m + rows_of_weights) * _BLOCK_BYTES
     return {
         "BLOCK_M": block_m,
@@ -214,7 +214,7 @@ def _load_columns(ptrs, start, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def multiply_tile(
     rows, weight, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Multiply rows with rows of a weight [N, K]: [BLOCK_M, BLOCK_N] in float32, whose columns from N on are of no use.
+    """Multiply rows with rows of a weight [N, K]: [BLOCK_M, BLOCK_N] in float32; columns from N on are meaningless.
 
     Args:
         rows: [BLOCK_M, 1] pointers to rows of K numbers.
@@ -234,7 +234,7 @@ def multiply_tile(
 def multiply_tile_gate_up(
     rows, weight, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Do as `multiply_tile` with the gate rows and the up rows of a weight [2 * N, K]."""
+    """Do the same as `multiply_tile` with the gate rows and with the up rows of a weight [2 * N, K]."""
     offs_k = tl.arange(0, BLOCK_K)
     x_ptrs = rows + offs_k[None]
     gate_ptrs = weight + tl.where(offs_n < N, offs_n, 0)[None] * K + offs_k[:, None]

@@ -1,6 +1,6 @@
-"""Those operators of `token_layer` that decode of one sequence needs, for one row, on which they take less time.
+"""The operators of `token_layer` that decode of one sequence needs, for one row only, which makes them faster.
 
-Their sums have another order than those for any number of rows.
+They add up in another order than the operators for any number of rows.
 """
 
 from granite4_neuron.ops.gpu.token_experts import activate_experts_of_one as activate_experts

@@ -1,10 +1,10 @@
 """The Mamba-2 recurrence of prompts as matrix products, chunk by chunk (state space duality, SSD).
 
-Chunks begin at multiples of the chunk's size, and states pass from one to the next in float32, in ascending order. So
-a prompt that is cut there has the same bits: what passes from piece to piece is what would have passed between chunks.
-Tokens behind another one add zeros to its sums. Kernels are compiled once for all numbers of tokens.
+Chunks begin at multiples of the chunk's size, and states pass from one to the next in float32, in ascending order. So a
+prompt that is cut there has the same bits: the same states pass between its pieces as between chunks. Later tokens add
+only zeros to a token's sums. Kernels are compiled once for all numbers of tokens.
 
-Source: Dao and Gu 2024, section 6; the parts are those of mamba_ssm's ssd_combined.
+Source: Dao and Gu 2024, section 6; divided into the same parts as mamba_ssm's ssd_combined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.mamba_kernels import chunked_scan
 from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
 
-# Tokens whose outputs a program computes; fewer where a program has less shared memory.
+# Tokens whose outputs a program computes; fewer if a program has less shared memory.
 _MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024
 _BLOCK_H = 4
 _BLOCK_STATE = 64
@@ -61,7 +61,7 @@ def _launch_scan_chunks(
     constants = {"HEADS": num_heads, "GROUPS": n_groups, "D_STATE": d_state, "CHUNK": size}
     precision = input_precision("tf32x3")
 
-    # A sum in float64, as two numbers in float32: a difference of two has all digits of a float32.
+    # Sums in float64, as two float32 numbers each, so that a difference of two sums has all digits of a float32.
     sums = dt.new_empty(batch, num_heads, 2, chunks * size)
     _sum_decays_kernel[chunks, triton.cdiv(num_heads, _BLOCK_H), batch](
         dt, A, sums, tokens, chunks, HEADS=num_heads, CHUNK=size, BLOCK_H=_BLOCK_H, num_warps=4
@@ -143,7 +143,7 @@ register_launch(scan_chunks, _launch_scan_chunks)
 
 
 def _with_whole_tokens(values: torch.Tensor) -> torch.Tensor:
-    """Return values [batch, tokens, rows, columns] whose tokens have their numbers side by side."""
+    """Return values [batch, tokens, rows, columns] with each token contiguous."""
     return values if values.stride(3) == 1 and values.stride(2) == values.shape[3] else values.contiguous()
 
 
@@ -169,7 +169,7 @@ def _sum_decays_kernel(
     Args:
         dt: [batch, tokens, HEADS] in float32.
         A: [HEADS] in float32.
-        sums: [batch, HEADS, 2, chunks * CHUNK] in float32, the sums rounded, and what is missing from these.
+        sums: [batch, HEADS, 2, chunks * CHUNK] in float32, the rounded sums, and the remainders.
     """
     pid_c, pid_b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     offs_t, offs_h = pid_c * CHUNK + tl.arange(0, CHUNK), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -1,14 +1,14 @@
-"""Sums whose order does not depend on which threads hold what, for numbers that several kernels have to compute alike.
+"""Sums in an order that does not depend on the layout of threads, for numbers that several kernels must compute alike.
 
-Kernels that use them are launched with `EXACT_PRODUCTS`: otherwise a compiler rounds a product before it is added, or
-not, as it suits the threads.
+Kernels that use them are launched with `EXACT_PRODUCTS`: otherwise the compiler may or may not fuse a product with a
+sum, depending on the layout of threads.
 """
 
 from __future__ import annotations
 
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# Options of a launch: no product is joined with a sum, but where a kernel says `tl.fma`.
+# Options of a launch: no product is fused with a sum, except by `tl.fma`.
 EXACT_PRODUCTS = {"enable_fp_fusion": False}
 _MOST_LEVELS = tl.constexpr(20)
 

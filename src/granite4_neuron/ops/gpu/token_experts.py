@@ -1,7 +1,7 @@
-"""The feed-forward part of a layer with experts, for a token of each sequence, as three operators.
+"""The feed-forward part of a layer with experts, for one token per sequence, as three operators.
 
-The weights of an expert are read once for all sequences that chose it, and not at all if none did. Idle
-sequences, of length 0, choose none if there are several. `ops.gpu.experts` says how kernels choose experts.
+The weights of an expert are read once for all sequences that chose it, and not at all if none did. With several
+sequences, idle ones (of length 0) choose no experts. `ops.gpu.experts` says how kernels choose experts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from granite4_neuron.ops.gpu.token_mlp import activate_rows, activate_tiles
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.xla.topk import topk_softmax
 
-# Warps of programs that have one row of the second products.
+# Warps of programs for one row of the second products.
 _NUM_WARPS_OF_ROW = 2
-# Numbers of the router's weight that a program reads, and columns of a program that adds outputs.
+# Elements of the router's weight that a program reads, and columns of a program that adds outputs.
 _ROUTER_BLOCK_SIZE = 8192
 _SUM_BLOCK_N = 512
 
@@ -62,7 +62,7 @@ def _launch_route_of_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_experts, columns = weight.shape
     normed, logits = norm_weight.new_empty(x.shape), x.new_empty(1, num_experts)
-    # There are few rows, so the time of one counts: each has a program of its own.
+    # There are few rows, so each has a program of its own, to take as little time as possible.
     _route_of_one_kernel[num_experts,](
         x,
         norm_weight,
@@ -145,7 +145,7 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_E experts' logits of one sequence; its first program also stores its normalised vector.
+    """Compute BLOCK_E experts' logits of one sequence; the sequence's first program also stores its normalised vector.
 
     Grid: (cdiv(NUM_EXPERTS, BLOCK_E), batch).
 
@@ -181,7 +181,7 @@ def activate_experts(
     lengths: torch.Tensor,
     top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activate the shared MLP, and the experts that the router chose.
+    """Compute the activations of the shared MLP and of the experts that the router chose.
 
     Args:
         normed, router_logits: from `route`.
@@ -332,7 +332,7 @@ def _activate_experts_of_one_kernel(
 
 @triton.jit
 def _expert_of_rank(router_logits, rank, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the expert that comes after `rank` others."""
+    """Return the expert of this rank: `rank` experts have larger logits."""
     keys = load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, "")
     for _ in range(rank):
         keys = without_key(keys, tl.max(keys, 0))
@@ -396,7 +396,9 @@ def _activate_experts_kernel(
 def _choices_of_expert(
     router_logits, expert, offs_m, is_real, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr
 ):
-    """Return which of all M * TOP_K choices is this expert, and whether a real token chose it: two of [BLOCK_M]."""
+    """Return, for each token, which of all M * TOP_K choices is this expert, and whether a real token chose it: two of
+    [BLOCK_M].
+    """
     offs_e = tl.arange(0, BLOCK_E)[None]
     ptrs = router_logits + offs_m[:, None] * NUM_EXPERTS + offs_e
     keys = expert_keys(tl.load(ptrs, is_real[:, None] & (offs_e < NUM_EXPERTS), -float("inf")), offs_e, BLOCK_E)

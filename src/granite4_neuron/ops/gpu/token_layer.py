@@ -1,10 +1,10 @@
 """The operators that fuse the products of a decoder layer's tokens with their neighbours, for a few tokens.
 
-With few tokens a step's time is proportional to the number of kernels, and these are fewer than a compiler makes of a
-layer. `model.token_layer` computes a layer with them: decode, and verification, which has a row for each token.
+With few tokens a step's time is proportional to the number of kernels, and there are fewer of these than a compiler
+would make for a layer. `model.token_layer` uses them for decode, and for verification, which has a row per token.
 
-A row's bits do not depend on the number of rows, nor on its place among them. `single_token_layer` has operators for
-one row that are faster, and add up in another order.
+A row's bits do not depend on the number of rows, nor on its place among them. `single_token_layer` has faster operators
+for one row, which add up in another order.
 """
 
 from granite4_neuron.ops.gpu.token_experts import activate_experts, add_feed_forward, route
@@ -13,7 +13,7 @@ from granite4_neuron.ops.gpu.token_mlp import activate
 from granite4_neuron.ops.gpu.token_projections import add_product, project_heads
 from granite4_neuron.ops.gpu.token_verify import advance_verified, convolve_verified, project, scan_verified
 
-# Up to this many sequences these take less time than a compiler's kernels for a layer; more were not measured.
+# Up to this many sequences these operators are faster than a compiler's kernels for a layer; more were not measured.
 MOST_SEQUENCES = 32
 
 __all__ = [

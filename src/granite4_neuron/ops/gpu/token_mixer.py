@@ -1,7 +1,7 @@
-"""A Mamba layer's mixer for a token of each sequence, up to the output projection, as two operators.
+"""A Mamba layer's mixer for one token per sequence, up to the output projection, as two operators.
 
-With few sequences a step's time is proportional to the number of kernels. So there are few: the product that makes the
-mixer's inputs also computes the norm before it, for one sequence, and the convolution after it. Weights are not
+With few sequences a step's time is proportional to the number of kernels. So there are few: the kernel that multiplies
+for the mixer's inputs also computes the convolution after it and, for one sequence, the norm before it. Weights are not
 quantized, and have one dtype.
 """
 
@@ -25,7 +25,7 @@ from granite4_neuron.ops.gpu.operator import for_one_row, operator, register_lau
 from granite4_neuron.ops.gpu.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# A program's rows of a head's state.
+# Rows of a head's state per program.
 _BLOCK_D = 16
 
 # -- norm, projection and convolution
@@ -44,7 +44,7 @@ def mixer_inputs(
     num_heads: int,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise and project, then convolve what the recurrence reads, and update conv_state in place.
+    """Normalise and project, then convolve the recurrence's inputs, and update conv_state in place.
 
     Args:
         x: [batch, columns], float32.
@@ -98,7 +98,7 @@ def _launch_mixer_inputs_of_one(
         FIRST_CHANNEL=rows - channels - num_heads,
         CHANNELS=channels,
         D_CONV=d_conv,
-        # An element for each thread, or each would do the work of all.
+        # One element per thread; otherwise every thread would do the work of all.
         BLOCK_W=max(triton.next_power_of_2(d_conv), 32 * num_warps // block_n),
         BLOCK_N=block_n,
         NUM_TILES=num_tiles,
@@ -168,7 +168,7 @@ def _mixer_inputs_of_one_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute NUM_TILES * BLOCK_N outputs of one sequence. Those from FIRST_CHANNEL on are CHANNELS to convolve.
+    """Compute NUM_TILES * BLOCK_N outputs of one sequence. CHANNELS outputs from FIRST_CHANNEL on are convolved.
 
     Grid: (cdiv(N, NUM_TILES * BLOCK_N),).
 
@@ -177,7 +177,7 @@ def _mixer_inputs_of_one_kernel(
         norm_weight: [K].
         weight: [N, K].
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
-        conv_state: [CHANNELS, D_CONV - 1]; stays as it is if lengths is 0.
+        conv_state: [CHANNELS, D_CONV - 1]; unchanged if lengths is 0.
         lengths: [1] int32.
         y: [N] in float32.
     """
@@ -227,7 +227,7 @@ def _mixer_inputs_kernel(
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of BLOCK_M of M sequences. Those from FIRST_CHANNEL on are CHANNELS to convolve.
+    """Compute BLOCK_N outputs of BLOCK_M of M sequences. CHANNELS outputs from FIRST_CHANNEL on are convolved.
 
     Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
@@ -235,7 +235,7 @@ def _mixer_inputs_kernel(
         x: [M, K] in weight's dtype, normalised.
         weight: [N, K].
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
-        conv_state: [M, CHANNELS, D_CONV - 1]; stays as it is where lengths is 0.
+        conv_state: [M, CHANNELS, D_CONV - 1]; unchanged where lengths is 0.
         lengths: [M] int32.
         y: [M, N] in float32.
     """
@@ -260,12 +260,12 @@ def _mixer_inputs_kernel(
     projected = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
     inputs = tl.where(offs_w < D_CONV - 1, window, projected[:, :, None]).to(tl.float32)
     for w in tl.static_range(D_CONV):
-        # Not a sum of products: which of two a compiler rounds may differ from sequence to sequence.
+        # Not a sum of products: which of two products the compiler rounds could differ from sequence to sequence.
         values, factors = _at_tap(inputs, offs_w, w), _at_tap(weights, offs_w, w)
         convolved = tl.fma(values, tl.broadcast_to(factors, values.shape), convolved)
     outputs = tl.where(mask_c[:, None], convolved * tl.sigmoid(convolved), projected.to(tl.float32))
     tl.store(y + offs_m[None] * N + offs_n[:, None], outputs, (offs_n < N)[:, None] & mask_m[None])
-    # One thread reads what another one writes.
+    # A thread may have read values that another thread overwrites.
     tl.debug_barrier()
     next_window = tl.where(offs_w < D_CONV - 2, shifted, projected[:, :, None])
     tl.store(window_ptrs, next_window, mask_cm & is_real[None, :, None] & (offs_w < D_CONV - 1))
@@ -297,7 +297,7 @@ def advance_mixer(
         inputs: from `mixer_inputs`.
         dt_bias, A_log, D: [num_heads].
         ssm_state: [batch, num_heads, head_dim, d_state], float32.
-        lengths: [batch]; where it is 0 the state stays, and the result is unspecified.
+        lengths: [batch]; where it is 0 the state is unchanged and the result unspecified.
 
     Returns:
         y * silu(gate), [batch, num_heads * head_dim] in float32.
@@ -350,7 +350,7 @@ def launch_recurrence(
     limits: tuple[float, float],
     writes_state: bool,
 ) -> None:
-    """Launch the kernel of the recurrence, for as many tokens of each sequence as `inputs` has; see it for arguments.
+    """Launch `_recurrence_kernel`, which documents the arguments, for as many tokens of each sequence as `inputs` has.
 
     Args:
         inputs: [batch * tokens, columns].
@@ -417,10 +417,10 @@ def _recurrence_kernel(
             x, B, C and dt; without y there is no gate.
         dt_bias, A_log, D: [NUM_HEADS].
         ssm_state: [batch, NUM_HEADS, HEAD_DIM, D_STATE] in float32.
-        starts: [batch] int32, with its stride; where it is 0 a sequence starts from zeros. None if none does.
+        starts: [batch] int32, with its stride; where it is 0 a sequence starts from zeros. None if no sequence does.
         lengths: [batch] int32, with its stride: how many of a sequence's tokens are real, its first ones.
-        y: [batch * tokens, D_INNER] in float32; unspecified where a token is not real. None if none is wanted.
-        tokens: of each sequence. If the state is written, y is wanted of one token at most.
+        y: [batch * tokens, D_INNER] in float32; unspecified where a token is not real. None if it is not wanted.
+        tokens: per sequence. If the state is written, y may be wanted for at most one token.
         WRITES_STATE: whether the state is written, with the real tokens of each sequence.
     """
     gdc_launch_dependents(USE_GDC)
@@ -468,8 +468,8 @@ def _recurrence_kernel(
 
 @triton.jit
 def _time_step(dt, lowest_dt, highest_dt):
-    """Compute softplus, and clamp it."""
-    # log(1 + exp(dt)), with the digits of exp(dt) that are lost in a sum with 1.
+    """Return dt after softplus and clamping."""
+    # log(1 + exp(dt)), without losing the digits of exp(dt) in the sum with 1.
     e = tl.exp(tl.minimum(dt, 20.0))
     one_plus_e = 1.0 + e
     softplus = tl.where(

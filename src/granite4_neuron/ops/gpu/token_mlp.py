@@ -1,6 +1,6 @@
 """The first half of a token's MLP, with the norm before it; `add_product` is the second.
 
-Layers with experts activate their shared MLP with these functions too, in one kernel with the experts.
+Layers with experts also use these functions for their shared MLP, in one kernel with the experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
 @operator()
 def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise, and activate an MLP.
+    """Normalise, and compute an MLP's activations.
 
     Args:
         x: [batch, columns], float32.
@@ -123,7 +123,7 @@ def activate_tiles(gate, up, x, weight, y, offs_n, N, offs_k, K, BLOCK_N: tl.con
     """Compute NUM_TILES blocks of activations of one vector, and store them in y [N].
 
     Args:
-        gate, up: [BLOCK_N, BLOCK_K], the first tiles, which have been loaded.
+        gate, up: [BLOCK_N, BLOCK_K], the first tiles, already loaded.
         x: [1, BLOCK_K] in float32.
         weight: [2 * N, K].
         offs_n: [BLOCK_N], of the first tiles.

@@ -1,4 +1,4 @@
-"""Projections of a token of each sequence, fused with their neighbours: the norm before, the residual after."""
+"""Projections of one token per sequence, fused with their neighbours: the norm before, the residual after."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def add_product(
     alpha: float,
     eps: float,
 ) -> torch.Tensor:
-    """Compute residual + alpha * (weight x), where x is normalised before if it has a norm.
+    """Compute residual + alpha * (weight x), where x is normalised first if it has a norm.
 
     Args:
         residual: [batch, rows], float32.

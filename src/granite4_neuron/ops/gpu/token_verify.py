@@ -1,7 +1,7 @@
-"""A Mamba layer's mixer for several tokens of each sequence that may be taken back, each with the bits of decode.
+"""A Mamba layer's mixer for several tokens per sequence that may be rejected, each with the same bits as in decode.
 
-Products have a row for each token. Convolution and recurrence go from token to token, as decode would: verification
-from the state as it is, which they do not write, and what is accepted of it from the same state, which they write.
+Products have a row per token. Convolution and recurrence go from token to token, as in decode. Verification starts from
+the present state and does not write it; the accepted tokens then start from the same state and write it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from granite4_neuron.ops.gpu.sums import EXACT_PRODUCTS
 from granite4_neuron.ops.gpu.token_mixer import advance_mixer, launch_recurrence
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# Channels of a program of the convolution.
+# Channels per program of the convolution.
 _BLOCK_C = 128
 
 # -- norm and projection
@@ -53,11 +53,11 @@ def convolve_verified(
     starts: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Compute what `mixer_inputs` returns of one token after another.
+    """Compute the results of `mixer_inputs` for one token after another.
 
     Args:
-        projected: [batch, tokens, d_inner + channels + num_heads]: the gate, what is convolved, and dt.
-        conv_weight, conv_bias, conv_state: as `ops.causal_conv1d` takes them; conv_state stays as it is.
+        projected: [batch, tokens, d_inner + channels + num_heads]: the gate, the convolution's inputs, and dt.
+        conv_weight, conv_bias, conv_state: as `ops.causal_conv1d` takes them; conv_state is unchanged.
         starts: [batch], int32, the position of each sequence's first token; at 0 its window is zeros.
 
     Returns:
@@ -72,7 +72,7 @@ def _(projected, *others):
 
 
 def _begun(state: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a state in which sequences that start from zeros have them."""
+    """Return a copy of a state with zeros for sequences that start from zeros."""
     return torch.where((starts > 0).view(-1, *[1] * (state.dim() - 1)), state, 0.0)
 
 
@@ -84,7 +84,7 @@ def _convolved(
     num_heads: int,
     lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convolve in float32 what is to be convolved, and write conv_state. lengths: of real tokens; None for all."""
+    """Convolve the convolution's inputs in float32, and write conv_state. lengths: of real tokens; None for all."""
     batch, tokens, columns = projected.shape
     channels = conv_state.shape[1]
     before, inner, after = projected.split([columns - channels - num_heads, channels, num_heads], 2)
@@ -164,7 +164,7 @@ def _convolution_kernel(
     BLOCK_C: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Convolve BLOCK_C of a sequence's columns, those from FIRST_CHANNEL on that are CHANNELS; cast the others.
+    """Handle BLOCK_C of a sequence's columns: convolve the CHANNELS columns from FIRST_CHANNEL on; cast the others.
 
     Grid: (cdiv(N, BLOCK_C), batch).
 
@@ -173,9 +173,9 @@ def _convolution_kernel(
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
         conv_state: [batch, CHANNELS, D_CONV - 1].
         starts: [batch] int32, with its stride; at 0 a window is zeros.
-        lengths: [batch] int32, with its stride: how many of a sequence's tokens conv_state takes in; None for none.
-        y: [batch, tokens, N] in float32; with lengths of those tokens only.
-        tokens: of each sequence.
+        lengths: [batch] int32, with its stride: how many of a sequence's tokens advance conv_state; None for none.
+        y: [batch, tokens, N] in float32; with lengths, only for those tokens.
+        tokens: per sequence.
     """
     gdc_launch_dependents(USE_GDC)
     gdc_wait(USE_GDC)
@@ -207,15 +207,15 @@ def _convolution_kernel(
         tl.store(y + token * N + offs_n, tl.where(mask_c, convolved * tl.sigmoid(convolved), new), mask_n)
     if lengths is not None:
         window = _window(windows, projected, count - 1, is_begun, offs_n, offs_w + 1, mask_c, N, D_CONV)
-        tl.debug_barrier()  # one thread reads what another one writes
+        tl.debug_barrier()  # a thread may have read values that another overwrites
         mask = mask_c[:, None] & (offs_w < D_CONV - 1) & (count > 0)
         tl.store(windows + offs_w, window.to(conv_state.dtype.element_ty), mask)
 
 
 @triton.jit
 def _window(windows, projected, token, is_begun, offs_n, offs_w, mask_c, N: tl.constexpr, D_CONV: tl.constexpr):
-    """Return inputs offs_w of the D_CONV that end with a token, [BLOCK_C, BLOCK_W] in float32. Before the first token
-    are those of windows, [BLOCK_C, D_CONV - 1].
+    """Return inputs offs_w of the D_CONV inputs that end with a token, [BLOCK_C, BLOCK_W] in float32. Inputs before the
+    first token come from windows, [BLOCK_C, D_CONV - 1].
     """
     places = token - (D_CONV - 1) + offs_w
     mask = mask_c[:, None] & (offs_w < D_CONV)
@@ -239,12 +239,12 @@ def scan_verified(
     lowest_dt: float,
     highest_dt: float,
 ) -> torch.Tensor:
-    """Compute `advance_mixer` of one token after another; ssm_state stays as it is.
+    """Compute `advance_mixer` for one token after another; ssm_state is unchanged.
 
     Args:
         inputs: from `convolve_verified`.
         starts: [batch], int32, the position of each sequence's first token; at 0 its state is zeros.
-        lengths: [batch], int32; results behind so many tokens are unspecified.
+        lengths: [batch], int32; results after this many tokens are unspecified.
 
     Returns:
         [batch * tokens, num_heads * head_dim] in float32.
@@ -293,7 +293,7 @@ def _launch_scan_verified(
 register_launch(scan_verified, _launch_scan_verified)
 
 
-# -- what is accepted
+# -- accepted tokens
 
 
 @operator(mutates=("conv_state", "ssm_state"))
@@ -314,9 +314,9 @@ def advance_verified(
     """Advance conv_state and ssm_state in place by the first tokens of each sequence, as decode would.
 
     Args:
-        projected: [batch, tokens, channels + num_heads]: what is convolved, and dt.
+        projected: [batch, tokens, channels + num_heads]: the convolution's inputs, and dt.
         starts: [batch], int32, the position of each sequence's first token; at 0 it starts from zeros.
-        lengths: [batch], int32, how many tokens; where it is 0 the states stay as they are.
+        lengths: [batch], int32, how many tokens; where it is 0 the states are unchanged.
     """
     has_tokens = lengths > 0
     for state in (conv_state, ssm_state):

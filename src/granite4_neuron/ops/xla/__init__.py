@@ -1,7 +1,7 @@
-"""The operators for compiled graphs, in plain torch: no shape depends on a value, and nothing is hard for a compiler.
+"""The operators for compiled graphs, in plain torch: no shape depends on a value, and every operation compiles well.
 
-All are tensor functions that any compiler lowers; there are no kernels here. Where an operator has no form of its own,
-the set has its plain definition. `ops.gpu` begins with this set and replaces what has Triton kernels.
+All are tensor functions that any compiler lowers; there are no kernels here. If an operator has no form here, the set
+has its plain definition. `ops.gpu` starts from this set and replaces the operators that have Triton kernels.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Attention over keys and values that are kept per slot, in plain torch, block by block; and writes to the cache."""
+"""Attention over the cache of slots, in plain torch, block by block; and writes to the cache."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def cached_attention(
 def _once_known(total: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return `values`, as a function of `total`, which is never negative.
 
-    It makes a compiled graph compute one block after another. Otherwise its scheduler would compute the scores of all
+    This makes a compiled graph process one block after another. Otherwise its scheduler would compute the scores of all
     blocks at once, and keep them.
     """
     return values.masked_fill(total.sum() < 0, 0)  # NaN is not below 0
 
 
 def write_cache_as(form: str) -> Callable[..., None]:
-    """Return `ops.write_cache` in one of `choices.KV_WRITES`. Try on a device which of them is fastest there.
+    """Return `ops.write_cache` in one of the forms of `choices.KV_WRITES`. Measure on a device which is fastest there.
 
     "index" has an index for each axis. "rows" has one index, of rows of head_dim values. "select" writes the whole
-    cache, so it has no index; it is for one token of every sequence, in the order of their slots, and several tokens
-    are written as "rows".
+    cache, so it has no index. It is for one token of every sequence, in the order of the slots; several tokens are
+    written as with "rows".
     """
     return {"index": write_cache, "rows": _write_rows, "select": _write_selected}[form]
 

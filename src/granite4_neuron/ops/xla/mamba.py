@@ -1,7 +1,8 @@
-"""The Mamba-2 recurrence for compiled graphs, in plain torch: all chunks at once, sums as products with triangles.
+"""The Mamba-2 recurrence for compiled graphs, in plain torch: all chunks at once, sums as products with triangular
+matrices.
 
-Products have rank 3 at most, and transposes too: tokens come last, so that heads lie behind one another like the rows
-of a matrix.
+Products and transposes have rank 3 at most: tokens are the last axis, so that heads are stacked like the rows of a
+matrix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from granite4_neuron.ops.causal_conv1d import depthwise_convolution
 from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
 
-# Tokens that are scanned at once: the number of partitions that Trainium's engines work on.
+# Tokens to scan at once: the number of partitions that Trainium's engines work on.
 CHUNK_SIZE = 128
 
 
@@ -79,8 +80,8 @@ def mamba_chunk_scan(
 def segment_sum(values: torch.Tensor) -> torch.Tensor:
     """Compute `ops.mamba_chunk_scan.segment_sum`, transposed, as a product: [rows, length] to [rows, length, length].
 
-    The entry at [j, i] is values[j + 1] + ... + values[i] for j <= i, and 0 for j > i. It is summed from its own terms
-    here too.
+    The entry at [j, i] is values[j + 1] + ... + values[i] for j <= i, and 0 for j > i. It is summed from its own terms,
+    as there.
     """
     length = values.shape[-1]
     upper = _upper_triangle(length, values.device)
@@ -95,12 +96,12 @@ def _upper_triangle(size: int, device: torch.device) -> torch.Tensor:
 def _pass_on(
     initial_states: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states before each chunk, and those after the last one.
+    """Return the states before each chunk, and the states after the last one.
 
     Args:
         initial_states: [batch, num_heads, head_dim, d_state].
-        added: [batch * chunks, num_heads, head_dim * d_state], what each chunk alone would leave behind.
-        log_decay: [batch * chunks, num_heads], of whole chunks.
+        added: [batch * chunks, num_heads, head_dim * d_state], each chunk's final states from zeros.
+        log_decay: [batch * chunks, num_heads], over whole chunks.
 
     Returns:
         Shaped like added; and [batch, num_heads, head_dim * d_state].
@@ -121,7 +122,7 @@ def _pass_on(
 def _pass_on_in_a_row(
     initial_state: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `_pass_on`, for the [num_heads, ...] initial state and the [chunks, num_heads, ...] of one row."""
+    """Do the same as `_pass_on` for one row: an initial state [num_heads, ...] and chunks [chunks, num_heads, ...]."""
     # [num_heads, from, to]: from the initial state or a chunk, to before a chunk or after the last one.
     decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)))).triu()
     parts = torch.cat([initial_state[None], added]).transpose(0, 1)
@@ -143,7 +144,7 @@ def _tokens_last(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.chunked_scan`; chunks have the same size on every machine."""
+    """Compute `mamba_kernels.chunked_scan`; the chunk size is the same on every machine."""
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state)
 
 
@@ -153,7 +154,7 @@ def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
 
 
 def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.single_token_scan` element by element, for a compiler that makes one loop of it."""
+    """Compute `mamba_kernels.single_token_scan` element by element, so that a compiler can make it one loop."""
     batch, num_heads, head_dim, d_state = ssm_state.shape
     groups = (-1, num_heads // B.shape[2] * head_dim, d_state)
     B_rows, C_rows = (values.float().reshape(-1, 1, d_state) for values in (B, C))
@@ -165,7 +166,7 @@ def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
 
 
 def _single_token_convolution(x, conv_state, weight, bias, lengths) -> Results:
-    """Compute `causal_conv1d` of one token: its window is the next one, or as it was where the token is padding."""
+    """Compute `causal_conv1d` of one token; the window is unchanged where the token is padding."""
     inputs = torch.cat([conv_state.transpose(1, 2), x], dim=1)
     y = F.silu(depthwise_convolution(inputs, weight, bias))
     window = inputs[:, 1:].where((lengths > 0)[:, None, None], inputs[:, :-1])

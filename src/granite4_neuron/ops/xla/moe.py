@@ -3,9 +3,9 @@
 Three paths give the same sums (`expert_path` chooses among them):
 
 * chosen: the weights of each choice are fetched.
-* all: every expert for every token, with the weight 0 where it was not chosen.
-* blocks: every expert has room for a fixed number of tokens, its capacity. What goes beyond that is put into further
-  blocks of as many, each of which fetches the weights of its expert. There are enough of them for every possible
+* all: every expert for every token, weighted 0 where it was not chosen.
+* blocks: every expert has room for a fixed number of tokens, its capacity. Choices beyond that go into further blocks
+  of the same size, each of which fetches the weights of its expert. There are enough further blocks for every possible
   choice, so that no token is ever dropped.
 """
 
@@ -20,15 +20,14 @@ from torch.nn import functional as F
 from granite4_neuron.ops.moe import activate
 
 CHOSEN, ALL, BLOCKS = "chosen", "all", "blocks"
-# Tokens that are counted at a time: a count of that many is exact in every dtype that a compiler may choose for a
-# product.
+# Tokens to count at a time: a count up to this is exact in every dtype that a compiler may choose for a product.
 _ROWS = 128
 _CAPACITY_STEP = 8
-# Products of a Trainium2 core in the time of moving a number of 16 bits: 667 TFLOP/s and 2.9 TB/s of a chip.
+# Multiplications that a Trainium2 core makes while it moves one 16-bit number: 667 TFLOP/s and 2.9 TB/s per chip.
 _PRODUCTS_PER_MOVE = 230
 # Fetched weights are read, written and read again.
 _FETCHED = 3
-# Rows of blocks are fetched and then written by the second product; each choice is fetched twice from those.
+# Rows of blocks are fetched, then written by the second product; from these each choice is fetched twice.
 _MOVES_OF_ROW, _MOVES_OF_CHOICE = _FETCHED + 1, 2 * _FETCHED
 
 
@@ -37,8 +36,8 @@ class ExpertPath:
     """A way to compute the experts.
 
     name: "chosen", "all" or "blocks".
-    capacity: of "blocks", rows of each expert and of each further block.
-    num_blocks: of "blocks", how many further blocks there are.
+    capacity: for "blocks", the rows of each expert and of each further block.
+    num_blocks: for "blocks", the number of further blocks.
     """
 
     name: str
@@ -63,16 +62,16 @@ class ExpertPath:
 def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: int, gathers: bool = True) -> ExpertPath:
     """Choose the path that takes the least time on a device, for `tokens` tokens that choose `top_k` experts each.
 
-    A step takes the time of what it moves or of what it multiplies, whichever is longer. All experts multiply most and
-    move least: only the weights. Blocks multiply less, but move rows of hidden_size numbers, which is much where ranks
-    share the experts' widths.
+    A step takes as long as its data movement or its multiplications, whichever is longer. "all" multiplies most and
+    moves least: only the weights. "blocks" multiplies less, but moves rows of hidden_size numbers, which counts for
+    much if ranks share the experts' widths.
 
     Args:
-        intermediate_size: of an expert, on one rank.
+        intermediate_size: an expert's width on one rank.
         gathers: whether few tokens may fetch the weights that they choose.
     """
     choices = tokens * top_k
-    # Here the further blocks' weights and the experts' own rows move as much.
+    # At this capacity the further blocks' weights and the experts' own rows are equally much to move.
     best = math.sqrt(_FETCHED * choices * 3 * intermediate_size / (_MOVES_OF_ROW * num_experts))
     capacity = max(1, round(best / _CAPACITY_STEP)) * _CAPACITY_STEP
     paths = [ExpertPath(ALL), with_capacity(choices, capacity)]
@@ -94,11 +93,11 @@ def _time(path: ExpertPath, tokens: int, choices: int, num_experts: int, interme
 
 
 def with_capacity(choices: int, capacity: int) -> ExpertPath:
-    """Return blocks of `capacity` rows, as many as any `choices` choices can fill.
+    """Return the path with blocks of `capacity` rows, as many as any `choices` choices can fill.
 
-    An expert that has q further blocks was chosen more than q * capacity times. So there are less than
-    (choices + 1) / capacity of them, counting the row that `_places` sets aside, and if there are as many as here the
-    last one is not full.
+    An expert that has q further blocks was chosen more than q * capacity times. So there are fewer than (choices + 1) /
+    capacity further blocks, counting the row that `_places` sets aside; and if all of these are used, the last one is
+    not full.
     """
     return ExpertPath(BLOCKS, capacity, max(1, (choices + 1) // capacity))
 
@@ -114,11 +113,11 @@ def fused_experts(
     input_first: bool = False,
     gathers: bool = True,
 ) -> torch.Tensor:
-    """Compute `ops.fused_experts` of weights that are not quantized: no graph has others.
+    """Compute `ops.fused_experts` of unquantized weights, the only ones in graphs.
 
     Args:
-        path: None for `expert_path`'s, which has `gathers` as this function.
-        input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size], or
+        path: None to call `expert_path` with this `gathers`.
+        input_first: weights are in NxD Inference's layout: w1 [num_experts, hidden_size, 2 * intermediate_size], or
             without a gate half as wide, and w2 [num_experts, intermediate_size, hidden_size].
     """
     tokens, top_k = topk_ids.shape
@@ -138,13 +137,13 @@ def fused_experts_without_gather(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `fused_experts`; few tokens multiply with all experts, and fetch no weights by index."""
+    """Compute `fused_experts` without fetching weights by index: few tokens are multiplied by all experts."""
     return fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, gathers=False)
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights of some or all experts. They are multiplied in the order in which they lie, and never transposed."""
+    """Weights of some or all experts. They are multiplied in their stored layout, never transposed."""
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -210,7 +209,7 @@ def _experts_in_blocks(
     path: ExpertPath,
 ) -> torch.Tensor:
     own, further, block_experts = _places(topk_ids, weights.num_experts, path)
-    # Unused rows hold a token of zeros, and so they stay zeros.
+    # Unused rows hold a token of zeros, so they stay zeros.
     x = F.pad(hidden_states, (0, 0, 0, 1))
     output = [
         _sum_of_choices(x, blocks, topk_weights, places, path.capacity)
@@ -225,7 +224,7 @@ def _sum_of_choices(
     """Sum the choices that have a place, [tokens, hidden_size]; the sum is a product, which adds in float32.
 
     Args:
-        x: [tokens + 1, hidden_size], the last one zeros.
+        x: [tokens + 1, hidden_size], the last row zeros.
     """
     nobody, rows = len(x) - 1, weights.num_experts * capacity
     at = places.row.flatten()
@@ -250,7 +249,7 @@ class _Places:
 def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple[_Places, _Places, torch.Tensor]:
     """Return (places in the experts' own blocks, those in the further blocks, the expert of each further block).
 
-    The unused ones are the first row of the first expert, and the last row of the last further block.
+    The unused rows are the first row of the first expert and the last row of the last further block.
     """
     capacity = path.capacity
     chosen = _one_hot(topk_ids, num_experts)  # [tokens, top_k, num_experts]
@@ -260,7 +259,7 @@ def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple
     blocks = torch.ceil((up_to[-1] - capacity).clamp(min=0) / capacity)
     blocks_up_to = _running_sum(blocks[:, None])[:, 0]
 
-    # Among the choices of the same expert, and from the first of its further blocks on.
+    # Counted among the choices of the same expert, and from the first of its further blocks on.
     place = (chosen * (up_to - per_token)[:, None]).sum(-1)
     first_block = (chosen * (blocks_up_to - blocks)).sum(-1)
     is_own = place < capacity
@@ -278,7 +277,9 @@ def _one_hot(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Compute values[0] + ... + values[i], [rows, columns] in float32, as products with triangles of 128 rows."""
+    """Compute values[0] + ... + values[i], [rows, columns] in float32, as products with triangular matrices of 128
+    rows.
+    """
     rows, columns = values.shape
     chunks = F.pad(values, (0, 0, 0, -rows % _ROWS)).view(-1, _ROWS, columns)
     within = _triangle(_ROWS, values).expand(len(chunks), -1, -1) @ chunks

@@ -1,5 +1,5 @@
-"""The router's choice, the likeliest token and a sampled one, in plain torch without a sort, which the compiler for
-Trainium does not handle.
+"""The router's choice, the likeliest token and a sampled one, in plain torch and without a sort, which Trainium's
+compiler does not support.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import torch
 
 from granite4_neuron.ops.moe import SMALLEST_SUM
 
-# Tokens up to which logits are compared in pairs: as few instructions as there can be, but num_experts ** 2 values per
-# token.
+# Up to this many tokens, logits are compared in pairs: the fewest instructions, but num_experts ** 2 values per token.
 _MOST_IN_PAIRS = 64
-# Of a vocabulary's candidates: so many groups of neighbouring tokens, with so many candidates of each.
+# For the candidates of a vocabulary: the number of groups of neighbouring tokens, and of candidates per group.
 _GROUPS, _OF_A_GROUP = 64, 8
-# Options of `drawn` in front of the noise.
+# Options of `drawn`, before the noise.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(5)
-MOST_TOP_K = 63  # as long as there is one candidate more
+MOST_TOP_K = 63  # there must be one candidate more
 UNDECIDED = -2  # in place of a token, see `drawn`
 # How far two computations of a quantity may be apart, see `drawn`.
 _ROUNDING, _ROUNDING_OF_LOGITS, _ROUNDING_OF_ORDER, _SMALLEST = 2e-4, 2.0**-19, 2.0**-20, 1e-30
@@ -25,7 +24,7 @@ _HIGHEST_TEMPERATURE = 1e6
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `ops.topk_softmax`. Of equal logits the first is chosen; where a token's are NaN, the last expert."""
+    """Compute `ops.topk_softmax`. Of equal logits the first is chosen; for a token with NaN logits the last expert."""
     logits, num_experts = router_logits.float(), router_logits.shape[-1]
     top_logits, experts = _largest(logits, top_k)
     return top_logits.softmax(-1), experts.int().clamp(max=num_experts - 1)
@@ -40,7 +39,7 @@ def topk_sigmoid(
     norm_topk_prob: bool,
     scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `ops.topk_sigmoid`. Of equal sums the first is chosen; where a token's are NaN, the last expert."""
+    """Compute `ops.topk_sigmoid`. Of equal sums the first is chosen; for a token with NaN sums the last expert."""
     scores = router_logits.float().sigmoid()
     choice = scores + correction_bias.float()
     num_experts = choice.shape[-1]
@@ -60,20 +59,20 @@ def topk_sigmoid(
 
 
 def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest values of each row, and where they are, each [rows, count] in float32."""
+    """Return the largest values of each row and their indices, each [rows, count] in float32."""
     return (_by_comparison if len(values) <= _MOST_IN_PAIRS else _one_after_another)(values, count)
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Return the token of each row's highest logit, of equal ones the first: [rows, vocab_size] to [rows] in int32.
 
-    It is -1 for a row whose highest logit is not finite, or that has a NaN.
+    It is -1 for a row with a NaN, or with a highest logit that is not finite.
     """
     vocab_size = logits.shape[-1]
     top = logits.amax(-1, keepdim=True)
     tokens = torch.arange(vocab_size, dtype=torch.float32, device=logits.device)
     first = torch.where(logits == top, tokens, float(vocab_size)).amin(-1)
-    # Whether a maximum of NaN is NaN depends on the device; a comparison with it is false on all.
+    # Whether a maximum with a NaN is NaN depends on the device; a comparison with NaN is false on every device.
     none = torch.full_like(top, math.inf)
     is_finite = ((logits <= top) & (top.abs() < none)).float().amin(-1)
     return (is_finite * (first + 1) - 1).int()
@@ -82,9 +81,9 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Return high logits of each row, with their tokens: [rows, vocab_size] to [rows, 2 * count + 1] in float32.
 
-    These are the logits from the highest down, their tokens, and a bound: no other logit of the row is above it. They
-    are the highest ones, unless more than 8 of these are among one 64th of the vocabulary; then the bound is as high as
-    one of them. Where a row has too few tokens the logits are -inf.
+    A row has the logits from the highest down, their tokens, and a bound that no other logit of the row exceeds. They
+    are the row's highest logits, unless more than 8 of these are in one 64th of the vocabulary; then the bound is as
+    high as one of them. If a row has too few tokens, the missing logits are -inf.
     """
     rows, vocab_size = logits.shape
     padding = -vocab_size % _GROUPS
@@ -109,28 +108,29 @@ def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> to
     """Return the token that a host draws for each row, wherever it cannot depend on how numbers are rounded.
 
     A host keeps the tokens that temperature, top_k, top_p and min_p leave, in this order and as transformers' logits
-    warpers do, and takes the highest p / noise of their probabilities p (`engine.Sampler.noise`). In p / noise a factor
-    of all tokens changes nothing; so exp((logit - highest) / temperature) is as good as p. Rounding is met in this way:
+    warpers do, and takes the highest p / noise of their probabilities p (`engine.Sampler.noise`). A factor common to
+    all tokens does not change the highest p / noise, so exp((logit - highest) / temperature) can replace p. Rounding is
+    handled as follows:
 
     * Two tokens' p / noise are compared up to a factor of 1 + `slack`. Both sides compute logit / temperature with a
       relative error of at most 4 * 2**-24 and take a difference of two; tokens that matter are within 104 of the
-      highest, since exp(-104) is 0 in float32. For two tokens on two sides these are 32 * 2**-24, which is
-      `_ROUNDING_OF_LOGITS`, times (the highest + 52). `_ROUNDING` is for exp, products and sums; sums of a whole
-      vocabulary, with which top_p is compared, are met with 4 * `slack`.
-    * Two logits may become equal by the division, or be sorted in another order, if they are as near as
-      `_ROUNDING_OF_ORDER`; equal ones may be in any order. Up to `_HIGHEST_TEMPERATURE` quotients of others than those
-      nearer than `_SMALLEST` are no subnormal numbers.
-    * So there are two sets of tokens: `loose` has all that a host may keep, and `strict` those that it keeps for sure.
-      The best one of the first has to be in the second.
+      highest, since exp(-104) is 0 in float32. For two tokens on both sides together this is 32 * 2**-24, which is
+      `_ROUNDING_OF_LOGITS`, times (the highest + 52). `_ROUNDING` is for exp, products and sums; sums over a whole
+      vocabulary, which top_p is compared with, get 4 * `slack`.
+    * The division may make two logits equal or change their order if they are as near as `_ROUNDING_OF_ORDER`; equal
+      ones may be in any order. Up to `_HIGHEST_TEMPERATURE`, quotients are subnormal only for logits nearer than
+      `_SMALLEST`.
+    * So there are two sets of tokens: `loose` has all tokens that a host may keep, and `strict` those that it certainly
+      keeps. The best token of `loose` must be in `strict`.
 
     Args:
         draws: [rows, `NOISE` + vocab_size] in float32: the temperature, 0 for a row that draws none; top_k, at
             most `MOST_TOP_K`, 0 for none; top_p, 1 for none; min_p, 0 for none; the noise.
         logits: [rows, vocab_size] in float32.
-        tokens: `likeliest` of them; for a row that draws none it is the result.
+        tokens: `likeliest` of the logits; the result for a row that draws none.
 
     Returns:
-        [rows] in int32; -1 for logits that are not finite, `UNDECIDED` where the host has to choose.
+        [rows] in int32; -1 for logits that are not finite, `UNDECIDED` where the host must choose.
     """
     options, noise = draws[:, :NOISE], draws[:, NOISE:]
     temperature, top_k, top_p, min_p = (options[:, each : each + 1] for each in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
@@ -170,33 +170,34 @@ def _kept(
     top_p: torch.Tensor,
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the lowest logits that top_k and top_p may keep and that they keep for sure, and whether that is known.
+    """Return the lowest logit that top_k and top_p may keep, the lowest that they certainly keep, and whether these are
+    known.
 
     Args:
-        values, bound: of `candidates`; the others as in `drawn`, each [rows, 1] but for `weights`.
+        values, bound: from `candidates`; the others as in `drawn`, each [rows, 1] except `weights`.
 
     Returns:
-        Each [rows, 1]; the logits are -inf where neither of the two is given.
+        Each [rows, 1]; the logits are -inf where neither top_k nor top_p is given.
     """
     has_k, has_p, edge = top_k > 0, top_p < 1, 4 * slack
     ranks = torch.arange(values.shape[1], dtype=torch.float32, device=values.device)
     lowest = torch.full_like(top_k, -math.inf)
     last = torch.where(has_k, torch.where(ranks == top_k - 1, values, lowest).amax(-1, keepdim=True), lowest)
     is_covered = ~has_k | (last > bound + near)
-    # A host's k-th logit may be that of a lower one, and then it keeps both.
+    # Rounding may make a host's k-th logit equal to a lower one; then the host keeps both.
     kept, kept_for_sure = values >= last - near, values >= last
     of_candidates = ((values - values[:, :1]) / temperature).exp()
     none = torch.zeros_like(of_candidates)
     total = torch.where(has_k, torch.where(kept, of_candidates, none).sum(-1, keepdim=True), _sum_of_groups(weights))
 
-    # What a host has added up before it comes to a token, at least and at most: other tokens, never the token itself.
+    # The least and the most that a host has added up before a token: other tokens' weights, never the token's own.
     this, other, is_other = values[:, :, None], values[:, None], ranks[:, None] != ranks
     before = torch.where(other > this + near[:, None], of_candidates[:, None], 0.0).sum(-1)
     before_at_most = torch.where(is_other & (other >= this - near[:, None]), of_candidates[:, None], 0.0).sum(-1)
     sure_total = torch.where(has_k, torch.where(kept_for_sure, of_candidates, none).sum(-1, keepdim=True), total)
     loose = kept & (~has_p | (before < (top_p + edge) * total))
     strict = kept_for_sure & (~has_p | (before_at_most < (top_p - edge) * sure_total) | (before_at_most <= 0))
-    # Without top_k others than the candidates may be kept, unless these are enough.
+    # Without top_k, tokens beyond the candidates may be kept, unless the candidates suffice.
     above = torch.where(values > bound + near, of_candidates, none).sum(-1, keepdim=True)
     is_covered = is_covered & (has_k | ~has_p | (above >= (top_p + edge) * total))
 
@@ -218,7 +219,7 @@ def _sum_of_groups(values: torch.Tensor) -> torch.Tensor:
 def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logits of the chosen experts, the experts), each [tokens, top_k] in float32.
 
-    The rank of an expert is how many others are above it.
+    An expert's rank is the number of experts above it.
     """
     experts = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     this, other = logits[:, :, None], logits[:, None]
@@ -229,7 +230,7 @@ def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
 
 
 def _one_after_another(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `_by_comparison`, by taking the largest of those that are left as many times."""
+    """Do the same as `_by_comparison`, by taking the largest remaining logit top_k times."""
     num_experts = logits.shape[-1]
     experts = torch.arange(num_experts, dtype=torch.float32, device=logits.device).expand(logits.shape)
     nobody, lowest = torch.full_like(logits, num_experts), torch.full_like(logits, -math.inf)

@@ -1,4 +1,4 @@
-// Any number of vectors, packed side by side in the order in which products with tiles read them.
+// Any number of vectors, packed in the order in which products with tiles read them.
 #pragma once
 
 #include "buffers.h"
@@ -12,9 +12,9 @@ constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 // vector fit the registers.
 constexpr int64_t MR = LANES == 16 ? 14 : 3;
 
-// Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with
-// room for LANES of them, of which the rest is not read; a block of one is that vector. Behind the last column there are
-// zeros up to a whole step.
+// Vectors laid out for products, in blocks of `share` at most. A block has a step of all its vectors side by side,
+// padded to LANES vectors; the padding is not read. A block of one vector is that vector. After the last column zeros
+// fill a whole step.
 template <typename Arithmetic>
 struct ActivationPanel {
   using Input = typename Arithmetic::Input;
@@ -31,7 +31,7 @@ struct ActivationPanel {
     int64_t share = share_of(count);
     return (count + share - 1) / share * block_size(columns);
   }
-  // Vectors are tasks of their own in parts of PART; here there is one part.
+  // Each part of PART vectors is a task of its own; here there is one part.
   static constexpr int64_t PART = 0;
   int64_t parts() const {
     return 1;

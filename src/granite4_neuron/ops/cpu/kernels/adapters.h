@@ -18,15 +18,15 @@ struct Matrix {
   explicit Matrix(const at::Tensor& packed) : bytes(packed), weight(weight_in(packed)) {}
 };
 
-// An adapter that rows of a step use, and the numbers of these rows' tokens in the step; no numbers for all tokens.
+// An adapter that rows of a step use, and the indices of these rows' tokens in the step; no indices mean all tokens.
 struct AdapterTokens {
   int64_t adapter;
   std::optional<at::Tensor> tokens;
 };
 using AdapterRows = std::vector<AdapterTokens>;
 
-// adapters: the number of each row's adapter, 0 for none, [rows]; or nothing for a step without.
-// tokens: of the step, with padding.
+// adapters: the number of each row's adapter, 0 for none, [rows]; or nothing for a step without adapters.
+// tokens: the step's number of tokens, with padding.
 inline AdapterRows adapter_rows(const std::optional<at::Tensor>& adapters, const PackedRows& rows, int64_t tokens) {
   if (!adapters.has_value()) return {};
   check_dense(*adapters, "adapters", {rows.count()}, at::kLong);
@@ -47,7 +47,7 @@ inline AdapterRows adapter_rows(const std::optional<at::Tensor>& adapters, const
   return found;
 }
 
-// up . down . x, in float32, as two products: so a token's sums are the same beside any others.
+// up . down . x, in float32, as two products, so that a token's sums do not depend on other tokens.
 struct LowRank {
   Matrix down, up;
 
@@ -64,10 +64,10 @@ struct LowRank {
   }
 };
 
-// The additions of all adapters to one projection, by their numbers; some of them may have none.
+// The additions of all adapters to one projection, by the adapters' numbers; some adapters may have none.
 class Additions {
  public:
-  // projection: what it is added to.
+  // projection: the weight that it is added to.
   void append(int64_t adapter, const LowRank& addition, const Weight& projection) {
     TORCH_CHECK(
         addition.down.weight.columns == projection.columns && addition.up.weight.rows == projection.rows,
@@ -75,7 +75,7 @@ class Additions {
         "] does not fit one of [", projection.rows, ", ", projection.columns, "]");
     TORCH_CHECK(adapter > 0 && additions_.emplace(adapter, addition).second, "there is an adapter ", adapter);
   }
-  // Adds them to y = the projection of x; y is rounded to its dtype once more. x: [..., columns], y: [..., rows].
+  // Adds them to y, the projection of x; y is rounded to its dtype once more. x: [..., columns], y: [..., rows].
   void add(const at::Tensor& x, const at::Tensor& y, const AdapterRows& rows) const {
     if (additions_.empty()) return;
     for (const auto& [adapter, tokens] : rows) {
@@ -97,7 +97,7 @@ class Additions {
   }
 
  private:
-  // Tokens at a time, so that what is added is still in the processor's caches when it is added.
+  // Tokens at a time, so that an addition is still in the processor's caches when it is added.
   static constexpr int64_t BLOCK = 64;
 
   std::map<int64_t, LowRank> additions_;

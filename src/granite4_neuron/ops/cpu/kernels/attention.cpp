@@ -31,8 +31,8 @@ void write_rows(at::Tensor cache, const at::Tensor& values, const CacheRows& row
             from + ((rows.tokens.offset(row) + token) * kv_heads + head) * bytes, bytes);
 }
 
-// Blocks of each row's tokens. Late blocks see more keys than early ones: they come in turns from both ends, so that
-// threads get equal shares.
+// Blocks of each row's tokens. Late blocks see more keys than early ones, so they alternate from both ends: threads get
+// equal shares.
 inline std::vector<TokenBlock> blocks_in_turns(const PackedRows& rows, int64_t most) {
   std::vector<TokenBlock> blocks;
   for (int64_t row = 0; row < rows.count(); row++) {
@@ -86,8 +86,8 @@ at::Tensor attend_rows(
   return output;
 }
 
-// The rows of a rectangle of tokens. positions: [batch, tokens], of which the first counts: a row without tokens needs
-// none.
+// The rows of a rectangle of tokens. positions: [batch, tokens], of which only the first is read; a row without tokens
+// needs none.
 inline CacheRows rows_of_rectangle(
     const at::Tensor& positions, const at::Tensor& lengths, const at::Tensor& slots, int64_t batch, int64_t tokens) {
   check_dense(lengths, "lengths", {batch}, at::kLong);
@@ -153,7 +153,7 @@ at::Tensor paged_attention(
     int64_t count = blocks.size();
     parallel_tasks(count * kv_heads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; task++) {
-        // A head's keys stay in cache while one block after another looks at them.
+        // A head's keys stay in cache while one block after another reads them.
         int64_t head = task / count;
         auto [sequence, first, queries] = blocks[task % count];
         int64_t token = sequences.starts[sequence] + first, column = head * shared * head_dim;

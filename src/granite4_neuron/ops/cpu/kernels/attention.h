@@ -14,13 +14,13 @@ void write_cache(
     const at::Tensor& slots);
 
 // As ops.cached_attention. query: [batch, tokens, num_heads, head_dim]; key_cache, value_cache: [slots, kv_heads,
-// max_length, head_dim]; positions: [batch, tokens or 1], the first token's. Only the entries that a row has written are
+// max_length, head_dim]; positions: [batch, tokens or 1], the first token's. Only entries that a row has written are
 // read; padding gives 0.
 at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
     const at::Tensor& lengths, const at::Tensor& slots, double scale);
 
-// The rows of a step over a cache; beside their tokens each row's slot and its first token's position, [rows], int64.
+// The rows of a step over a cache: their tokens, and each row's slot and its first token's position, [rows], int64.
 struct CacheRows {
   PackedRows tokens;
   at::Tensor slots, starts;

@@ -8,9 +8,9 @@ namespace granite4_neuron {
 
 // A block of new tokens of one sequence, all query heads of one key head, over the keys that they see.
 //
-// Keys come in blocks from the sequence's first on, and what one row of queries gives does not depend on the others: so
-// it is the same bit by bit for a token alone and for one of many. In bfloat16 products are those of bfloat16, and so
-// the softmax's weights are rounded to it.
+// Keys come in blocks from the sequence's first on, and the result of one row of queries does not depend on other rows:
+// a token has the same bits alone and among many. In bfloat16 products have bfloat16 operands, so the softmax's weights
+// are rounded to it.
 //
 // Source: the online softmax of FlashAttention (Dao et al. 2022, algorithm 1), with blocks that stay in cache.
 template <typename T>
@@ -28,7 +28,7 @@ class BlockAttention {
         scores_(tokens * heads * KEYS),
         out_(tokens * heads * width_), top_(tokens * heads), total_(tokens * heads), rescale_(tokens * heads) {}
 
-  // q, to: rows are tokens, whose heads lie one behind another, from the first that is meant.
+  // q, to: rows are tokens; a token's heads lie one after another, from the first head of this block on.
   // key(position), value(position): [head_dim]. Positions grow; token t sees those up to first_position + t.
   template <typename KeyAt, typename ValueAt>
   void run(
@@ -76,7 +76,7 @@ class BlockAttention {
     return reinterpret_cast<const char*>(&tiles[number * steps * TILE]);
   }
 
-  // Nothing behind the `count` keys takes part.
+  // Memory beyond the `count` keys does not affect the result.
   template <typename KeyAt>
   void load_keys(KeyAt& key, int64_t start, int64_t count) {
     int64_t size = key_steps_ * COLUMNS;
@@ -116,7 +116,7 @@ class BlockAttention {
     }
   }
 
-  // Turn a row's scores into weights, of which the first `visible` count.
+  // Turns a row's scores into weights; only the first `visible` scores count.
   void online_softmax(int64_t row, int64_t visible) {
     float* scores = &scores_[row * KEYS];
     Input* weights = &rows_of_weights_[row * KEYS];
@@ -141,7 +141,7 @@ class BlockAttention {
     top_[row] = new_top;
   }
 
-  // Rescale what each row has so far, and add its weights' values. Rows that see none of them stay as they are.
+  // Rescales each row's running sums, and adds its weighted values. Rows that see none of the keys are unchanged.
   template <typename Visible>
   void add_values(int64_t rows, const Visible& visible) {
     auto weights = [&](int64_t row) { return &rows_of_weights_[row * KEYS]; };

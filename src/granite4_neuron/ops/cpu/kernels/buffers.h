@@ -1,5 +1,5 @@
-// Memory for results and scratch that is kept for the next call: fresh pages from the system cost as much as the
-// arithmetic of a short kernel.
+// Memory for results and scratch, kept for the next call: fresh pages from the system cost as much as the arithmetic of
+// a short kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,15 +13,15 @@
 
 namespace granite4_neuron {
 
-// Blocks that nobody uses now.
+// Blocks that are free at present.
 class Buffers {
  public:
-  // The buffers of all threads. Never destroyed: tensors may give back theirs when the process ends.
+  // The buffers of all threads. Never destroyed: tensors may return their memory when the process ends.
   static Buffers& instance() {
     static Buffers* buffers = new Buffers(size_t{64} << 20);
     return *buffers;
   }
-  // The buffers of this thread alone: tasks that are done in some microseconds would wait for each other's lock.
+  // The buffers of this thread alone: tasks of a few microseconds would wait for one another's lock.
   static Buffers& of_thread() {
     thread_local Buffers buffers(size_t{4} << 20);
     return buffers;
@@ -75,14 +75,14 @@ class Buffers {
 
 // As at::empty, contiguous.
 inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  constexpr size_t LEAST = 64 * 1024;  // smaller ones the C library keeps itself
+  constexpr size_t LEAST = 64 * 1024;  // the C library itself keeps smaller blocks
   size_t bytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
   if (bytes < LEAST) return at::detail::empty_cpu(sizes, options);
   auto block = Buffers::instance().take(bytes);
   return at::from_blob(block.data, sizes, [block](void*) { Buffers::instance().give_back(block); }, options);
 }
 
-// Room for `count` values that are not set, for the time of a call.
+// Room for `count` uninitialised values, for the time of a call.
 template <typename T>
 class Scratch {
  public:

@@ -1,4 +1,4 @@
-// Checks of arguments, where a call enters: whatever indexes memory below fits it, or there is an error.
+// Checks of arguments, at the entry of a call: all that later indexes memory is within bounds, or there is an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ inline void check_shape(const at::Tensor& tensor, const char* name, at::IntArray
   TORCH_CHECK(fits, name, " has the shape ", tensor.sizes(), " and should have ", shape);
 }
 
-// A tensor that is one run of memory.
+// Checks the shape and dtype of a contiguous tensor.
 inline void check_dense(const at::Tensor& tensor, const char* name, at::IntArrayRef shape, at::ScalarType dtype) {
   check_shape(tensor, name, shape);
   TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
@@ -43,7 +43,7 @@ inline void check_slots(
         first_slot <= slot[row] && slot[row] < num_slots, "row ", row, " is in slot ", slot[row], " of ", num_slots);
 }
 
-// starts: [rows], each row's first position. lengths: [rows], of which none is negative.
+// starts: [rows], each row's first position. lengths: [rows], none of them negative.
 inline void check_starts(const at::Tensor& starts, const at::Tensor& lengths, int64_t max_length) {
   int64_t rows = lengths.numel();
   check_dense(starts, "starts", {rows}, at::kLong);

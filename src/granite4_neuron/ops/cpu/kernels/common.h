@@ -43,7 +43,7 @@ constexpr int64_t PAIR = 2 * LANES;
       AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
           AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
 
-// f(0), f(1) ... f(COUNT - 1), where the compiler knows each number: what is kept in an array stays in registers.
+// f(0), f(1) ... f(COUNT - 1) with numbers known to the compiler, so that an array's elements stay in registers.
 template <int COUNT, typename F>
 [[gnu::always_inline]] inline void for_each(const F& f) {
   [&]<int... NUMBERS>(std::integer_sequence<int, NUMBERS...>) {
@@ -82,7 +82,7 @@ inline float sum(Vec values) {
 #endif
 }
 
-// The largest, or one that is not a number.
+// The largest value, or NaN if there is one.
 inline float maximum(Vec values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
 }
@@ -122,7 +122,7 @@ inline void from_float(const float* from, T* to, int64_t count) {
   for (; i < count; i++) to[i] = static_cast<T>(from[i]);
 }
 
-// The same into the dtype that it has or into float32.
+// Copies values in their dtype, or converts to or from float32.
 template <typename T, typename To>
 inline void convert(const T* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<T, To>) {
@@ -132,7 +132,7 @@ inline void convert(const T* from, To* to, int64_t count) {
   }
 }
 
-// A tensor's memory; null for none.
+// A tensor's memory; null without a tensor.
 template <typename T>
 inline const T* pointer(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;

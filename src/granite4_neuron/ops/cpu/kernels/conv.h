@@ -25,8 +25,8 @@ struct ConvViews {
   }
 };
 
-// out = silu(convolution) of one token, channels `begin` to `end`; inputs(tap): what the filter's tap multiplies,
-// [channels]. Every path comes through here, and has the same channels in its vectors.
+// out = silu(convolution) of one token, channels `begin` to `end`; inputs(tap): the inputs that this tap multiplies,
+// [channels]. Every path calls this, with the same channels in each vector.
 template <typename Inputs>
 inline void convolve_channels(const Mixer& m, const Inputs& inputs, float* out, int64_t begin, int64_t end) {
   for (int64_t c = begin; c < end; c += LANES) {
@@ -82,7 +82,7 @@ template <typename T>
 inline void convolve_rows(const Mixer& m, const ConvViews<T>& views, const std::vector<int64_t>& rows) {
   int64_t channels = m.channels, history = m.width - 1, window = channels * history, count = rows.size();
   std::vector<float> before(count * window);  // [rows, history, channels]
-  // Blocks of tokens, of which each thread takes some; their rows are numbers in `rows`.
+  // Blocks of tokens, shared among threads; their rows are indices into `rows`.
   constexpr int64_t BLOCK = 32;
   std::vector<TokenBlock> blocks;
   for (int64_t i = 0; i < count; i++) {
@@ -115,7 +115,7 @@ inline void convolve_rows(const Mixer& m, const ConvViews<T>& views, const std::
   }
 }
 
-// The inputs of LANES channels of one row's token, and their next window, which may take the place of the one before.
+// The inputs of LANES channels of one row's token, and their next window, which may overwrite the previous one.
 template <typename T, int64_t HISTORY>
 struct TokenWindow {
   float inputs[HISTORY + 1][LANES];
@@ -131,7 +131,7 @@ struct TokenWindow {
   }
 };
 
-// As `convolve_rows`, for rows of one token whose window is written, and a width that is known to the compiler.
+// As `convolve_rows`, for rows of one token with a window to write, and a width known to the compiler.
 template <typename T, int64_t HISTORY>
 inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views, const std::vector<int64_t>& rows) {
   constexpr int64_t BLOCK = 512;

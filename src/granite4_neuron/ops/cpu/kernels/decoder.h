@@ -1,5 +1,5 @@
-// All decoder layers as one call, and a step of one token of each sequence as one: the time that Python takes between
-// short kernels is saved.
+// All decoder layers as one call, and a whole step of one token per sequence as one call. This saves Python's time
+// between short kernels.
 //
 // The definition is in Python: `OneByOne` of model.causal_lm, and its `forward`.
 #pragma once
@@ -15,7 +15,7 @@ namespace granite4_neuron {
 // The conv_state and ssm_state of each mixer, or its caches of keys and values.
 using LayerStates = std::vector<std::tuple<at::Tensor, at::Tensor>>;
 
-// Embedding, final norm and head. The embedding is the head's matrix where it has none of its own.
+// Embedding, final norm and head. Without an embedding of its own it uses the head's matrix.
 struct EmbeddingAndHead {
   Matrix head;
   std::optional<at::Tensor> embedding;  // [rows, hidden_size]

@@ -5,8 +5,7 @@
 
 namespace granite4_neuron {
 
-// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's
-// counts more.
+// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Ties go to the first expert.
 std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k);
 
 // The router's choice by `topk_sigmoid`.
@@ -17,8 +16,7 @@ struct SigmoidChoice {
   double scaling_factor;
 };
 
-// As ops.topk_sigmoid. router_logits: [tokens, num_experts], float32, contiguous. Of equal sums the first one's counts
-// more.
+// As ops.topk_sigmoid. router_logits: [tokens, num_experts], float32, contiguous. Ties go to the first expert.
 std::pair<at::Tensor, at::Tensor> topk_sigmoid(
     const at::Tensor& router_logits, int64_t top_k, const SigmoidChoice& choice);
 

@@ -1,4 +1,4 @@
-// The formats of packed weights, and what depends on a weight's format.
+// The formats of packed weights, and dispatch on a weight's format.
 //
 // A quantisation NAME is a header formats/NAME.h with a namespace NAME, which has `Tiles<T>` as `PlainTiles` describes
 // them and `Rows` for `quantize_rows`. ops/cpu/build.py includes all of these headers in the compiler's command, and

@@ -1,7 +1,7 @@
 // The halves of decoder layers, each made once of its weights and settings.
 //
-// The definitions are in Python: model.mamba2.Mamba2 and model.attention.Attention, each behind a norm, and
-// the second half of model.decoder_layer.DecoderLayer. ops/cpu/layers.py is the Python side.
+// The definitions are in Python: model.mamba2.Mamba2 and model.attention.Attention, each after a norm, and the second
+// half of model.decoder_layer.DecoderLayer. ops/cpu/layers.py is the Python side.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -58,7 +58,7 @@ inline void check_projection(
       "] and should be [", rows, ", ", columns, "]");
 }
 
-// The common part of all halves: they add a multiple of something, computed from the normalised residual stream, to it.
+// The common part of all halves: each computes a term from the normalised residual stream and adds a multiple of it.
 struct Residual {
   at::Tensor norm;  // [hidden_size]
   double eps, multiplier;
@@ -122,7 +122,7 @@ struct MambaLayer : torch::CustomClassHolder {
     at::Tensor gated = rms_norm(y, z, gated_norm, residual.eps, mixer->settings.groups);
     return residual.add(hidden_states, out_proj(gated, adapters));
   }
-  // hidden_states: [tokens, hidden_size]. Returns what becomes of them, and the mixer's inputs.
+  // hidden_states: [tokens, hidden_size]. Returns the new hidden_states, and the mixer's inputs.
   std::tuple<at::Tensor, at::Tensor> step(
       const at::Tensor& hidden_states, const MixerState& state, const SlotRows& rows,
       const AdapterRows& adapters) const {
@@ -169,8 +169,8 @@ struct AttentionLayer : torch::CustomClassHolder {
         addition);
   }
 
-  // hidden_states: [tokens, hidden_size]. rotary: of the tokens' positions, [1, tokens, head_dim / 2], where the model
-  // has rotary ones.
+  // hidden_states: [tokens, hidden_size]. rotary: tables for the tokens' positions, [1, tokens, head_dim / 2], if the
+  // model has rotary positions.
   at::Tensor step(
       const at::Tensor& hidden_states, const Cache& cache, const CacheRows& rows,
       const std::optional<RotaryTables>& rotary, const AdapterRows& adapters) const {
@@ -213,13 +213,13 @@ inline at::Tensor mlp(const at::Tensor& x, const Weight& input, const Weight& ou
   return linear(activate(linear(x, input, std::nullopt), output.columns), output, std::nullopt);
 }
 
-// The rows that the first matrix of an MLP or an expert has, whose second one has `width` columns: with a gate twice as
-// many, where it does not have exactly these.
+// The number of rows of the first matrix of an MLP or an expert whose second matrix has `width` columns: `width`
+// without a gate; twice that, for gate and up, otherwise.
 inline int64_t rows_before(const Matrix& input, int64_t width) {
   return input.weight.rows == width ? width : 2 * width;
 }
 
-// The router is for vectors in float32 where it chooses by `topk_sigmoid`.
+// The router takes vectors in float32 if it chooses by `topk_sigmoid`.
 struct Experts {
   Matrix router, input, output;
   int64_t top_k;

@@ -6,7 +6,7 @@
 
 namespace granite4_neuron {
 
-// Of the weights alone.
+// Checks that need the weights only.
 inline void check_bias(const Weight& weight, const std::optional<at::Tensor>& bias) {
   if (bias.has_value()) check_dense(*bias, "bias", {weight.rows}, weight.dtype);
 }

@@ -89,12 +89,12 @@ at::Tensor paged_mamba_mixer(
       state.conv.size(2) >= columns, "conv_state has ", state.conv.size(2),
       " columns where ", columns, " are needed");
 
-  // One row of the mixer's own kind, whose tokens are those of all sequences.
+  // One row that has the tokens of all sequences.
   const int64_t first = 0;
   Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&first, &tokens, nullptr, nullptr, nullptr},
           mixer.settings, mixer.dt_bias, mixer.A, mixer.D, mixer.filter};
   at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
-  std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // what padding gives
+  std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // the result for padding
   at::Tensor xBC = empty({tokens, channels}, y.options()), dt = empty({tokens, heads}, y.options());
   GRANITE4_DISPATCH(projected.scalar_type(), "paged_mamba_mixer", [&] {
     ConvViews<scalar_t> views{

@@ -6,14 +6,14 @@
 
 namespace granite4_neuron {
 
-// The rows of a step over states in slots; beside their tokens [rows], int64: the slot that is read; the slot that is
+// The rows of a step over states in slots: their tokens, and [rows], int64: the slot that is read; the slot that is
 // written, or -1 for none; the position of the first token.
 struct SlotRows {
   PackedRows tokens;
   at::Tensor read_slots, write_slots, starts;
 };
 
-// `MambaMixer.step` of ops/cpu/layers.py. Real tokens only are computed; y of padding is 0.
+// `MambaMixer.step` of ops/cpu/layers.py. Only real tokens are computed; y is 0 for padding.
 //
 // projected: [tokens, channels + heads], tokens at any distance. Returns y, [tokens, heads * head_dim] in float32.
 at::Tensor mamba_mixer(

@@ -6,26 +6,26 @@
 
 namespace granite4_neuron {
 
-// How many bytes before their use weights are prefetched if they are used once.
+// How many bytes ahead weights are prefetched if they are used once.
 constexpr int64_t PREFETCH_DISTANCE = 4096;
 
-// Prefetches weights while others are multiplied: each step prefetches `stride` bytes. Of several tiles at a time it
-// counts those of the first, and leaves out `skipped` bytes from `end` on.
+// Prefetches weights while others are multiplied: each step prefetches `stride` bytes. With several tiles at a time
+// only the first tile's steps count, and `skipped` bytes from `end` on are left out.
 struct Prefetch {
   const char* next;
   int64_t stride;
   const char* end = nullptr;
   int64_t skipped = 0;
 
-  // Prefetches the rest of TILES tiles that are multiplied together, and then the memory behind them.
+  // Prefetches the rest of TILES tiles that are multiplied together, and then the memory after them.
   template <typename Tiles, int TILES>
   static Prefetch together(const char* tile, int64_t tile_bytes) {
     Prefetch prefetch{tile, Tiles::STEP_BYTES, tile + tile_bytes, (TILES - 1) * tile_bytes};
     prefetch.advance<TILES>(PREFETCH_DISTANCE);
     return prefetch;
   }
-  // In pass number `pass` of `passes` over a tile. With one pass memory is read as fast as it goes. With several it is
-  // read evenly: in each of them a part of the next tile.
+  // For pass number `pass` of `passes` over a tile. With one pass memory is read as fast as possible. With several it
+  // is read evenly: each pass prefetches a part of the next tile.
   template <typename Tiles>
   static Prefetch in_pass(const char* tile, int64_t tile_bytes, int64_t pass, int64_t passes) {
     if (passes == 1) return {tile + PREFETCH_DISTANCE, Tiles::STEP_BYTES};
@@ -60,7 +60,7 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
     const typename Steps::Arithmetic::Input* x, int64_t columns, Prefetch& prefetch, const Emit& emit) {
   using Arithmetic = typename Steps::Arithmetic;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : ActivationPanel<Arithmetic>::PLACES;
-  // Beside the sums there is room for all vectors' factors and a register of weights, and not for an operand.
+  // Besides the sums there is room for all vectors' factors and a register of weights, but not for another operand.
   constexpr bool IS_TIGHT = TILES * COUNT * Arithmetic::VECTORS + COUNT + 2 > REGISTERS;
   typename Arithmetic::Accumulators sums[TILES * COUNT];
   set_to_zero<Arithmetic>(sums);
@@ -92,12 +92,12 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
   for_each<TILES>([&](auto t) { for_each<COUNT>([&](auto v) { emit(t, v, sums[t * COUNT + v]); }); });
 }
 
-// Columns whose products are added to one another; such sums are added up in turn. One sum over all columns would lose
-// more digits: its error grows with the square root of their number.
+// Columns per partial sum; the partial sums are then added up. One sum over all columns would lose more digits: its
+// error grows with the square root of their number.
 constexpr int64_t SUMMED_COLUMNS = 128;
 
-// Accumulators that do not fit into registers beside the sums are added to in memory: the compiler would keep copies of
-// them there, and write both.
+// Accumulators that do not fit into registers besides the sums are kept in memory: otherwise the compiler would keep
+// copies of them there, and write both.
 template <typename Arithmetic, int COUNT, int TILES>
 inline void add_in_memory() {
   if constexpr (2 * TILES * COUNT * Arithmetic::VECTORS >= REGISTERS) asm volatile("" ::: "memory");
@@ -125,7 +125,7 @@ inline void multiply_steps(
   }
 }
 
-// The same of weights that have a scale for each row and group of columns: one group's sums after another's.
+// The same for weights that have a scale for each row and group of columns: one group's sums after another's.
 template <typename Tiles, int COUNT, int TILES>
 inline void multiply_scaled_groups(
     const char* group, int64_t stride, const typename Tiles::Arithmetic::Input* x, int64_t columns,
@@ -144,7 +144,7 @@ inline void multiply_scaled_groups(
           auto& total = acc[t * COUNT + v];
           for_each<Arithmetic::VECTORS>([&](auto i) { total[i] = at::vec::fmadd(sum[i], scales[t][i], total[i]); });
         });
-    if (prefetch.stride == Tiles::STEP_BYTES) {  // all of the tile in this pass, and so the scales too
+    if (prefetch.stride == Tiles::STEP_BYTES) {  // the whole tile in this pass, so the scales too
       for_each<TILES>([&](auto t) { prefetch.template step<SCALE_BYTES>(t * stride); });
       prefetch.template advance<TILES>(SCALE_BYTES);
     }
@@ -171,7 +171,7 @@ constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
   return std::array<MultiplySteps<Steps>, sizeof...(NUMBERS)>{multiply_function<Steps, NUMBERS + 1, TILES>()...};
 }
 
-// The steps of a tile when they have been loaded once: for many vectors, and weights whose loading is work.
+// The steps of a tile, loaded once: for many vectors, and weights that are expensive to load.
 template <typename Tiles>
 struct LoadedSteps {
   using Arithmetic = typename Tiles::Arithmetic;
@@ -180,7 +180,7 @@ struct LoadedSteps {
 
   template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
-    // One register after another: as a whole it would go through memory, in pieces that a load has to wait for.
+    // One register after another: a whole step would go through memory, in pieces that a load has to wait for.
     return {Arithmetic::load(step + 2 * PART * VECTOR_BYTES), Arithmetic::load(step + (2 * PART + 1) * VECTOR_BYTES)};
   }
   static int64_t tile_bytes(int64_t columns) {
@@ -201,7 +201,7 @@ struct LoadedSteps {
   }
 };
 
-// The same of weights in groups: each group's steps, and then its scales.
+// The same for weights in groups: each group's steps, and then its scales.
 template <typename Tiles>
 struct LoadedGroups : LoadedSteps<Tiles> {
   using Steps = LoadedSteps<Tiles>;
@@ -228,8 +228,7 @@ struct LoadedGroups : LoadedSteps<Tiles> {
   }
 };
 
-// finish(v, acc) for all vectors, with acc[v] as in `multiply_steps`. steps: those of `tile`, or what has been
-// made of them.
+// finish(v, acc) for all vectors, with acc[v] as in `multiply_steps`. steps: of `tile`, as stored or already loaded.
 template <typename Tiles, typename Steps, typename Finish>
   requires(!HAS_TILE_SUMS<typename Tiles::Arithmetic>)
 inline void multiply_vectors(
@@ -247,7 +246,7 @@ inline void multiply_vectors(
   }
 }
 
-// With more vectors than this it pays to load the steps once, if loading them is work.
+// With more vectors than this it pays to load the steps once, if loading them is expensive.
 constexpr int64_t LARGE_BATCH = 2 * MR;
 
 // emit(v, acc) for all vectors, with acc[i] = the tile's row i . x[v].
@@ -269,12 +268,12 @@ inline void multiply_tile(
   multiply_vectors<Tiles, Tiles>(tile, tile, x, columns, finish);
 }
 
-// Tiles that a small batch is multiplied by at a time: one tile's sums are formed while another's additions are under
-// way.
+// Tiles that a small batch is multiplied by at a time: one tile's multiplications hide the latency of another's
+// additions.
 constexpr int TILE_UNROLL = 2;
 constexpr int64_t SMALL_BATCH = std::min<int64_t>(4, MR);
 
-// As `multiply_tile`, emit(t, v, acc), for TILE_UNROLL tiles, one behind the other, and SMALL_BATCH vectors at most.
+// As `multiply_tile`, emit(t, v, acc), for TILE_UNROLL consecutive tiles and SMALL_BATCH vectors at most.
 template <typename Tiles, typename Emit>
 inline void multiply_unrolled(
     const char* tiles, ActivationPanel<typename Tiles::Arithmetic> x, int64_t columns, const Emit& emit) {

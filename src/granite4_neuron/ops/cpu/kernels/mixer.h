@@ -6,7 +6,8 @@
 
 namespace granite4_neuron {
 
-// The weights between a layer's projections. The convolution's are in the dtype of its inputs, the others in any.
+// The weights between a layer's projections. The convolution's weights are in the dtype of its inputs, the others in
+// any.
 struct MixerWeights {
   at::Tensor conv_weight;               // [channels, 1, width]
   std::optional<at::Tensor> conv_bias;  // [channels]
@@ -27,9 +28,9 @@ struct Rows {
 
 constexpr int64_t MAX_SCAN_BLOCK = 128;
 
-// groups: of B and C. chunk_size: tokens that pass through a part of a state at a time, MAX_SCAN_BLOCK at most.
-// heads_per_task: states of rows of one token that a thread takes at a time. dt_low, dt_high: the limits of step
-// sizes. rounding: of SSM states that are not float32.
+// groups: of heads that share B and C. chunk_size: tokens applied to a part of a state at a time, MAX_SCAN_BLOCK at
+// most. heads_per_task: head states per task of a thread, for rows of one token. dt_low, dt_high: the limits of step
+// sizes. rounding: for SSM states that are not float32.
 struct MixerSettings {
   int64_t groups, chunk_size, heads_per_task;
   float dt_low, dt_high;
@@ -94,7 +95,7 @@ inline std::vector<float> decay_rates(const at::Tensor& A_log) {
   return rates;
 }
 
-// The mixer of one layer, made once. Its sizes that no weight shows, head_dim and d_state, are the state's.
+// The mixer of one layer, made once. The sizes that no weight shows, head_dim and d_state, are taken from the state.
 struct MambaMixer {
   const MixerWeights weights;
   const MixerSettings settings;

@@ -1,4 +1,4 @@
-// Norms, the activation of the MLPs, the residual sum and rotary positions: what is done to each token by itself.
+// Norms, the activation of the MLPs, the residual sum and rotary positions: operations on each token by itself.
 #include "norm.h"
 
 #include "buffers.h"
@@ -8,7 +8,7 @@
 
 namespace granite4_neuron {
 
-// Values that one thread has done by the time that others have noticed.
+// Values that one thread has processed by the time that others have noticed.
 constexpr int64_t MIN_VALUES_PER_TASK = 16384;
 
 // to = x * silu(z) for `count` channels, or x where z is null; returns the sum of squares.

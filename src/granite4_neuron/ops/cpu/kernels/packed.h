@@ -1,4 +1,4 @@
-// Rows of different lengths side by side: which tokens of a step are each sequence's.
+// Rows of different lengths side by side: which tokens of a step belong to which sequence.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace granite4_neuron {
 
 // The tokens of each row of a step, [rows], int64: the number of its first token in the step, and how many are real.
-// Tokens of no row are padding.
+// Tokens that belong to no row are padding.
 struct PackedRows {
   at::Tensor offsets, lengths;
 

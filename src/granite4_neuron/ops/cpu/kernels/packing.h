@@ -1,4 +1,4 @@
-// Quantizing matrices, packing them, and reading rows of what is packed.
+// Quantizing matrices, packing them, and reading rows of packed matrices.
 #pragma once
 
 #include "weight.h"
@@ -14,8 +14,8 @@ int64_t packed_bytes(at::IntArrayRef shape, const std::string& format, at::Scala
 
 // Packs a matrix, or one of each expert, into `bytes`, which has room for `packed_bytes`.
 //
-// shape: of the matrix, [..., rows, columns]. values: of dtype and this shape, or as the format has them; scales: as
-// the format has them, or none.
+// shape: the matrix's, [..., rows, columns]. values: in dtype and this shape, or in the format's layout; scales: in the
+// format's layout, or none.
 void pack(
     const at::Tensor& any_values, const std::optional<at::Tensor>& scales, const std::string& format,
     at::ScalarType dtype, at::IntArrayRef shape, at::Tensor bytes);

@@ -1,5 +1,5 @@
 // The Mamba-2 mixer for a few tokens of each sequence, over states that lie in the pages of a paged cache: decode
-// steps, and the verify steps of speculation, which leave a state behind each token.
+// steps, and the verify steps of speculation, which keep the state after each token.
 #pragma once
 
 #include "conv.h"
@@ -8,7 +8,7 @@
 
 namespace granite4_neuron {
 
-// Which tokens and pages are each sequence's. Sequences whose first page is -1 or 0 are padding.
+// Which tokens and pages belong to which sequence. Sequences whose first page is -1 or 0 are padding.
 struct PagedRows {
   int64_t sequences, columns;
   const int32_t* starts;    // [sequences + 1]
@@ -25,7 +25,7 @@ struct PagedRows {
   bool is_padding(int64_t row) const {
     return page(row, 0) <= 0 || length(row) == 0;
   }
-  // The token of the step before from which the sequence goes on.
+  // The token of the previous step after which the sequence continues.
   int64_t source_column(int64_t row) const {
     return accepted == nullptr ? 0 : std::max(accepted[row], 1) - 1;
   }
@@ -45,7 +45,7 @@ struct PagedWindows {
   }
 };
 
-// Channels `first` to `last` of one sequence: convolution and SiLU of its tokens, and what its window becomes.
+// Channels `first` to `last` of one sequence: convolution and SiLU of its tokens, and its next window.
 template <typename T>
 inline void convolve_paged(
     const Mixer& m, const ConvViews<T>& views, const PagedWindows<T>& windows, const PagedRows& rows, int64_t row,
@@ -64,7 +64,7 @@ inline void convolve_paged(
     convolve_channels(m, inputs_of, views.activated + (rows.starts[row] + t) * m.channels, first, last);
   }
 
-  // A step that is speculative keeps all its inputs: the next one knows how many of them count.
+  // A speculative step keeps all its inputs: the next step knows how many of them were accepted.
   bool speculative = rows.accepted != nullptr;
   int64_t from = speculative ? 1 : length, kept = speculative ? history - 1 + length : history;
   for (int64_t h = 0; h < kept; h++)
@@ -78,7 +78,7 @@ struct PagedStates {
   int64_t page_stride;
 };
 
-// One head of one sequence, token by token; each token's state goes to a page of its own where that is asked for.
+// One head of one sequence, token by token; in a speculative step each token's state goes to a page of its own.
 inline void advance_paged(
     const Mixer& m, const HeadTokens& tokens, const PagedStates& states, const PagedRows& rows, int64_t row,
     int64_t head) {

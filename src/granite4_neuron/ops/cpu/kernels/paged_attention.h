@@ -8,7 +8,7 @@
 
 namespace granite4_neuron {
 
-// Which tokens and pages are each sequence's. Page n of a sequence holds its positions from n * page_size on.
+// Which tokens and pages belong to which sequence. Page n of a sequence holds its positions from n * page_size on.
 struct PagedSequences {
   int64_t count, columns, page_size;
   const int32_t* starts;   // [count + 1], where each begins among the tokens

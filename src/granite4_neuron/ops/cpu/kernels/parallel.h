@@ -1,8 +1,8 @@
-// Many short tasks on a few threads, for steps of a few tokens, which are hundreds of them in some milliseconds.
+// Many short tasks on a few threads, for steps of a few tokens, which run hundreds of loops in some milliseconds.
 //
-// at::parallel_for gives each thread its share and waits for all threads. One that another program keeps from running
-// then holds up everything, in each loop anew: beside a single busy process a step takes fifty times as long. Here a
-// thread that is done with its share takes from the others', and nobody waits for a thread that has begun nothing.
+// at::parallel_for gives each thread its share and waits for all threads. A thread that another program keeps from
+// running then holds up everything, in every loop: beside a single busy process a step takes fifty times as long. Here
+// a thread that has finished its share steals from the others', and nobody waits for a thread that has not begun.
 //
 // Between two loops, while one thread does work that is too short to share, the others may prefetch what the next loop
 // will read.
@@ -28,7 +28,7 @@ class ThreadPool {
     return *pool;
   }
 
-  // run(context, begin, end) over 0 to count, `grain` at a time, on as many threads as torch is set to.
+  // run(context, begin, end) over 0 to count, `grain` at a time, on as many threads as torch uses.
   void parallel_for(int64_t count, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) {
     int64_t helpers = std::min<int64_t>({at::get_num_threads(), MAX_THREADS, (count + grain - 1) / grain}) - 1;
     std::unique_lock<std::mutex> alone(in_use_, std::try_to_lock);
@@ -53,8 +53,8 @@ class ThreadPool {
     while (workers_.load(std::memory_order_acquire) != CLOSED) relax();
   }
 
-  // Turns the timing of loops on or off. Returns their times since the last call in nanoseconds: on the clock, and busy
-  // time added up over all threads.
+  // Turns the timing of loops on or off. Returns their times since the last call in nanoseconds: wall time, and busy
+  // time summed over all threads.
   std::pair<int64_t, int64_t> take_time(bool on) {
     takes_time_.store(on, std::memory_order_relaxed);
     return {loop_ns_.exchange(0, std::memory_order_relaxed), busy_ns_.exchange(0, std::memory_order_relaxed)};
@@ -79,7 +79,7 @@ class ThreadPool {
   int64_t started_ = 0;
   std::atomic<const char*> prefetch_data_{nullptr};
   std::atomic<int64_t> prefetch_bytes_{0};
-  // One loop's facts: written while no helper is inside.
+  // The present loop: written only while no helper is inside.
   void (*run_)(const void*, int64_t, int64_t) = nullptr;
   const void* context_ = nullptr;
   int64_t count_ = 0, grain_ = 1;

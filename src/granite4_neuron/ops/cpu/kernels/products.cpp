@@ -30,7 +30,7 @@ inline void store_acc(
   }
 }
 
-// Prefetches on idle threads the weights that were used next in the previous step. With more than 1024 weights some are
+// Prefetches, on idle threads, the weights that followed this one in the previous step. Beyond 1024 weights some are
 // forgotten.
 inline void prefetch_follower(const Weight& weight) {
   struct Follower {

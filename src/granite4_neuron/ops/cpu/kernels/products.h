@@ -15,7 +15,7 @@ struct Group {
   std::vector<int64_t> choices;
 };
 
-// out[choice] = weight of the choice's expert . inputs[choice / per_input], for all choices of all groups.
+// out[choice] = the expert's weight . inputs[choice / per_input], for all choices of all groups.
 //
 // inputs: [.., columns]; out: [choices, rows].
 template <typename Tiles, typename T>

@@ -11,7 +11,7 @@ class Profile {
  public:
   static constexpr std::array NAMES{"products", "experts", "convolution", "scan", "attention", "norms and gates",
                                     "head and router"};
-  // On the clock, and busy time added up over all threads.
+  // Wall time, and busy time summed over all threads.
   struct Times {
     double seconds = 0.0, busy_seconds = 0.0;
   };
@@ -33,7 +33,7 @@ class Profile {
   std::array<Times, NAMES.size()> times_{};
 };
 
-// Adds the time of a scope to a part. Scopes are those of one thread, which calls the kernels, and not inside one another.
+// Adds the time of a scope to a part. Scopes do not nest, and are all on the one thread that calls the kernels.
 class PartOfStep {
  public:
   explicit PartOfStep(Part part) : profile_(Profile::instance()), part_(part) {

@@ -19,18 +19,18 @@ constexpr bool IS_REDUCED = !std::is_same_v<T, float>;
 template <typename T>
 constexpr int DROPPED_BITS = std::is_same_v<T, at::Half> ? 13 : 16;
 
-// Rows of a head's state, [head_dim, d_state], that share their random numbers: each has those of the one before plus a
-// quarter of their range.
+// Rows of a head's state, [head_dim, d_state], that share their random numbers: each row has the previous row's numbers
+// plus a quarter of their range.
 constexpr int64_t SHARED_ROWS = 4;
 
-// Columns of these rows that have words of 32 random bits in common, half a word each.
+// Columns of these rows share words of 32 random bits, half a word each.
 constexpr int64_t WORDS = 16, WORD_COLUMNS = 2 * WORDS;
 
 // The random numbers of states: 16 bits for each value, in words of 32.
 //
-// 64 values of a row take 8 counters, of which each gives 4 words. Words a and b of the counters, in turns, are for
-// values 0 to 31, words c and d for the others: so every 32 columns have 16 words, of which first the low halves are
-// used, then the high ones.
+// 64 values of a row take 8 counters, each of which gives 4 words. Words a and b of the counters, alternating, are for
+// values 0 to 31, words c and d for the others. So every 32 columns have 16 words; their low halves are used first,
+// then the high ones.
 class StateRounding {
  public:
   StateRounding(const Rounding& rounding, int64_t head_dim, int64_t d_state)
@@ -70,7 +70,7 @@ class StateRounding {
 
   void fill_runs(uint32_t position, int64_t counter, uint32_t* words) const {
 #if defined(CPU_CAPABILITY_AVX512)
-    // A counter in each lane of 64 bits, whose upper halves hold whatever is left there.
+    // A counter in each 64-bit lane; the upper halves hold arbitrary bits.
     __m512i a[2], b[2], c[2], d[2];
     for (int run = 0; run < 2; run++) {
       a[run] = _mm512_add_epi64(_mm512_set1_epi64(counter + run * COUNTERS), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
@@ -119,10 +119,10 @@ class StateRounding {
   }
 };
 
-// A `Vec` as whole numbers.
+// A `Vec`'s bits as integers.
 using Bits = uint32_t __attribute__((vector_size(sizeof(Vec))));
 
-// The random bits of LANES values of row `row` of SHARED_ROWS, from one of the WORD_COLUMNS on that have these words.
+// The random bits of LANES values of row `row` of SHARED_ROWS, from column `column` of the WORD_COLUMNS of these words.
 inline Bits random_bits(const uint32_t* words, int64_t row, int64_t column) {
   constexpr uint32_t QUARTER = 0x10000 / SHARED_ROWS;
   Bits pair;
@@ -130,8 +130,8 @@ inline Bits random_bits(const uint32_t* words, int64_t row, int64_t column) {
   return ((pair >> (column / WORDS * 16)) + static_cast<uint32_t>(row) * QUARTER) & 0xffff;
 }
 
-// Values rounded to numbers of a 16-bit dtype T. A random number is added to the bits that are dropped: its carry is
-// what rounds up. What is not finite stays that.
+// Values rounded to numbers of a 16-bit dtype T. A random number is added to the bits that are dropped, and its carry
+// rounds up. Infinities and NaN are kept.
 template <typename T>
 inline Vec round_to(Vec values, Bits random) {
   constexpr uint32_t KEPT = ~uint32_t{0} << DROPPED_BITS<T>;
@@ -146,7 +146,7 @@ inline Vec round_to(Vec values, Bits random) {
     Bits sign = bits & 0x80000000;
     Numbers size = (Numbers)(bits ^ sign);
     size = size > LARGEST && size < INFINITE ? Numbers{} + LARGEST : size;
-    // Below its smallest normal number float16 drops more bits; in the sum with that number it drops as many as usual.
+    // Below its smallest normal number float16 drops more bits; after adding that number it drops as many as usual.
     Floats offset = (Floats)(size < SMALLEST ? Numbers{} + SMALLEST : Numbers{});
     Bits rounded = ((Bits)((Floats)size + offset) + (random >> (16 - DROPPED_BITS<T>))) & KEPT;
     return std::bit_cast<Vec>((Bits)((Floats)rounded - offset) | sign);

@@ -1,8 +1,8 @@
 // The Mamba-2 mixer's second half: the recurrence over each head's state, token by token.
 //
-// One token after another is as fast as chunks of matrix products (Dao and Gu 2024, section 6) where a part of the
-// state stays in registers while many tokens pass. And it is the same arithmetic in the same order however a sequence
-// is cut into steps: prompts, verified tokens and single tokens give the same results bit by bit.
+// One token after another is as fast as chunks of matrix products (Dao and Gu 2024, section 6) if a part of the state
+// stays in registers for many tokens. And the arithmetic and its order are the same however a sequence is cut into
+// steps: prompts, verified tokens and single tokens give the same results bit by bit.
 #pragma once
 
 #include "buffers.h"
@@ -20,7 +20,7 @@ struct ScanViews {
   const float* xBC;  // [tokens, channels], with channels = inner + 2 * groups * d_state
   const float* dt;   // [tokens, heads]
   S* ssm_state;      // [slots, heads, head_dim, d_state]
-  float* y;          // [tokens, inner]; null where nobody asks for it
+  float* y;          // [tokens, inner]; null if it is not wanted
 };
 
 // One head's part of one sequence's tokens: a row each of x, B, C and y, and a step size.
@@ -72,7 +72,7 @@ inline float output(Vec total, float D, float x) {
   return std::fma(D, x, sum(total));
 }
 
-// Some tokens of one head, for channels `p` to p + CHANNELS and a d_state of VECTORS vectors, whose state is kept in
+// Some tokens of one head, for channels `p` to p + CHANNELS and a d_state of VECTORS vectors; their state is kept in
 // registers. decays: exp(dt A) of the tokens.
 template <int CHANNELS, int VECTORS>
 inline void scan_in_registers(const HeadTokens& tokens, const float* decays, HeadState<float> state, int64_t p) {
@@ -127,7 +127,7 @@ inline void scan_in_memory(
 
 // All tokens of one head of one sequence.
 //
-// block: tokens that pass through a part of the state at a time; their B and C should stay in the nearest cache.
+// block: tokens applied to a part of the state at a time; their B and C should stay in the nearest cache.
 inline void scan_head(
     const HeadTokens& tokens, HeadState<float> state, int64_t head_dim, int64_t d_state, int64_t block) {
   constexpr int CHANNELS = 2, VECTORS = 8;
@@ -157,7 +157,7 @@ class PlainScan {
   const Mixer& m_;
 };
 
-// `count` values of a 16-bit dtype, LANES at most, and zeros behind them.
+// `count` values of a 16-bit dtype, LANES at most, followed by zeros.
 template <typename S>
 inline Vec load_some(const S* from, int64_t count) {
   float values[LANES] = {};
@@ -172,8 +172,8 @@ inline void store_some(Vec from, S* to, int64_t count) {
   from_float(values, to, count);
 }
 
-// Scans of states in a 16-bit dtype S. Such a state is rounded after every token, wherever a step ends; y comes of what
-// is not rounded yet. Otherwise it is the arithmetic of `scan_head`, in its order.
+// Scans of states in a 16-bit dtype S. Such a state is rounded after every token, wherever a step ends; y is computed
+// before the rounding. The rest is the arithmetic of `scan_head`, in the same order.
 template <typename S>
 class RoundedScan {
  public:
@@ -182,7 +182,7 @@ class RoundedScan {
         block_(std::min(m.longest, m.settings.chunk_size)), words_(block_ * rounding_.num_words()),
         totals_(block_ * SHARED_ROWS * LANES) {}
 
-  // All tokens of one head of one sequence, of which the first has this position.
+  // All tokens of one head of one sequence; `position` is the first token's.
   void run(const HeadTokens& tokens, HeadState<S> state, int64_t head, int64_t position) {
     for (int64_t start = 0; start < tokens.length; start += block_, state.from = state.to) {
       HeadTokens some = tokens.part(start, block_);
@@ -201,8 +201,8 @@ class RoundedScan {
  private:
   const Mixer& m_;
   StateRounding rounding_;
-  int64_t block_;  // tokens that pass through a part of the state at a time
-  // For a block's tokens; the last three for some rows of the state.
+  int64_t block_;  // tokens applied to a part of the state at a time
+  // Buffers for a block's tokens; the last three are for some rows of the state.
   std::array<float, MAX_SCAN_BLOCK> decays_;
   std::array<std::array<float, SHARED_ROWS>, MAX_SCAN_BLOCK> dt_x_;
   Scratch<uint32_t> words_;
@@ -233,7 +233,7 @@ class RoundedScan {
         tokens.y.row(t)[p + r] = output(Vec::loadu(total_of(t, r)), tokens.D, tokens.x.row(t)[p + r]);
   }
 
-  // The same for columns n and following: VECTORS of them, each with `count` columns. They stay in registers.
+  // The same for columns n and following: VECTORS vectors of `count` columns each, which stay in registers.
   template <int ROWS, int VECTORS>
   [[gnu::always_inline]] void scan_columns(
       const HeadTokens& tokens, HeadState<S> state, int64_t p, int64_t n, int64_t count) {
@@ -272,7 +272,7 @@ inline void scan_rows(const Mixer& m, const ScanViews<S>& views, const std::vect
   int64_t size = m.head_dim * m.d_state;
   parallel_tasks(rows.size() * m.heads, grain, [&](int64_t begin, int64_t end) {
     std::conditional_t<IS_REDUCED<S>, RoundedScan<S>, PlainScan> head_scan(m);
-    std::vector<S> unwritten;  // the state of a step that leaves it as it is
+    std::vector<S> unwritten;  // scratch state for a step that writes none
     for (int64_t task = begin; task < end; task++) {
       int64_t row = rows[task / m.heads], head = task % m.heads, slot = m.rows.write_slots[row];
       if (slot < 0) unwritten.resize(size);
@@ -287,7 +287,7 @@ inline void scan_rows(const Mixer& m, const ScanViews<S>& views, const std::vect
 // Any number of tokens of every row.
 template <typename S>
 inline void scan(const Mixer& m, const ScanViews<S>& views) {
-  std::vector<int64_t> tokens, others;  // of one token, which are short tasks, and of more
+  std::vector<int64_t> tokens, others;  // rows of one token, which are short tasks, and longer rows
   for (int64_t row = 0; row < m.num_rows; row++)
     if (m.rows.lengths[row] > 0) (m.rows.lengths[row] == 1 ? tokens : others).push_back(row);
   if (!others.empty()) scan_rows(m, views, others, 1);

@@ -1,10 +1,10 @@
-// Products of weights with vectors of bfloat16 by AMX, and by other instructions in the same order of sums.
+// Products of weights with bfloat16 vectors by AMX, and by other instructions that add up in the same order.
 //
 // AMX multiplies 16 vectors by 16 rows of weights, 32 columns at a time. For each pair of a vector and a row it adds up
-// the products of the even columns, and those of the odd ones, each from zero by fused multiplication and addition; and
-// then the sum of the two to what it has. It takes numbers that are not normal as zeros, and gives zeros for them.
-// `multiply_pairs` does the same, so that one vector alone, which AMX is slow for, gets the same bits as one of many;
-// and so does a processor without AMX, for which this file can be compiled too.
+// the products of the even columns, and separately of the odd columns, each from zero by fused multiply-add; then it
+// adds the sum of both to its accumulator. It treats subnormal inputs as zeros, and returns zeros for subnormal
+// results. `multiply_pairs` does the same, so that a single vector, for which AMX is slow, gets the same bits as one of
+// many. This file can also be compiled for a processor without AMX, with the same bits.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.
 #pragma once
@@ -17,14 +17,14 @@ namespace granite4_neuron {
 
 constexpr int64_t BLOCK_COLUMNS = 32, BLOCK_PAIRS = BLOCK_COLUMNS / 2;
 constexpr int64_t TILE_VECTORS = 16;
-// Up to this many vectors a product is memory-bound, and AMX would only wait for memory.
+// Up to this many vectors a product is memory-bound, so AMX would only wait for memory.
 constexpr int64_t FEW_VECTORS = 4;
-// Sums of more vectors with several tiles would not fit the registers.
+// The sums of more vectors with several tiles would not fit into registers.
 constexpr int64_t UNROLLED_VECTORS = 2;
 
-// Vectors in tiles of `height` vectors at most. A tile has blocks of columns one behind another, and a block has those
-// of all the tile's vectors. Behind the last column there are zeros up to a whole block, and behind the last vector of
-// several tiles zeros up to a whole tile.
+// Vectors in tiles of `height` vectors at most. A tile has blocks of columns one after another, and a block has these
+// columns of all the tile's vectors. After the last column zeros fill a whole block; with several tiles, zeros fill the
+// last one after its last vector.
 template <>
 struct ActivationPanel<TilePairs> {
   using Input = at::BFloat16;
@@ -104,7 +104,7 @@ inline ActivationPanel<Arithmetic> as_panel(
   return panel;
 }
 
-// Has the processor take and give zeros for numbers that are not normal, as AMX does.
+// Makes the processor flush subnormal numbers to zero, inputs and results, as AMX does.
 class WithoutDenormals {
  public:
   WithoutDenormals() : before_(_mm_getcsr()) {
@@ -151,8 +151,8 @@ inline auto block_scales(const char* block) {
   }
 }
 
-// acc[t * COUNT + v] = tile t of TILES, which are `stride` bytes apart, times vector v. x: of vector 0 the first block;
-// vectors lie BLOCK_COLUMNS apart, and blocks `height` of these.
+// acc[t * COUNT + v] = tile t of TILES, which are `stride` bytes apart, times vector v. x: the first block of vector 0;
+// vectors are BLOCK_COLUMNS apart, and blocks `height` vectors apart.
 template <typename Steps, int COUNT, int TILES>
 inline void multiply_pairs(
     const char* tile, int64_t stride, const at::BFloat16* x, int64_t height, int64_t columns,
@@ -216,7 +216,7 @@ constexpr auto multiply_pairs_table(std::index_sequence<NUMBERS...>) {
   return std::array<MultiplyPairs, sizeof...(NUMBERS)>{multiply_pairs<Steps, NUMBERS + 1, TILES>...};
 }
 
-// emit(t, v, acc) for TILES tiles, one behind the other, and all vectors, without AMX.
+// emit(t, v, acc) for TILES consecutive tiles and all vectors, without AMX.
 template <typename Tiles, int TILES, typename Emit>
 inline void multiply_without_amx(
     const char* tiles, ActivationPanel<TilePairs> x, int64_t columns, const Emit& emit) {
@@ -240,7 +240,7 @@ inline void multiply_without_amx(
 
 #if defined(GRANITE4_AMX)
 
-// Has tiles 0 to 7 hold 16 rows of 64 bytes each, for the time of a scope.
+// Configures tiles 0 to 7 for 16 rows of 64 bytes each, for the time of a scope.
 class TileRegisters {
  public:
   TileRegisters() {
@@ -268,8 +268,8 @@ inline void multiply_blocks(
   constexpr int64_t ROW_BYTES = TILE * TilePairs::COLUMNS * sizeof(at::BFloat16), HALF_ROW = ROW_BYTES / 2;
   constexpr int64_t SUMS_BYTES = TILE * sizeof(float), X_BYTES = BLOCK_COLUMNS * sizeof(at::BFloat16);
   static_assert(Steps::STEP_BYTES == ROW_BYTES);
-  // 0 and 1: the first vectors' sums with the first and with the other rows. 2 and 3: the other vectors'. 4 and 5:
-  // vectors. 6 and 7: weights.
+  // 0 and 1: sums of the first vectors with the first and with the other rows. 2 and 3: sums of the other vectors. 4
+  // and 5: vectors. 6 and 7: weights.
   auto clear = [] {
     _tile_zero(0);
     _tile_zero(1);
@@ -319,7 +319,7 @@ inline void multiply_blocks(
   if constexpr (!HAS_GROUPS<Steps>) store(sums[0]);
 }
 
-// emit(v, acc) for all vectors. steps: those of `tile`, or what has been made of them.
+// emit(v, acc) for all vectors. steps: of `tile`, as stored or already loaded.
 template <typename Tiles, typename Steps, typename Emit>
 inline void multiply_by_amx(
     const char* tile, const char* steps, ActivationPanel<TilePairs> x, int64_t columns, const Emit& emit) {
@@ -342,7 +342,7 @@ inline void multiply_by_amx(
 
 #endif
 
-// `multiply_vectors` of matmul.h, of a plain tile.
+// `multiply_vectors` of matmul.h, for a plain tile.
 template <typename Tiles, typename Steps, typename Finish>
   requires HAS_TILE_SUMS<typename Tiles::Arithmetic>
 inline void multiply_vectors(

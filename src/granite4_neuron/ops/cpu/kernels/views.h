@@ -1,4 +1,4 @@
-// Views of memory that someone else owns: what kernels pass one another in place of pointers and strides.
+// Views of memory that someone else owns. Kernels pass them to one another in place of pointers and strides.
 #pragma once
 
 #include <cstdint>

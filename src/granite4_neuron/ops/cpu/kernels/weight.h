@@ -1,8 +1,8 @@
 // A packed matrix of weights: tiles of 32 rows, one after another, each contiguous in memory.
 //
 // A tile is a sequence of steps: a step has the values of all rows in one column, or in a pair of columns. A matmul
-// adds up each result in a lane of its own, in an order that depends on the number of columns only. So the sum is the
-// same bit by bit for any number of vectors and on any thread. The format defines the bytes of a step, see `PlainTiles`.
+// adds up each result in a lane of its own, in an order that depends only on the number of columns. So a sum has the
+// same bits for any number of vectors and on any thread. The format defines the bytes of a step, see `PlainTiles`.
 #pragma once
 
 #include <type_traits>
@@ -30,7 +30,7 @@ struct Floats {
   static Vec load(const char* from) {
     return Vec::loadu(from);
   }
-  // Keeps a loaded value in its register: the compiler would load it again for each use.
+  // Keeps a loaded value in its register; otherwise the compiler would load it again for each use.
   static Vec in_register(Vec loaded) {
 #if defined(CPU_CAPABILITY_AVX2)
     __m256 kept = loaded;
@@ -48,7 +48,7 @@ struct Floats {
   }
 };
 
-// Whether bfloat16 is multiplied by AMX: ops/cpu/build.py has the system's permission for it.
+// Whether AMX multiplies bfloat16: ops/cpu/build.py got the system's permission.
 #if defined(GRANITE4_AMX) && defined(__AMX_BF16__) && defined(CPU_CAPABILITY_AVX512)
 #define GRANITE4_TILE_SUMS
 #endif
@@ -95,7 +95,7 @@ struct Bfloat16Pairs {
 #endif
 
 #if defined(GRANITE4_TILE_SUMS)
-// Pairs of products of bfloat16 that AMX adds up, or that are added up in its order; see tile_products.h.
+// Pairs of products of bfloat16, added up by AMX or in its order; see tile_products.h.
 struct TilePairs {
   static constexpr int64_t COLUMNS = 2;
   static constexpr int VECTORS = TILE / LANES;
@@ -109,7 +109,7 @@ struct TilePairs {
 };
 #endif
 
-// Whether products are those of tile_products.h, rather than those of matmul.h.
+// Whether products use tile_products.h rather than matmul.h.
 template <typename Arithmetic>
 constexpr bool HAS_TILE_SUMS = false;
 #if defined(GRANITE4_TILE_SUMS)
@@ -146,7 +146,7 @@ enum class Format : int64_t;  // see formats.h
 struct WeightHeader {
   Format format;
   at::ScalarType dtype;  // of the vectors that it is multiplied by
-  std::array<char, 7> unused{};  // in place of padding, whose bytes nobody writes
+  std::array<char, 7> unused{};  // explicit padding, so that all bytes are written
   int64_t experts, rows, columns, tile_bytes;
   uint64_t mark = MARK;
 

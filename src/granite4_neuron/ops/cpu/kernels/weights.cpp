@@ -18,8 +18,8 @@ namespace granite4_neuron {
 // A format has these members in Rows:
 //
 //   Value, Scale  the types of values and scales
-//   GROUP         the row that `quantize` gets is filled up with zeros to a multiple of so many columns
-//   values_of     the number of values in a row of so many columns
+//   GROUP         the row that `quantize` gets is filled up with zeros to a multiple of this many columns
+//   values_of     the number of values in a row, from its number of columns
 //   scales_of     the number of its scales
 //   quantize      a row in float32 to values and scales
 template <typename Rows>
@@ -139,9 +139,9 @@ at::Tensor logits(const at::Tensor& any_x, const Weight& weight, double scaling)
   return y;
 }
 
-// Put the numbers of the `count` largest values first, of those numbers that there are in `order`.
+// Puts the indices of the `count` largest values first, among the indices in `order`.
 inline void largest_first(const float* values, int64_t count, std::vector<int64_t>& order) {
-  // NaN sorts as the largest, as torch has it; otherwise the order would not be one.
+  // NaN sorts as the largest, as in torch; without that there would be no strict order.
   auto before = [&](int64_t a, int64_t b) {
     if (std::isnan(values[a]) || std::isnan(values[b])) return std::isnan(values[a]) && !std::isnan(values[b]);
     return values[a] > values[b] || (values[a] == values[b] && a < b);

@@ -42,7 +42,7 @@ struct Rows {
     return multiples;
   }
 
-  // The sum of the squared errors of a scale's multiples: one half added to the other, and again.
+  // The sum of the squared errors of a scale's multiples, summed pairwise: one half is added to the other, and so on.
   static float squared_error(float scale, const Values& group) {
     Values squares = multiples_of(scale, group);
     for (int64_t v = 0; v < VECTORS; v++) {
@@ -138,7 +138,7 @@ struct Tiles {
     return scales;
   }
 
-  // values: [rows, columns of whole groups / 2]; scales: [rows, groups]; both of all experts.
+  // values: [rows, columns of whole groups / 2]; scales: [rows, groups]; both for all experts.
   static void pack(const Value* values, const float* scales, const Weight& weight, char* to) {
     int64_t tiles = tiles_of(weight.rows), groups = Rows::scales_of(weight.columns), width = groups * GROUP / 2;
     parallel_tasks(weight.experts * tiles, 1, [&](int64_t begin, int64_t end) {
@@ -186,7 +186,7 @@ struct Tiles {
     for (int i = 0; i < 16; i++) numbers[i] = static_cast<float>(i - ZERO);
     return numbers;
   }();
-  // The same in bfloat16, the upper half of float32, twice.
+  // The same numbers in bfloat16, the upper half of float32, twice.
   static constexpr std::array<uint16_t, 32> NUMBERS = [] {
     std::array<uint16_t, 32> numbers{};
     for (int i = 0; i < 32; i++) numbers[i] = std::bit_cast<uint32_t>(FLOATS[i % 16]) >> 16;

@@ -82,7 +82,7 @@ struct Tiles {
       return {load_int8(values), load_int8(values + LANES)};
     }
   }
-  // The order of pairs is such that unpacking bytes, which goes by 128 bits, gives the first and the second 16 rows.
+  // Pairs are ordered so that unpacking bytes, which works on 128-bit lanes, gives the first and the second 16 rows.
   static int64_t offset(int64_t row, int64_t column) {
     if constexpr (Arithmetic::COLUMNS == 1) return row;
     return row % 16 / 4 * 16 + row / 16 * 8 + row % 4 * 2 + column;
@@ -111,8 +111,8 @@ struct Tiles {
 
 #if defined(GRANITE4_PAIRS)
  private:
-  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. All whole numbers from -128 to 127
-  // are numbers of bfloat16, and a lookup of 64 of them takes half the instructions of their conversion.
+  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. bfloat16 represents all whole
+  // numbers from -128 to 127, and looking up 64 of them takes half the instructions of converting them.
   static constexpr std::array<uint8_t, 128> bfloat16_bytes(int shift) {
     std::array<uint8_t, 128> bytes{};
     for (int i = 0; i < 128; i++) bytes[i] = std::bit_cast<uint32_t>(static_cast<float>(i)) >> shift & 0xff;

@@ -1,5 +1,5 @@
-// Weights of bfloat16 in 12 bits without loss, see ops/formats/lossless12.py. A product has the bits of the plain one:
-// its steps are loaded as what they were made of.
+// Weights of bfloat16 in 12 bits without loss, see ops/formats/lossless12.py. A product has the same bits as with plain
+// weights, because loading a step restores the original values.
 #pragma once
 
 #include "../weight.h"
@@ -10,12 +10,12 @@ struct Rows {
   using Value = uint8_t;
   using Scale = uint8_t;
   static constexpr int64_t GROUP = LANES;
-  static constexpr int CODES = 15, EXPONENTS = 256;  // exponents from the row's least one on; code 15 is for others
+  static constexpr int CODES = 15, EXPONENTS = 256;  // exponents from the row's least coded one; code 15 marks others
   static constexpr int64_t MANTISSA_BITS = 7;
   // Scales begin with the least exponent and the number of others.
   static constexpr int64_t HEADER = 2;
 
-  // The number of exponents that fit behind the header.
+  // The number of exponents that fit after the header.
   static int64_t room(int64_t columns) {
     return std::clamp<int64_t>(columns / 128, 8, 254);
   }
@@ -50,7 +50,7 @@ struct Rows {
   }
 
  private:
-  // The first of CODES exponents that most of the values have.
+  // The first of the CODES consecutive exponents that cover the most values.
   static int best_window(const std::array<int64_t, EXPONENTS>& counts) {
     int best = 0;
     int64_t inside = std::accumulate(counts.begin(), counts.begin() + CODES, int64_t{0}), most = inside;
@@ -79,7 +79,7 @@ struct Tiles {
   static constexpr int64_t STEP_BYTES = STEP_VALUES * 3 / 2, PREFETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = true;
 
-  // Loads the steps of a tile, each of them once and in their order.
+  // Loads the steps of a tile, each once and in order.
   class Reader {
    public:
     Reader(const char* tile, int64_t columns)
@@ -194,13 +194,13 @@ struct Tiles {
     return static_cast<uint16_t>((other & DIFFERENCE) << Rows::MANTISSA_BITS);
   }
 
-  // The number of a value in its step. The order of pairs is such that unpacking bytes, which goes by 128 bits, gives
+  // The number of a value in its step. Pairs are ordered so that unpacking bytes, which works on 128-bit lanes, gives
   // the first and the second 16 rows.
   static int64_t place_of(int64_t row, int64_t column) {
     if constexpr (Arithmetic::COLUMNS == 1) return row;
     return row % 16 / 4 * 16 + row / 16 * 8 + row % 4 * 2 + column;
   }
-  // The lower halves of bytes are those of the step's first values.
+  // The lower halves of bytes belong to the step's first values.
   static constexpr int64_t HALF = STEP_VALUES / 2;
 
   static uint16_t own_bits(const char* step, int64_t place) {
@@ -241,7 +241,7 @@ struct Tiles {
     return bytes;
   }();
 
-  // Two of a step's vectors, without what must be added to single values.
+  // Two of a step's vectors, before the corrections of single values.
   template <int PART>
   static typename Arithmetic::Operand unpack(const char* step, const char* least) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
