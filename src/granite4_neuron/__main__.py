@@ -1,4 +1,4 @@
-"""The start of the command, which handles Ctrl-C from here on."""
+"""The start of the command; it handles Ctrl-C from here on."""
 
 import os
 import signal

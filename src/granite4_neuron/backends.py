@@ -21,7 +21,7 @@ def all_options() -> dict[str, Option]:
 
 
 def check_values(name: str, given: Mapping[str, Any]) -> None:
-    """Check the values of options: the backend's own, and the others as their backends declare them.
+    """Check the values of options: this backend's own, and others by the declarations of their backends.
 
     Args:
         given: values by the names of `all_options`.
@@ -59,7 +59,7 @@ def _declared(name: str) -> Backend:
 
 
 def _refuse(option: Option, value: Any, backend: Backend) -> None:
-    """Refuse an option that the backend does not have, unless it asks for what the backend does anyway."""
+    """Refuse an option that the backend does not have, unless its value is what the backend does anyway."""
     if option.name in backend.refuses:
         raise UserError(backend.refuses[option.name])
     if option.everywhere is not None and option.spelled(value) == option.everywhere:

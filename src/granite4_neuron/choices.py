@@ -1,7 +1,6 @@
-"""Values of options: names that the command line offers and that the modules behind it check.
+"""Values of options: names that the command line offers and other modules check.
 
-They are in a module of their own, which imports nothing of the package, so that the command line knows them without
-importing torch.
+This module imports nothing else from the package, so that the command line knows them without importing torch.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ EXPERTS_DECODE = ("kernel", "all", "gather")
 # The environment variable that names a folder of tuned launch parameters.
 FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 
-# Advice where adapters do not run beside the weights.
+# Advice for backends that do not run adapters beside the weights.
 MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
 NO_ADAPTERS = f"adapters run on the backend cpu only, with its fused kernels and their chunked scan; {MERGE_INSTEAD}."
 

@@ -46,7 +46,7 @@ examples:
   granite4-neuron chat --model ibm-granite/granite-4.0-h-350m
   granite4-neuron plan --model granite-4.0-h-small    # does it fit a Trainium2?
 
-Each command has a help of its own: granite4-neuron generate --help
+Each command has its own help: granite4-neuron generate --help
 """
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -147,7 +147,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Looks up the version only on demand."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -160,7 +160,7 @@ class _Version(argparse.Action):
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints a script that shtab makes; shtab is imported only then."""
+    """Prints a script made by shtab, which is imported only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest, choices=("bash", "zsh", "tcsh"), help=help)
@@ -175,7 +175,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def _set_up_logging(level: str) -> None:
-    """Set up logging for this package and for the libraries, which read their level later, when they are imported."""
+    """Set up logging for this package and for libraries, which read their level when they are imported later."""
     import logging
 
     logging.basicConfig(format="%(message)s", level=level.upper())
@@ -211,7 +211,7 @@ def _on_interrupt(_: int, frame: FrameType | None) -> None:
 
 
 def _drop_output() -> None:
-    """Keep the interpreter from complaining again when it flushes what could not be written."""
+    """Keep the interpreter from complaining again when it flushes unwritten output."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

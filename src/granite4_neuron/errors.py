@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 _MOST_CHARACTERS = 1600
-_LAST_CHARACTERS = 400  # of them, from the end, where it says what would be right
+_LAST_CHARACTERS = 400  # kept from the end of a long text, which says what would be right
 
 
 class UserError(ValueError):
@@ -30,7 +30,7 @@ def described(error: Exception) -> str:
     """Return an exception's message as part of a sentence, with its type if the message is not meant for users."""
     try:
         said = str(error).strip().rstrip(".")
-    except Exception:  # a foreign exception may be unable to say anything
+    except Exception:  # even str() of a foreign exception may fail
         said = ""
     if isinstance(error, UserError):
         return said

@@ -9,9 +9,9 @@ import re
 
 from granite4_neuron.errors import UserError
 
-# The most tokens of a step that continues a prompt. Graphs of so many fit into SBUF: see `analysis.live_set`.
+# The most tokens of a step that continues a prompt. Graphs with this many fit into SBUF, see `analysis.live_set`.
 CONTINUATION_TOKENS = 512
-# Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
+# Physical NeuronCores per logical core: Trainium2's default, which the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2
 # The code that multiplies with the experts' weights in NxD Inference: this package in torch; this package in torch, and
@@ -39,7 +39,7 @@ INSTALL_TORCH_XLA = (
     "install it, in an environment of its own, with: pip install 'torch==2.9.*' 'torch_xla==2.9.*' "
     "'transformers==4.57.*' 'jax==0.10.*'"
 )
-# What lowers and counts the graphs of PyTorch devices; as in the extra dev.
+# The packages that lower and count the graphs of PyTorch devices; as in the extra dev.
 INSTALL_TORCH_MLIR = "install both with: pip install 'torch-mlir==20261001' 'jax==0.10.*'"
 
 
@@ -58,7 +58,7 @@ def require() -> None:
 
 
 def require_nki() -> None:
-    """Check that the package nki is installed, in a version that has what the kernels call.
+    """Check that the package nki is installed in a version that the kernels support.
 
     Raises:
         UserError: it is not there, or too old.

@@ -49,7 +49,7 @@ def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
 
 
-# The fields on which an adapter's numbers depend: each one's default, its check, and what it must be.
+# The fields on which an adapter's numbers depend: the default, the check, and the description of right values.
 _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (8, _is_count, "a whole number of at least 1"),
     "lora_alpha": (8, _is_scale, "a number"),
@@ -57,13 +57,13 @@ _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "rank_pattern": ({}, _are(_is_count), "an object of ranks by modules"),
     "alpha_pattern": ({}, _are(_is_scale), "an object of numbers by modules"),
 }
-# Fields about where an adapter comes from and how it was trained, and those that its tensors repeat.
+# Fields about an adapter's origin and training, and fields that its tensors repeat.
 _WITHOUT_EFFECT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "ensure_weight_tying"),
 }
-# Ways of initialising that leave the base model's weights as they are; the others change them.
+# Ways of initialising that do not change the base model's weights; all others do.
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -74,11 +74,11 @@ def read_adapter(folder: str | Path, config: ModelConfig) -> Adapter:
         folder: holds adapter_config.json and adapter_model.safetensors, as PEFT writes them.
 
     Raises:
-        UserError: it is not complete, not one of this model, or does what is not supported; the message says what.
+        UserError: it is incomplete, of another model, or uses something that is not supported; the message says which.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; an adapter is one, with {CONFIG} and {WEIGHTS}.")
+        raise UserError(f"{folder} is not a folder; an adapter is a folder with {CONFIG} and {WEIGHTS}.")
     about = _read_config(folder / CONFIG)
     invocation = about.get("alora_invocation_tokens")
     if invocation is not None:
@@ -122,7 +122,7 @@ def _check_invocation(file: Path, tokens: Any, vocab_size: int) -> None:
 
 
 def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> dict[str, LowRank]:
-    """Read the tensors; return what is added to each weight, by the weight's name."""
+    """Read the tensors; return the additions by the names of the weights."""
     file = folder / WEIGHTS
     if not file.is_file():
         other = " PEFT writes it with safe_serialization." if (folder / "adapter_model.bin").exists() else ""
@@ -149,7 +149,7 @@ def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> d
         addition = LowRank(pair["A"], pair["B"] * scale)
         if not addition.up.isfinite().all():
             raise UserError(f"{file} has numbers in lora_B of {module} that are not finite at a scale of {scale:.4g}.")
-        if part.of > 1:  # it is of some of the rows
+        if part.of > 1:  # it covers some of the rows only
             up = torch.zeros(rows, addition.up.shape[1])
             up[part.number * (rows // part.of) :][: rows // part.of] = addition.up
             addition = LowRank(addition.down, up)
@@ -202,7 +202,7 @@ def _check_shapes(
 def _by_pattern(
     file: Path, about: Mapping[str, Any], patterns: str, default: str, modules: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the value of each module: that of the first pattern that its name matches, or the default."""
+    """Return each module's value: from the first pattern that matches its name, or the default."""
     values = about[patterns]
     try:
         matches = first_matches(list(values), modules)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight that is stored quantized and read as it is.
+    """A weight that is stored quantized and read without conversion.
 
     format: its format in memory.
     read: returns the weight, given its shape in the model.
@@ -35,12 +35,12 @@ class StoredWeight:
 
 
 class Checkpoint(ABC):
-    """An open checkpoint: its config has been read, everything else is read when it is asked for.
+    """An open checkpoint: its config has been read, everything else is read on demand.
 
     path: the folder or the GGUF file.
     folder: the folder, for libraries that read one; None for a GGUF file.
     quantization: how the weights are quantized; None if they are not. The weights in a GGUF file count as not
-        quantized: each is read with the numbers that it stands for, in any dtype.
+        quantized: they are read dequantized, in any dtype.
     """
 
     path: Path
@@ -60,12 +60,12 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def has_weights(self) -> bool:
-        """Whether there are any: a config alone is enough to plan with."""
+        """Whether there are weights: a config alone is enough for planning."""
 
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """The dtype, one of `config.dtypes.DTYPES`, that the weights have if no other is asked for.
+        """The weights' default dtype, one of `config.dtypes.DTYPES`.
 
         Raises:
             UserError: the weights are incomplete or damaged.
@@ -74,7 +74,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def stored_in(self) -> list[str]:
-        """The names of the formats that weights are stored in, if they are not stored in `dtype` alone."""
+        """The names of the formats that weights are stored in; none if all are stored in `dtype`."""
 
     @property
     @abstractmethod
@@ -83,24 +83,24 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
-        """Return the weights that are read quantized, as they are stored, by name.
+        """Return, by name, the weights that are read quantized as stored.
 
         Args:
             model: without weights.
             keep: whether quantized weights of a GGUF file stay quantized if int4 or int8 has the same numbers.
 
         Raises:
-            UserError: the names, shapes and dtypes of the tensors are not those of the model.
+            UserError: the names, shapes or dtypes of the tensors are not the model's.
         """
 
     @abstractmethod
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Return a sentence on weights that are quantized here and not in memory, and on those that the model does not
-        have; None if there are none.
+        """Return a sentence on weights that are quantized here but not in memory, and on weights that the model does
+        not have; None if there are neither.
 
         Args:
             quantized: as `quantized_weights` returns them.
-            dtype: of the other weights, in memory.
+            dtype: the other weights' dtype in memory.
         """
 
     @abstractmethod
@@ -109,22 +109,22 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def copy_texts_to(self, folder: Path) -> None:
-        """Write the tokenizer and the generation config, as far as there are any, to a folder."""
+        """Write the tokenizer and the generation config to a folder, if there are any."""
 
     def load_tokenizer(self) -> PreTrainedTokenizerFast:
         """Load the tokenizer.
 
         Raises:
-            UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it
-                has more entries than the model's vocabulary.
+            UserError: there is none, it cannot be read, it may make a text grow too much (see `tokenizer_growth`), or
+                it has more entries than the model's vocabulary.
         """
         tokenizer = self._read_tokenizer()
         if len(tokenizer) > self.config.vocab_size:
             raise UserError(
                 f"the tokenizer in {self.path} has {len(tokenizer)} entries and the model only "
-                f"{self.config.vocab_size}; they are not of the same checkpoint."
+                f"{self.config.vocab_size}; they are not from the same checkpoint."
             )
-        # Its warning at a long text, "will result in indexing errors", is wrong here: the engine refuses the text.
+        # Its warning about a long text, "will result in indexing errors", is wrong here: the engine refuses the text.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         return tokenizer
 
@@ -136,7 +136,7 @@ def left_out_remark(left_out: Mapping[str, int]) -> str | None:
     """Return a sentence on the tensors that are not loaded; None if there are none.
 
     Args:
-        left_out: the number of tensors that the model does not have, by what they are for.
+        left_out: the number of tensors that the model does not have, by their purpose.
     """
     if not left_out:
         return None

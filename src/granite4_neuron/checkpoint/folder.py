@@ -1,4 +1,4 @@
-"""Checkpoints in folders, as Hugging Face has them. Importing this module does not import torch."""
+"""Checkpoints in folders, in Hugging Face's layout. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> str:
-        """Implement `Checkpoint.dtype`: the embedding's."""
+        """Implement `Checkpoint.dtype`: the embedding's dtype."""
         return self.tensors.dtype()
 
     @property
@@ -98,14 +98,14 @@ class FolderCheckpoint(Checkpoint):
         }
 
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
+        """Implement `Checkpoint.remark_on`: weights that are quantized here stay quantized in memory."""
         return left_out_remark(self.tensors.left_out)
 
     def check_plain(self, config: ModelConfig) -> None:
-        """Check that the tensors are those of a model with this config, and not quantized, without reading them.
+        """Check, without reading them, that the tensors are a model's with this config, and not quantized.
 
         Raises:
-            UserError: they are not, and the message lists what is wrong.
+            UserError: they are not; the message lists the faults.
         """
         if self.quantization is not None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Says what a folder without weights or without a config holds instead."""
+"""Describes the contents of a folder that lacks weights or a config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OTHER_FORMATS = {
 
 
 def what_else_is_in(folder: Path) -> str:
-    """Return a sentence on why `folder` has no weights or no config, if its other files tell; otherwise nothing."""
+    """Return a sentence on why `folder` has no weights or no config, if its other files show it; otherwise nothing."""
     if any(folder.glob("snapshots/*/config.json")):
         newest = max(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
         return f" It is a folder of the Hugging Face cache; give {newest.parent}."

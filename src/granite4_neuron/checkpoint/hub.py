@@ -16,7 +16,7 @@ _SECONDS_TO_CONNECT = 2.0
 
 
 def download(name: str, revision: str | None) -> Path:
-    """Return the local copy of a Hugging Face id; what is missing of it is downloaded.
+    """Return the local copy of a Hugging Face id; download missing files.
 
     Args:
         revision: a branch, tag or commit; None for the main branch.
@@ -32,7 +32,7 @@ def download(name: str, revision: str | None) -> Path:
     local = constants.HF_HUB_OFFLINE or unreachable is not None
     try:
         with bars_of_tqdm():
-            # The config first: a model that this package does not run is not worth the download of its weights.
+            # The config first, to avoid downloading the weights of a model that this package does not run.
             config_from_file(hf_hub_download(name, CONFIG, revision=revision, local_files_only=local))
             folder = snapshot_download(
                 name, revision=revision, local_files_only=local, allow_patterns=_FILES, ignore_patterns=["*/*"]
@@ -51,9 +51,9 @@ def download(name: str, revision: str | None) -> Path:
 
 
 def _why_unreachable(address: str) -> str | None:
-    """Return why nothing answers at a web address, or at the proxy on the way there; None if something does.
+    """Return why a web address, or the proxy on the way there, does not answer; None if it does.
 
-    huggingface_hub would try for half a minute, and say so after each time.
+    huggingface_hub would try for half a minute, with a message after each attempt.
     """
     # Not at the top: it takes longer to import than everything else that --help needs.
     import urllib.request
@@ -72,7 +72,7 @@ def _why_unreachable(address: str) -> str | None:
         except OSError as error:
             outcome.append(f"cannot be reached ({error.strerror or error})")
 
-    # In a thread of its own, because looking up a name has no time limit.
+    # In a separate thread, because looking up a name has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_SECONDS_TO_CONNECT)

@@ -44,34 +44,33 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[str], None] = lambda sentence: None,
 ) -> HybridForCausalLM:
-    """Read a checkpoint into a model, tensor by tensor: peak memory is the model and one tensor.
+    """Read a checkpoint into a model, tensor by tensor: peak memory is the model plus one tensor.
 
     With `quantize` the weights of all projections, experts and the head are quantized, see `ops.Format`. Routers,
-    convolutions, norms and biases are not. The format says what becomes of a head that is tied to the embedding.
+    convolutions, norms and biases are not. The format decides about a head that is tied to the embedding.
 
-    A quantized checkpoint is read as it is, if `save_model` wrote it from a quantized model, or compressed-tensors in
-    one of the schemes of `quantization_config.WeightScheme`.
+    A quantized checkpoint is read as it is if it was written by `save_model` from a quantized model, or by
+    compressed-tensors in one of the schemes of `quantization_config.WeightScheme`.
 
     Args:
-        checkpoint: an open one, or what `open_checkpoint` opens.
-        dtype: of the weights in memory; None for the dtype that the embedding is stored in, and for bfloat16 if the
+        checkpoint: an open checkpoint, or an argument of `open_checkpoint`.
+        dtype: the weights' dtype in memory. None for the dtype that the embedding is stored in, or bfloat16 if the
             weights in a GGUF file are quantized.
         parallel: the rank whose part is read.
         quantize: one of `choices.QUANTIZATIONS`, or None for the weights as stored; not for a part of a model.
-        operators: quantize the matrices and lay them out: those that the model will be bound to.
-        adapters: merged into the weights, all of them; of this model, and none of them activated. Not for a part of a
-            model.
-        must_be_finite: look at every number. Where it is not asked for, the logits will tell.
+        operators: quantize and lay out the matrices; the model must be bound to the same operators.
+        adapters: all are merged into the weights. They must be for this model, none of them activated. Not for a part
+            of a model.
+        must_be_finite: check every number. Without this check, numbers that are not finite show up in the logits.
         keep_quantized: keep weights of a GGUF file quantized if int4 or int8 represents them exactly, unless
             `quantize` or adapters are given.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
-        remark: called with a sentence on the weights that are not kept as they are, or left out.
+        remark: called with a sentence on weights that are converted or left out.
 
     Raises:
-        UserError: the folder is not a complete checkpoint, and the message lists what is wrong; there is not
-            enough memory for it; a number that must be finite is not, or would not be in `dtype`; a
-            quantized weight contradicts its format; or a format without loss has not the numbers of `dtype`, or does
-            not hold a weight.
+        UserError: the folder is not a complete checkpoint (the message lists the faults); there is not enough memory; a
+            number that must be finite is not, or would not be in `dtype`; a quantized weight contradicts its format; or
+            a lossless format does not represent the numbers of `dtype`, or a weight.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -105,7 +104,7 @@ def load_model(
 
 
 class _Weights:
-    """The weights of a checkpoint as a rank has them, before they are quantized and laid out.
+    """One rank's weights from a checkpoint, before they are quantized and laid out.
 
     quantized: those that are read quantized, by name.
     adapters: merged into the others.
@@ -136,7 +135,7 @@ class _Weights:
 
 
 def _check_quantization(checkpoint: Checkpoint, quantize: str | None, parallel: Parallel) -> None:
-    """Check that the weights are quantized at most once, and those of a part of a model not at all."""
+    """Check that the weights are quantized at most once, and not at all for a part of a model."""
     stored = None if checkpoint.quantization is None else checkpoint.quantization.name
     if stored is not None and quantize not in (None, stored):
         raise UserError(f"the weights in {checkpoint.path} are in {stored}; {quantize} is made from the original.")
@@ -171,7 +170,7 @@ def _dtype(checkpoint: Checkpoint, dtype: torch.dtype | None, quantize: str | No
 
 
 def _check_stored(what: str, weight: QuantizedWeight) -> None:
-    """Check a weight that is stored quantized by the rules of its format."""
+    """Check a weight that is stored quantized against the rules of its format."""
     if (fault := weight.format.fault(weight)) is not None:
         raise UserError(
             f"{what} has {fault}, which no weight in {weight.format.name} has; download or convert it again."
@@ -192,7 +191,7 @@ def _check_finite(what: str, weight: torch.Tensor | QuantizedWeight, dtype: torc
 
 
 def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
-    """Put a weight in the place of the parameter with this name in `model`."""
+    """Replace the parameter with this name in `model` by a weight."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if isinstance(weight, torch.Tensor):

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 _QUANTIZED = re.compile(r"(.+\.weight)(_\w+)")  # a part of a quantized weight, such as "...weight_scale"
-# The tensors that a checkpoint may have instead of a published one. Several of them hold its rows together.
+# The tensors that a checkpoint may have in place of a published one. If there are several, their rows together are its
+# rows.
 OTHER_NAMES = {
     # GraniteForCausalLM.
     "shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -26,9 +27,9 @@ OTHER_NAMES = {
 
 
 class Part(NamedTuple):
-    """A stored tensor's place in the model's tensor `name`: its rows are part `number`, from 0, `of` so many.
+    """A stored tensor's place in the model's tensor `name`: its rows are part `number`, counted from 0, `of` this many.
 
-    is_expert: whether it is the whole matrix of that expert instead.
+    is_expert: whether it is instead the whole matrix of expert `number`.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Part(NamedTuple):
 
 
 def part_of(stored_name: str) -> Part:
-    """Return the place of a stored tensor, also of a part of a quantized weight such as "...weight_scale"."""
+    """Return the place of a stored tensor, or of a part of a quantized weight such as "...weight_scale"."""
     for published, others in OTHER_NAMES.items():
         for number, other in enumerate(others):
             before, found, ending = stored_name.partition(f".{other}")
@@ -51,7 +52,7 @@ class StoredNames:
     """The names of a model's tensors in checkpoints.
 
     Args:
-        config: says which they are.
+        config: the model's, which decides the names.
     """
 
     def __init__(self, config: ModelConfig):
@@ -67,7 +68,7 @@ class StoredNames:
                 self._parts[stored_name] = Part(name)
 
     def part_of(self, stored_name: str) -> Part:
-        """Return the place of a stored tensor, also of a part of a quantized weight."""
+        """Return the place of a stored tensor, or of a part of a quantized weight."""
         if not self._parts:
             return part_of(stored_name)
         base, ending = _split(self._config.published_name(stored_name))
@@ -75,7 +76,7 @@ class StoredNames:
         return part._replace(name=f"{part.name}{ending}")
 
     def purpose_of_left_out(self, stored_name: str) -> str | None:
-        """Return what a tensor is for that the model does not have; None for all others."""
+        """Return the purpose of a tensor that the model does not have; None for all others."""
         left_out = self._config.left_out_tensors
         return next((purpose for start, purpose in left_out.items() if stored_name.startswith(start)), None)
 
@@ -85,7 +86,7 @@ class StoredNames:
         return f"{self._config.stored_name(base)}{ending}"
 
     def stored(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors that a tensor of the model, or a part of a quantized weight, becomes in a checkpoint."""
+        """Return the tensors in a checkpoint for a tensor of the model, or for a part of a quantized weight."""
         base, ending = _split(name)
         stored_name = self._config.stored_name(base)
         if EXPERT_NUMBER not in stored_name:
@@ -96,6 +97,6 @@ class StoredNames:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return a weight's name and the ending of a part of it."""
+    """Split a stored name into the weight's name and the ending of its part."""
     match = _QUANTIZED.fullmatch(name)
     return (name, "") if match is None else (match[1], match[2])

@@ -25,7 +25,7 @@ def open_checkpoint(model: str | os.PathLike[str] | Checkpoint, revision: str | 
 
     Args:
         model: a checkpoint folder, a GGUF file, or a Hugging Face id, which is downloaded if there is no copy of it on
-            this machine. A checkpoint that is open already is returned.
+            this machine. An open checkpoint is returned as it is.
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
 
     Raises:

@@ -18,10 +18,10 @@ _LOCK = ".lock"
 
 
 def check_output(folder: Path) -> None:
-    """Check, before any work, that `complete_or_absent` can write there.
+    """Check, before any work is done, that `complete_or_absent` can write there.
 
     Raises:
-        UserError: it is in use, or the folder that it would be in is not there or cannot be written to.
+        UserError: it is in use, or its parent folder does not exist or cannot be written to.
     """
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -37,9 +37,9 @@ def check_output(folder: Path) -> None:
 
 @contextmanager
 def complete_or_absent(folder: Path) -> Iterator[Path]:
-    """Provide a folder beside `folder` to write to; it becomes `folder` if all goes well, and is removed otherwise.
+    """Provide a temporary folder to write to; it becomes `folder` on success, and is removed otherwise.
 
-    Leftovers of processes that were killed are removed too.
+    Leftovers of killed processes are removed too.
 
     Raises:
         UserError: the folder is in use, or writing failed (no space, no permission).
@@ -51,7 +51,7 @@ def complete_or_absent(folder: Path) -> Iterator[Path]:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         lock = _locked(partial)
         yield partial
-        # mkdtemp and safetensors make private files; a checkpoint is as readable as anything else its owner writes.
+        # mkdtemp and safetensors make private files; a checkpoint should be as readable as other files of its owner.
         mask = os.umask(0)
         os.umask(mask)
         (partial / _LOCK).unlink()
@@ -68,10 +68,10 @@ def complete_or_absent(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove the unfinished folders that processes which are gone left for `folder`, see `complete_or_absent`; return
-    the removed paths.
+    """Remove the unfinished folders that ended processes left beside `folder`, see `complete_or_absent`; return the
+    removed paths.
 
-    A process holds a lock on the folder that it writes to for as long as it lives.
+    A process locks the folder that it writes to for as long as it lives.
     """
     removed = []
     for partial in folder.absolute().parent.glob(f".{folder.name}.*"):

@@ -34,7 +34,7 @@ class StoredFormat(Protocol):
         """The weight's format in memory."""
 
     def layout(self, shape: torch.Size) -> Layout:
-        """Its tensors, by what their names append to the weight's name; the numbers come first."""
+        """Its tensors, by the endings that their names add to the weight's name; the numbers come first."""
 
     def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
         """Read the weight of this name, which has the tensors of `layout`."""
@@ -58,8 +58,8 @@ class NativeFormat:
 class CompressedFormat:
     """A weight as compressed-tensors writes it.
 
-    Numbers stay what they are. So do scales, repeated where a group is longer than `INT4_GROUP`; but those of int4 that
-    are stored in float32 or float16 are rounded to bfloat16, by 0.4 % at most.
+    Numbers are not changed. Nor are scales, which are repeated if a group is longer than `INT4_GROUP`; but scales of
+    int4 that are stored in float32 or float16 are rounded to bfloat16, by 0.4 % at most.
     """
 
     scheme: WeightScheme
@@ -81,7 +81,7 @@ class CompressedFormat:
     def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
         """
         Raises:
-            UserError: the weight was of another shape when it was packed.
+            UserError: the weight had another shape when it was packed.
         """
         tensors = {ending: stored.read(f"{name}{ending}") for ending in self.layout(shape)}
         if self.scheme.is_packed and tensors["_shape"].tolist() != list(shape):
@@ -102,14 +102,15 @@ class CompressedFormat:
 def quantized_weights(
     stored: StoredTensors, model: HybridForCausalLM, quantization: StoredQuantization | None
 ) -> dict[str, StoredFormat]:
-    """Find the weights that are stored quantized, by name. Their tensors tell which they are and in which format.
+    """Find the weights that are stored quantized, by name. Their tensors show which weights these are and in which
+    format.
 
     Args:
         model: without weights.
-        quantization: what the config says; None for no weight at all.
+        quantization: from the config; None for no quantized weights.
 
     Raises:
-        UserError: they are in other formats than the config says, or the experts of a layer in two.
+        UserError: they are in other formats than the config says, or a layer's experts are in two formats.
     """
     if quantization is None:
         return {}
@@ -119,7 +120,7 @@ def quantized_weights(
         choices += map(NativeFormat, FORMATS.values())
     else:
         choices += map(CompressedFormat, quantization.schemes)
-    # Two formats may have the same tensors: the one that the config implies is tried first.
+    # Two formats may have the same tensors, so the one that the config implies is tried first.
     implied = formats_for(model, quantization.name) if is_native else {}
     found = {}
     for name, shape in _matrix_shapes(model).items():
@@ -138,7 +139,7 @@ def quantized_weights(
 def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """Unpack four numbers from each int32, in the layout of `ops.int8`: [..., columns] in int8.
 
-    The first column is in the lowest bits, and 128 is stored for 0.
+    The first column is in the lowest bits; the code for 0 is 128.
     """
     return packed.contiguous().view(torch.uint8).bitwise_xor(0x80).view(torch.int8)[..., :columns].contiguous()
 
@@ -155,15 +156,15 @@ def _whole_groups(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _matrix_shapes(model: HybridForCausalLM) -> dict[str, torch.Size]:
-    """Return shapes by the names of the weights; a head that is the embedding is included."""
+    """Return shapes by the names of the weights; a tied head is included."""
     return {f"{name}.weight": one.weight.shape for name, one in model.named_modules() if isinstance(one, Matrix)}
 
 
 def _stored_format(
     name: str, shape: torch.Size, choices: Sequence[StoredFormat], stored: StoredTensors
 ) -> StoredFormat | None:
-    """Return the format that all tensors fit; if there is none, one that the numbers fit, whose layout says what is
-    wrong.
+    """Return the format that all tensors fit. If there is none, return one that the numbers fit, whose layout shows the
+    fault.
     """
     with_these_numbers = []
     for choice in choices:

@@ -11,7 +11,7 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.families import model_of
 
-# Larger parameters are drawn by pieces of this many values, on all cores.
+# Larger parameters are drawn in pieces of this many values, on all cores.
 _PIECE = 2**20
 
 
@@ -20,8 +20,8 @@ def random_model(
 ) -> HybridForCausalLM:
     """Make a model in which every part matters to the output.
 
-    Decay rates are uniform in (1, max_A) and dt_bias in (-4, 1), so that some heads forget at once and others hardly;
-    norm weights lie around 1, biases and D are not zero, projections keep the scale of their input.
+    Decay rates are uniform in (1, max_A) and dt_bias in (-4, 1), so that some heads forget at once and others hardly at
+    all; norm weights are near 1, biases and D are not zero, projections keep the scale of their input.
     """
     with torch.device("meta"):
         model = model_of(config)
@@ -57,7 +57,7 @@ def _fill_normally(parameter: torch.Tensor, std: float, generator: torch.Generat
     if len(pieces) == 1:
         _draw(parameter, std, generator)
         return
-    # Each piece has a generator of its own, so that the values do not depend on the number of threads.
+    # Each piece has its own generator, so that the values do not depend on the number of threads.
     seeds = torch.randint(2**62, (len(pieces),), generator=generator).tolist()
 
     def fill(piece: torch.Tensor, seed: int) -> None:
@@ -68,5 +68,5 @@ def _fill_normally(parameter: torch.Tensor, std: float, generator: torch.Generat
 
 
 def _draw(to: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    # In float32: in 16 bits torch 2.11 draws many more numbers near 0 than there should be.
+    # In float32: in 16 bits torch 2.11 draws far too many numbers near 0.
     to.copy_(torch.empty(to.shape).normal_(0.0, std, generator=generator))

@@ -27,10 +27,10 @@ def save_model(
     files_from: str | Path | Checkpoint | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write a checkpoint: all of it, or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
+    """Write a checkpoint, all of it or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
 
     Args:
-        model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
+        model: its weights are written in their dtype, quantized ones in `Format.layout`, not packed.
         folder: must not exist, or be empty.
         files_from: a checkpoint whose tokenizer and generation config are written too; see `open_checkpoint`.
         max_shard_size: larger checkpoints are split into files of at most this size.

@@ -22,7 +22,7 @@ def rank_slice(name: str, tensor: torch.Tensor, config: ModelConfig, rank: int, 
         return tensor
     pieces, start = [], 0
     for size, length in zip(whole.blocks, part.blocks, strict=True):
-        # With fewer parts than ranks, neighbours have the same one.
+        # With fewer parts than ranks, neighbouring ranks have the same part.
         number = rank * (size // length) // degree
         pieces.append(tensor.narrow(axis, start + number * length, length))
         start += size
@@ -30,7 +30,7 @@ def rank_slice(name: str, tensor: torch.Tensor, config: ModelConfig, rank: int, 
 
 
 def rank_slices(name: str, tensor: torch.Tensor, config: ModelConfig, degree: int) -> torch.Tensor:
-    """Return every rank's slice, one after another, for a framework that gives each rank an equal run of a tensor.
+    """Return all ranks' slices, one after another, for a framework that gives each rank an equal run of a tensor.
 
     The result is longer than `tensor` if ranks share a part.
     """
@@ -44,7 +44,7 @@ def check_memory_of_ranks(checkpoint: Checkpoint, dtype: torch.dtype | None, deg
     """Check that this machine has memory for the parts of all ranks, before they load them at once.
 
     Raises:
-        UserError: it has not; or the config cannot be split so.
+        UserError: there is not enough memory, or the config cannot be split over this many ranks.
     """
     with torch.device("meta"):
         part = model_of(checkpoint.config, Parallel(0, degree))

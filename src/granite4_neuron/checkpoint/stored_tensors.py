@@ -32,13 +32,13 @@ INDEX = "model.safetensors.index.json"
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 _QUANTIZED_DTYPES = {**STORED_DTYPES, **_FLOAT8, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 _LISTED_NAMES = 8
-_SHAPE = ".weight_shape"  # that of a packed weight, as compressed-tensors stores it
+_SHAPE = ".weight_shape"  # a packed weight's shape, as compressed-tensors stores it
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor as a file has it."""
+    """A tensor in a file."""
 
     name: str
     part: Part
@@ -48,20 +48,20 @@ class _Stored:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint folder, by the model's names. Those that are stored in parts are read as one.
+    """The tensors of a checkpoint folder, by the model's names. A tensor that is stored in parts is read as one.
 
-    left_out: the number of tensors that the model does not have, by what they are for.
+    left_out: the number of tensors that the model does not have, by their purpose.
 
     Raises:
-        UserError: there are none, a file is damaged, a tensor is stored twice or without one of its parts, or the index
-            says something else than the files.
+        UserError: there are none, a file is damaged, a tensor is stored twice or lacks a part, or the index contradicts
+            the files.
     """
 
     def __init__(self, folder: Path, config: ModelConfig):
         self.folder = folder
         self.left_out: Counter[str] = Counter()
         self._names = StoredNames(config)
-        self._files: dict[str, Path] = {}  # of each tensor, by the name that it has there
+        self._files: dict[str, Path] = {}  # each tensor's file, by the tensor's name in it
         self._parts: dict[str, list[_Stored]] = {}
         index = None if (folder / WEIGHTS).is_file() else _read_index(folder)
         for file in [folder / WEIGHTS] if index is None else _shards(folder, index):
@@ -75,7 +75,7 @@ class StoredTensors:
         self._dtypes = {name: parts[0].dtype for name, parts in self._parts.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor. Files are opened anew each time, so that earlier reads are not kept mapped in memory."""
+        """Read one tensor. The file is opened for each read, so that earlier reads do not stay mapped in memory."""
         parts = self._parts[name]
         is_expert = parts[0].part.is_expert
         if is_expert and not name.endswith(_SHAPE):
@@ -87,7 +87,7 @@ class StoredTensors:
         return tensors[0] if len(tensors) == 1 else _joined(name, tensors, is_expert)
 
     def _read_experts(self, name: str) -> torch.Tensor:
-        """Read a tensor that is stored expert by expert, each into its place; every file is opened once."""
+        """Read a tensor that is stored expert by expert, each expert into its place; open every file once."""
         # Not at the top: names and shapes need no torch.
         import torch
 
@@ -105,8 +105,8 @@ class StoredTensors:
         return self._shapes.get(name) == tuple(shape) and _is_of(self._dtypes[name], dtype)
 
     def dtype(self) -> str:
-        """Return the dtype of the embedding, and with it of the model: one of `config.dtypes.DTYPES`. If the embedding
-        is stored quantized, the dtype is that of the last norm.
+        """Return the dtype of the embedding, and so of the model: one of `config.dtypes.DTYPES`. If the embedding is
+        stored quantized, return the final norm's dtype.
         """
         name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else NORM
         if self._dtypes.get(name) not in STORED_DTYPES:
@@ -114,12 +114,13 @@ class StoredTensors:
         return STORED_DTYPES[self._dtypes[name]]
 
     def check(self, config: ModelConfig, layouts: Mapping[str, Layout] | None = None) -> None:
-        """Compare names and shapes with those of the whole model.
+        """Compare names and shapes with the whole model's.
 
-        layouts: of weights that are stored quantized; they have the names of the weights with these endings.
+        layouts: of weights that are stored quantized: the endings that their tensors' names add, with shapes and
+            dtypes.
 
         Raises:
-            UserError: lists what is missing, surplus or of the wrong shape.
+            UserError: tensors are missing, surplus or of the wrong shape; the message lists them.
         """
         expected = {name: one.shape for name, one in parameters(config).items()}
         dtypes: dict[str, torch.dtype | None] = {}
@@ -190,7 +191,7 @@ class StoredTensors:
 
 
 def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
-    """Return whether safetensors' name of a dtype means this one; None stands for any floating dtype."""
+    """Return whether safetensors' name of a dtype means `dtype`; None stands for any floating dtype."""
     return (
         stored in STORED_DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
     )
@@ -253,7 +254,7 @@ def open_tensors(file: Path, framework: str) -> Iterator[safe_open]:
     """Open a safetensors file.
 
     Raises:
-        UserError: it cannot be read, or is no such file, or there is not enough memory for it.
+        UserError: it cannot be read, is not a safetensors file, or there is not enough memory for it.
     """
     try:
         with safe_open(file, framework=framework) as tensors:
@@ -263,7 +264,7 @@ def open_tensors(file: Path, framework: str) -> Iterator[safe_open]:
     except (MemoryError, RuntimeError) as error:
         if not available_memory.is_exhausted(error):
             raise
-        # It is mapped twice, by safetensors and by torch. That takes no memory, but addresses.
+        # It is mapped twice, by safetensors and by torch. That takes address space, but no memory.
         needed, available = 2 * file.stat().st_size / 1e9, (available_memory.available_bytes() or 0) / 1e9
         raise UserError(
             f"there is not enough memory to map {file}, which takes {needed:.2f} GB of addresses, and this process may "
@@ -273,7 +274,7 @@ def open_tensors(file: Path, framework: str) -> Iterator[safe_open]:
         with open(file, "rb") as start:
             is_pointer = start.read(len(_LFS_POINTER)) == _LFS_POINTER
         if is_pointer:
-            raise UserError(f"{file} is a pointer of Git LFS; git lfs pull downloads what it stands for.") from None
+            raise UserError(f"{file} is a pointer of Git LFS; git lfs pull downloads the file.") from None
         raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
 
 

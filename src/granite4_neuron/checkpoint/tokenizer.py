@@ -19,7 +19,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Read the tokenizer in a folder.
 
     Raises:
-        UserError: there is none, it cannot be read, or it may make too much of a text, see `tokenizer_growth`.
+        UserError: there is none, it cannot be read, or it may make a text grow too much, see `tokenizer_growth`.
     """
     file = folder / TOKENIZER
     if not file.is_file():

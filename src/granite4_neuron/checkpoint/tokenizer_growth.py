@@ -1,8 +1,8 @@
-"""Bounds on how many characters a tokenizer makes of one.
+"""Bounds on how many characters a tokenizer makes from one.
 
-A tokenizer came with a download and may replace each character by many, step after step, until memory runs out. So each
-step's growth is bounded here, and a tokenizer whose steps together could do more than `MOST` is refused before it reads
-a text. The time that a regular expression takes is not bounded.
+A tokenizer came with a download and may replace each character by many, step after step, until memory runs out. So an
+upper bound of each step's growth is computed here, and a tokenizer whose steps together could exceed `MOST` is refused
+before it reads a text. The time of regular expressions is not bounded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from granite4_neuron.system.regular_files import read_bytes
 MOST = 100
 
 _NORMALIZER = re.compile(rb'"normalizer"\s*:\s*(?!\s|null)')
-_SPELLED_OTHERWISE = (rb"\u006", rb"\u007")  # letters of that name
-# The most characters, or after the model tokens, that a step of this type makes of one.
+_SPELLED_OTHERWISE = (rb"\u006", rb"\u007")  # escapes of letters in the name
+# The most characters (or, after the model, tokens) that a step of this type makes from one.
 _GROWTH = {
     "NFC": 3,
     "NFD": 4,
@@ -57,7 +57,7 @@ _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a Sequ
 
 
 def check_normalizer(file: Path) -> None:
-    """Check how much the normalizer in a tokenizer.json makes of a text. This comes before the tokenizer is built,
+    """Check how much the normalizer in a tokenizer.json lets a text grow. This must come before the tokenizer is built,
     because building already normalizes the added tokens.
 
     Raises:
@@ -74,7 +74,7 @@ def check_normalizer(file: Path) -> None:
 
 
 def check_growth(tokenizer: Tokenizer, source: str) -> None:
-    """Check how much text each part of a tokenizer makes of its input; errors call the tokenizer `source`.
+    """Check how much each part of a tokenizer lets its input grow; errors call the tokenizer `source`.
 
     Raises:
         UserError: it may be too much, or cannot be told.
@@ -85,7 +85,7 @@ def check_growth(tokenizer: Tokenizer, source: str) -> None:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """Return a part of a tokenizer as tokenizer.json has it."""
+    """Return a part of a tokenizer in tokenizer.json's form."""
     return None if part is None else json.loads(part.__getstate__())
 
 

@@ -12,7 +12,7 @@ from granite4_neuron.errors import UserError
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the tokens of a text, which may have the spelling of control tokens.
+    """Return the tokens of a text, which may spell out control tokens.
 
     Raises:
         UserError: the tokenizer fails.
@@ -22,23 +22,23 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bo
 
 
 def encode_beside_others(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Sequence[int]:
-    """Return the tokens of a text by a tokenizer of the tokenizers library. Other threads run meanwhile.
+    """Return the tokens of a text by a tokenizer of the tokenizers library, while other threads run.
 
     Raises:
         UserError: the tokenizer fails.
     """
     with _failures():
-        # A batch, because `encode` lets no other thread run.
+        # A batch, because `encode` blocks all other threads.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return encoding.ids
 
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn a panic of the library into an error: its regular expressions have a limit of steps."""
+    """Turn a panic of the library into an error; it panics if a regular expression exceeds its limit of steps."""
     try:
         yield
-    except BaseException as error:  # a panic is no Exception, and its class has no name that could be imported
+    except BaseException as error:  # a panic is not an Exception, and its class cannot be imported
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(f"the tokenizer fails at this text ({error}).") from None

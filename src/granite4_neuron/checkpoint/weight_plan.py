@@ -23,7 +23,7 @@ def formats_for(model: HybridForCausalLM, quantize: str | None) -> dict[str, For
 
     Args:
         model: without weights.
-        quantize: one of `FORMATS`; None for no weight at all.
+        quantize: one of `FORMATS`; None to quantize nothing.
     """
     if quantize is None:
         return {}
@@ -37,10 +37,10 @@ def formats_for(model: HybridForCausalLM, quantize: str | None) -> dict[str, For
 
 
 def model_format(formats: Mapping[str, Format]) -> Format:
-    """Return the format that names a model: of its layers' formats the one with the fewest bits.
+    """Return the format that a model is named by: its layers' format with the fewest bits.
 
     Args:
-        formats: of the weights that are quantized, by name.
+        formats: the quantized weights', by name.
     """
     layer_formats = {format for name, format in formats.items() if name not in (EMBEDDING, HEAD)}
     return min(layer_formats or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
@@ -51,9 +51,9 @@ class WeightPlan:
 
     Args:
         model: without weights.
-        dtype: of weights that are not quantized.
-        formats: of weights that are, by name. A head with a format has values of its own, also where the config says
-            that it is the embedding.
+        dtype: for weights that are not quantized.
+        formats: for quantized weights, by name. A head with a format has values of its own, even if the config ties it
+            to the embedding.
         operators: quantize and lay out matrices.
     """
 
@@ -80,17 +80,17 @@ class WeightPlan:
         return [tensor for name in self.shapes for tensor in self._tensors_of(name).values()]
 
     def largest_first(self) -> list[str]:
-        """Return all names, in the order in which reading takes the least memory beside what has been read."""
+        """Return all names in the order that takes the least temporary memory to read."""
         return sorted(self.shapes, key=lambda name: self.shapes[name].numel(), reverse=True)
 
     def num_bytes_of(self, name: str) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
     def place(self, name: str, weight: torch.Tensor | QuantizedWeight, memory: LargeMemory) -> Weight:
-        """Lay out a stored weight, in `memory`, as the model has it.
+        """Lay out a stored weight in the model's form, in `memory`.
 
         Raises:
-            UserError: its format does not hold it.
+            UserError: its format cannot represent it.
         """
         places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
         if isinstance(weight, torch.Tensor):
@@ -117,7 +117,7 @@ class WeightPlan:
         return torch.float32 if name in self._float32 else self._dtype
 
     def _pack(self, name: str) -> Pack | None:
-        """Return what lays out a weight for products; None for one that stays as it is."""
+        """Return the function that lays out a weight for products; None for a weight that is not laid out."""
         return self._operators.pack if name in self._packed else None
 
     def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:

@@ -1,6 +1,6 @@
 """Describes a model: one dataclass for each family of models, read from a Hugging Face ``config.json``.
 
-The rest of the package knows `ModelConfig`, which all of them are, and does not ask for the family.
+The rest of the package knows only their base class, `ModelConfig`, and does not ask for the family.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "published_config",
 ]
 
-# The class of each model_type, and what models of that type are.
+# The class of each model_type, and a description of its models.
 _FAMILIES: dict[str, tuple[type[ModelConfig], str]] = {
     MODEL_TYPE: (GraniteMoeHybridConfig, "Granite 4"),
     DENSE_MODEL_TYPE: (GraniteMoeHybridConfig, "dense Granite models"),
@@ -51,7 +51,8 @@ def config_from_dict(values: dict[str, Any], source: str = "config.json") -> Mod
         source: what to call the file in an error.
 
     Raises:
-        UserError: this package runs no such model, or a field is missing, of the wrong type, or contradicts another.
+        UserError: this package does not run such a model, or a field is missing, of the wrong type, or contradicts
+            another.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in _FAMILIES:

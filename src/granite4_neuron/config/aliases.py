@@ -20,7 +20,7 @@ _LAYER_TYPE_SPELLINGS = {
 
 
 def one_spelling(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename and unwrap what transformers 5.x writes differently from 4.57, and 4.57 from the published files."""
+    """Rename and unwrap fields that transformers 5.x spells differently from 4.57, or 4.57 from published files."""
     values = dict(values)
     if values.get("layer_types") is None:
         values["layer_types"] = values.get("layers_block_type")
@@ -45,11 +45,11 @@ def layer_types_in(spelled: Any, name: str, more: Mapping[str, str] = {}) -> tup
     """Read a list of layer types.
 
     Args:
-        name: of the list in config.json.
-        more: spellings of types beside MAMBA and ATTENTION.
+        name: the list's name in config.json.
+        more: spellings of types besides MAMBA and ATTENTION.
 
     Raises:
-        UserError: it is no list of known types.
+        UserError: it is not a list of known types.
     """
     if not isinstance(spelled, list) or not all(isinstance(one, str) for one in spelled):
         raise UserError(f"{name} is {reprlib.repr(spelled)}, and must be a list with one name per layer.")

@@ -41,10 +41,10 @@ LARGEST = {
 
 
 def check(config: ModelConfig, dtypes: Sequence[str]) -> None:
-    """Check that a config describes a model that can be built, of one of these dtypes, whatever its family.
+    """Check that a config of any family describes a model that can be built, in one of these dtypes.
 
     Raises:
-        UserError: it does not; the message names the field, its value, and what it must be.
+        UserError: it does not; the message names the field, its value, and the right values.
     """
     require_positive(config, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     _check_magnitudes(config)
@@ -73,7 +73,7 @@ def check(config: ModelConfig, dtypes: Sequence[str]) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise a UserError with a message, which has no full stop yet, unless the condition holds."""
+    """Raise a UserError unless the condition holds. The message has no full stop at its end."""
     if not condition:
         raise UserError(message + ".")
 
@@ -92,9 +92,9 @@ def require_one_of(config: ModelConfig, name: str, choices: Sequence[str | None]
 
 
 def _check_magnitudes(config: ModelConfig) -> None:
-    """Refuse numbers with which reading a model would take minutes, or its sizes would not fit in 64 bits."""
+    """Refuse numbers for which reading a model would take minutes, or sizes would not fit in 64 bits."""
     for name, most in LARGEST.items():
-        value = getattr(config, name, 0)  # some are of one family only
+        value = getattr(config, name, 0)  # some belong to one family only
         require(value <= most, f"{config.json_name(name)} is {reprlib.repr(value)}, and can be at most {most:,}")
 
 

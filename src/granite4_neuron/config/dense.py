@@ -1,6 +1,6 @@
-"""Reads configs of GraniteForCausalLM, IBM's dense models: Granite 3.x, and 4.1.
+"""Reads configs of GraniteForCausalLM, IBM's dense models: Granite 3.x and 4.1.
 
-Such a model is a Granite 4 whose layers are all attention, with rotary positions and without experts.
+Such a model is a Granite 4 with attention in all layers, with rotary positions and without experts.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def as_hybrid(values: dict[str, Any]) -> dict[str, Any]:
         "shared_intermediate_size": values.get("intermediate_size"),
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
-        "mamba_n_heads": 1,  # of no layer; transformers divides by it
+        "mamba_n_heads": 1,  # no layer uses it; transformers divides by it
     }

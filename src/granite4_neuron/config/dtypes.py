@@ -1,4 +1,4 @@
-"""The dtypes of weights and activations, by torch's names, which config.json has too."""
+"""The dtypes of weights and activations, by torch's names, which config.json also uses."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeHybridConfig(ModelConfig):
-    """The config of a Granite model, whose layers are a mixer and a feed-forward part each.
+    """The config of a Granite model. Each layer has a mixer and a feed-forward part.
 
     layer_types: "mamba" or "attention"; empty: all "mamba", Hugging Face's default.
-    position_embedding_type: "rope", or "nope" and None for no positions at all.
+    position_embedding_type: "rope"; "nope" or None for no positions.
     mamba_d_head: 0 stands for mamba_expand * hidden_size / mamba_n_heads.
-    mamba_chunk_size: carried along for other readers; results do not depend on it.
+    mamba_chunk_size: kept for other readers of the config; results do not depend on it.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
@@ -72,7 +72,7 @@ class GraniteMoeHybridConfig(ModelConfig):
 
     @property
     def mamba_intermediate_size(self) -> int:
-        """Width of the Mamba layers' x and z: d_inner of the Mamba-2 paper."""
+        """Width of the Mamba layers' x and z: d_inner in the Mamba-2 paper."""
         return self.mamba_expand * self.hidden_size
 
     @property
@@ -110,7 +110,7 @@ class GraniteMoeHybridConfig(ModelConfig):
         ``h-350m``.
 
         Raises:
-            UserError: no such member; the message lists them.
+            UserError: there is no such member; the message lists them.
         """
         return cls.from_dict(published_values(name), source=name)
 

@@ -16,8 +16,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Raises:
-        UserError: there is no such file, it is something else than a file of a reasonable size, or it does not hold a
-            JSON object.
+        UserError: there is no such file, it is not a regular file of a reasonable size, or it does not hold a JSON
+            object.
     """
     try:
         values = json.loads(read_bytes(path).decode("utf-8"))
@@ -29,7 +29,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON (objects or lists are nested too deeply).") from None
     except UserError:
         raise
-    except ValueError as error:  # of the JSON, of its encoding, or of an integer of thousands of digits
+    except ValueError as error:  # wrong JSON, wrong encoding, or an integer of thousands of digits
         raise UserError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; it must hold an object.")
@@ -37,10 +37,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object from its pairs, as `json.loads` calls it.
+    """Build an object from its pairs; an object_pairs_hook of `json.loads`.
 
     Raises:
-        ValueError: a name is there twice; readers would differ in which value they take.
+        ValueError: a name occurs twice; readers would differ in which value they take.
     """
     values = dict(pairs)
     if len(values) < len(pairs):

@@ -1,4 +1,4 @@
-"""What the rest of the package knows of a model: the config that all families share."""
+"""The config that all families share; the rest of the package knows a model by it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-EXPERT_NUMBER = "{expert}"  # in a tensor's name, where each expert has a tensor of its own
+EXPERT_NUMBER = "{expert}"  # in a tensor's name, if each expert has a tensor of its own
 # The names of field types in a sentence.
 _TYPE_NAMES = {
     "int": "a whole number",
@@ -34,7 +34,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class RankDimensions:
-    """One rank's share of each layer's dimensions, of `tp_degree` ranks."""
+    """The share that one of `tp_degree` ranks has of each layer's dimensions."""
 
     mamba_heads: int
     mamba_groups: int
@@ -49,11 +49,11 @@ class RankDimensions:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer is made of: a mixer, a feed-forward part behind it, or one of them.
+    """The parts of a layer: a mixer, then a feed-forward part, or only one of them.
 
-    mixer: MAMBA or ATTENTION; None for a layer without, which has no state.
-    mlp_width: of the MLP that all tokens go through; 0 for a layer without a feed-forward part.
-    has_experts: whether the feed-forward part has experts beside the MLP.
+    mixer: MAMBA or ATTENTION; None for a layer without a mixer, which has no state.
+    mlp_width: width of the MLP that all tokens share; 0 for a layer without a feed-forward part.
+    has_experts: whether the feed-forward part has experts besides the MLP.
     """
 
     mixer: str | None
@@ -68,12 +68,12 @@ class LayerParts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """Dimensions and constants of one checkpoint. Names are those of GraniteMoeHybridForCausalLM's config.json.
+    """Dimensions and constants of one checkpoint. Names are as in GraniteMoeHybridForCausalLM's config.json.
 
     A family that has others lists them.
 
-    json_names: the names in config.json, by field, where they are not the field's.
-    left_out_tensors: what tensors of a checkpoint are for that are not loaded, by the beginnings of their names.
+    json_names: the names in config.json, by field, where they differ from the field's.
+    left_out_tensors: the purpose of a checkpoint's tensors that are not loaded, by the beginnings of their names.
 
     Raises:
         UserError: the values contradict each other or describe something that this package does not run.
@@ -87,7 +87,7 @@ class ModelConfig(ABC):
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # width of one expert; unused when num_local_experts is 0
-    shared_intermediate_size: int  # width of the MLP, where a layer has experts that of the one beside them
+    shared_intermediate_size: int  # width of the MLP, also of one beside experts
     num_hidden_layers: int
     num_attention_heads: int
     num_local_experts: int  # 0: a dense model, no layer has experts
@@ -124,7 +124,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def check_family(self) -> None:
-        """Check what is this family's own, of a config whose sizes are within limits.
+        """Check this family's own fields; sizes are already within limits.
 
         Raises:
             UserError: the values describe no model that can be built.
@@ -132,7 +132,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def parts(self, layer_type: str) -> LayerParts:
-        """Return what a layer of a type, one of `layer_types`, is made of."""
+        """Return the parts of a layer of a type, one of `layer_types`."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +141,8 @@ class ModelConfig(ABC):
     @classmethod
     @abstractmethod
     def one_spelling(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of a ``config.json`` with the names and values of this class's fields, and others.
+        """Return the content of a ``config.json`` with this class's names and values of its fields; other keys may
+        remain.
 
         Raises:
             UserError: it describes something that this package does not run.
@@ -162,7 +163,7 @@ class ModelConfig(ABC):
 
     @property
     def mamba_intermediate_size(self) -> int:
-        """Width of the Mamba layers' x and z: d_inner of the Mamba-2 paper."""
+        """Width of the Mamba layers' x and z: d_inner in the Mamba-2 paper."""
         return self.mamba_n_heads * self.mamba_d_head
 
     @property
@@ -171,12 +172,12 @@ class ModelConfig(ABC):
 
     @property
     def has_gated_mlp(self) -> bool:
-        """Whether MLP and experts multiply a gate, silu(gate) * up, and so have two matrices to begin with."""
+        """Whether MLP and experts have a gate, silu(gate) * up, and so two input matrices."""
         return self.hidden_act == "silu"
 
     @property
     def has_correction_bias(self) -> bool:
-        """Whether the router has a bias that takes part in the choice of experts only; see `ops.topk_sigmoid`."""
+        """Whether the router has a bias that affects the choice of experts only; see `ops.topk_sigmoid`."""
         return False
 
     def layers_with(self, mixer: str) -> int:
@@ -185,11 +186,11 @@ class ModelConfig(ABC):
 
     @property
     def num_parts(self) -> int:
-        """The number of mixers and feed-forward parts of all layers."""
+        """The number of mixers and feed-forward parts in all layers."""
         return sum(self.parts(kind).count for kind in self.layer_types)
 
     def rank_dimensions(self, tp_degree: int = 1) -> RankDimensions:
-        """Return the share of one rank. Key heads and groups are replicated where there are fewer of them than ranks.
+        """Return one rank's share. Key heads and groups are replicated if there are fewer of them than ranks.
 
         Raises:
             UserError: the model cannot be split into `tp_degree` equal parts; the message lists the degrees that can.
@@ -219,7 +220,7 @@ class ModelConfig(ABC):
         return not self.layers_with(ATTENTION) or key_heads % tp_degree == 0 or tp_degree % key_heads == 0
 
     def _split_sizes(self) -> list[int]:
-        """Return the dimensions of which every rank has an equal part."""
+        """Return the dimensions that are split equally over ranks."""
         all_parts = [self.parts(kind) for kind in dict.fromkeys(self.layer_types)]
         split = [self.vocab_size, *(one.mlp_width for one in all_parts if one.mlp_width)]
         if any(one.has_experts for one in all_parts):
@@ -246,7 +247,7 @@ class ModelConfig(ABC):
             source: what to call the file in an error.
 
         Raises:
-            UserError: a field is missing, of the wrong type, or contradicts another, or it is of another family.
+            UserError: a field is missing, of the wrong type, or contradicts another, or the model is of another family.
         """
         try:
             return cls(**cls._fields_from_json(values))
@@ -266,7 +267,7 @@ class ModelConfig(ABC):
 
 
 def layers_to_read(num_hidden_layers: int) -> int:
-    """Return how many layer types stand for a number of layers, which `check` has not seen yet."""
+    """Return how many layer types to read for a number of layers that `check` has not seen yet."""
     return max(0, min(num_hidden_layers, LARGEST["num_hidden_layers"]))
 
 

@@ -1,6 +1,6 @@
 """The config of NemotronHForCausalLM, NVIDIA Nemotron 3: a layer is Mamba, attention, an MLP or experts.
 
-Read are the spellings of transformers 5.x and of the older published files, with hybrid_override_pattern.
+It reads the spellings of transformers 5.x and of the older published files, with hybrid_override_pattern.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPERTS = "moe"
 _PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of hybrid_override_pattern
 _WRITTEN = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: MLP, EXPERTS: EXPERTS}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
-# Published names, by the model's own.
+# Published names by the model's own names.
 _STORED_OUTSIDE = {
     "model.embed_tokens.weight": "backbone.embeddings.weight",
     "model.norm.weight": "backbone.norm_f.weight",
@@ -46,7 +46,7 @@ _STORED_BESIDE_EXPERTS = {
     "shared_mlp.input_linear": "mixer.shared_experts.up_proj",
     "shared_mlp.output_linear": "mixer.shared_experts.down_proj",
 }
-# What config.json may say of the model's mathematics in one way only, and why.
+# Fields of config.json that may have one value only, and why.
 _ONLY: dict[str, tuple[Any, str]] = {
     "mamba_hidden_act": ("silu", "no other activation is known here"),
     "mlp_bias": (False, "MLPs have no biases here"),
@@ -60,7 +60,7 @@ _DEFAULTS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "max_position_embeddings": 4096,
     "mlp_hidden_act": "relu2",
-    "num_key_value_heads": 8,  # null stands for as many as there are heads
+    "num_key_value_heads": 8,  # null means as many as there are heads
     "head_dim": 128,
     "mamba_num_heads": 128,
     "mamba_head_dim": 64,
@@ -86,13 +86,13 @@ _OLDER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
-    """The config of a Nemotron model, each of whose layers is one part behind one norm.
+    """The config of a Nemotron model. Each layer is a norm and one part.
 
     layer_types: "mamba", "attention", "mlp" or "moe".
     shared_intermediate_size: width of the expert that all tokens share.
     mlp_intermediate_size: width of the MLP of an "mlp" layer.
-    n_group, topk_group, norm_topk_prob, routed_scaling_factor: of the router, see `ops.topk_sigmoid`.
-    time_step_limit: its lower end is config.json's time_step_min, and there is no upper one, as transformers has it for
+    n_group, topk_group, norm_topk_prob, routed_scaling_factor: the router's, see `ops.topk_sigmoid`.
+    time_step_limit: its lower end is config.json's time_step_min; there is no upper end, as in transformers for
         prompts.
     """
 
@@ -150,7 +150,7 @@ class NemotronHConfig(ModelConfig):
         return f"backbone.layers.{number}.{stored}.{ending}"
 
     def published_name(self, stored_name: str) -> str:
-        """Implement `ModelConfig.published_name`: transformers 5.x has another beginning in memory."""
+        """Implement `ModelConfig.published_name`: in memory transformers 5.x has another prefix."""
         return stored_name.replace("model.", "backbone.", 1) if stored_name.startswith("model.") else stored_name
 
     def parts(self, layer_type: str) -> LayerParts:

@@ -9,7 +9,7 @@ from typing import Any
 from granite4_neuron.errors import UserError
 
 _FOLDER = Path(__file__).parents[1] / "family"
-_BEGINNINGS = ("granite-4.0-", "nemotron-3-")  # of names, which may be left out
+_BEGINNINGS = ("granite-4.0-", "nemotron-3-")  # prefixes of names, which may be left out
 _HUB_IDS = {
     "nemotron-3-nano-4b": "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
     "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
@@ -17,7 +17,7 @@ _HUB_IDS = {
 
 
 def published_names() -> list[str]:
-    """Return the names of all of them, such as ``granite-4.0-h-350m``."""
+    """Return the names of all published checkpoints, such as ``granite-4.0-h-350m``."""
     return sorted(file.name.removesuffix(".json") for file in _FOLDER.iterdir())
 
 

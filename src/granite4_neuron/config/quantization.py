@@ -16,11 +16,11 @@ _PACKED = "pack-quantized"
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """A scheme of compressed-tensors: whole numbers of either sign, with scales.
+    """A scheme of compressed-tensors: signed integers with scales.
 
-    bits: of a number, 4 or 8.
-    group_size: the number of columns of a row that share a scale, a multiple of INT4_GROUP; None for all of them.
-    is_packed: whether an int32 holds as many numbers as fit, or an int8 one.
+    bits: bits per number, 4 or 8.
+    group_size: the number of columns of a row that share a scale, a multiple of INT4_GROUP; None for all columns.
+    is_packed: whether an int32 holds as many numbers as fit; otherwise an int8 holds one.
     """
 
     bits: int
@@ -33,7 +33,7 @@ class StoredQuantization:
     """How the quantized weights of a checkpoint are stored.
 
     name: one of `choices.QUANTIZATIONS`, or COMPRESSED_TENSORS.
-    schemes: of compressed-tensors, those that weights have. The tensors tell which weight has which.
+    schemes: for compressed-tensors, the schemes that weights have. The tensors show which weight has which.
     """
 
     name: str
@@ -52,7 +52,7 @@ def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
         values: the file's content.
 
     Raises:
-        UserError: they are in a way that this package does not read.
+        UserError: they are quantized in a way that this package does not read.
     """
     about = values.get("quantization_config")
     if about is None:
@@ -104,7 +104,7 @@ def _scheme(group: dict[str, Any], format: Any) -> WeightScheme:
         raise _refusal(f"weights of type {reprlib.repr(weights.get('type'))}")
     if weights.get("symmetric") is not True:
         raise _refusal("weights that are not symmetric")
-    # Methods that are accepted order columns only while they quantize, and store them in their own order.
+    # Accepted methods reorder columns only while they quantize, and store them in the original order.
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _refusal(f"columns in another order (actorder {reprlib.repr(weights['actorder'])})")
     if strategy == "channel" and (bits == 8 or (bits == 4 and is_packed)):

@@ -1,1 +1,1 @@
-"""Measures of a model's numbers: against transformers, and on a text."""
+"""Measures of a model's accuracy: against transformers, and on a text."""

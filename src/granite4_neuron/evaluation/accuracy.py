@@ -18,12 +18,12 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 
-COMPRESSED_AGREEMENT = 0.9  # of the top tokens, with less exact weights or states
+COMPRESSED_AGREEMENT = 0.9  # share of equal top tokens, with less exact weights or states
 # AWS accepts ports below this R-ratio; above 10 a formula is wrong. Source: the Neuron SDK's page on its skill
 # neuron-framework-equivalence.
 MOST_R_RATIO = 1.2
-# What AWS allows the logits of the k likeliest tokens, None for those of all; and what is taken off a difference first.
-# Source: the Neuron SDK's page on the logit validation of vLLM Neuron.
+# AWS's tolerances for the logits of the k likeliest tokens, None for all; and the amount to subtract from a difference
+# first. Source: the Neuron SDK's page on the logit validation of vLLM Neuron.
 TOP_K_TOLERANCES = {5: 0.011, 50: 0.02, 1000: 0.03, None: 0.05}
 _ABSOLUTE_TOLERANCE = 1e-5
 
@@ -56,8 +56,8 @@ class TopKError:
     """The error of the logits of the k likeliest tokens.
 
     k: None for all tokens.
-    tolerance: AWS's for this k.
-    largest: error of a logit, relative to the largest absolute one of those k.
+    tolerance: AWS's tolerance for this k.
+    largest: the largest error of a logit, relative to the largest absolute logit of the k.
     within: the share of positions at which no error is above the tolerance.
     """
 
@@ -72,10 +72,11 @@ class TopKError:
 
 
 def top_k_errors(logits: torch.Tensor, reference: torch.Tensor) -> list[TopKError]:
-    """Return errors as AWS judges them for `TOP_K_TOLERANCES`, of logits after the same tokens, [tokens, vocab_size].
+    """Return the errors of logits as AWS judges them, for `TOP_K_TOLERANCES`. Both are [tokens, vocab_size], after the
+    same tokens.
 
-    The reference says which tokens are the likeliest. A position's constant shift, the intercept of the regression on
-    the reference's logits, is no error.
+    The reference decides which tokens are the likeliest. A position's constant shift, the intercept of the regression
+    on the reference's logits, does not count as an error.
     """
     expected, found = reference.double(), logits.double()
     centred = expected - expected.mean(-1, keepdim=True)
@@ -107,7 +108,7 @@ class AccuracyReport:
     prompt_lengths: list[int]
     ours: list[torch.Tensor]
     reference: list[torch.Tensor]
-    reference_in_dtype: list[torch.Tensor] | None  # None in float32, where it is the reference itself
+    reference_in_dtype: list[torch.Tensor] | None  # None in float32, where it equals the reference
     is_quantized: bool = False
     state_dtype: torch.dtype = torch.float32
     is_last_of_prompt: bool = False
@@ -123,8 +124,8 @@ class AccuracyReport:
         return max(start + len(logits) for start, logits in zip(self._starts, self.reference, strict=True))
 
     def positions(self, start: int, stop: int) -> Difference | None:
-        """Return the difference over the tokens at positions start to stop - 1 of every sequence; None if none was
-        compared.
+        """Return the difference over the tokens at positions start to stop - 1 of every sequence; None if none of them
+        was compared.
         """
         parts = [slice(max(0, start - first), max(0, stop - first)) for first in self._starts]
         if not any(len(logits[part]) for logits, part in zip(self.reference, parts, strict=True)):
@@ -147,7 +148,7 @@ class AccuracyReport:
         return r_ratio(*map(torch.cat, (self.ours, self.reference, self.reference_in_dtype)))
 
     def top_k_errors(self) -> list[TopKError]:
-        """Return the errors of the logits from each prompt's last token on: those that choose the new tokens."""
+        """Return the errors of the logits from each prompt's last token on, which choose the new tokens."""
         return self._top_k_errors(self.ours)
 
     def transformers_top_k_errors(self) -> list[TopKError] | None:
@@ -182,7 +183,7 @@ class AccuracyReport:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether weights or states are less exact than the dtype: such errors are not the port's."""
+        """Whether weights or states are less exact than the dtype; then errors are not the port's."""
         return self.is_quantized or self.state_dtype != torch.float32
 
     @property
@@ -207,23 +208,23 @@ def measure(
     """Compare logits over prompts and the reference's own greedy continuation of them.
 
     The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
-    prompts in steps as generation takes them, then token by token. So the comparison covers padding, slots and carried
-    state. A runtime that has no logits of all of a prompt's tokens is compared from the last one on.
+    prompts in the same steps as in generation, then token by token. So the comparison covers padding, slots and carried
+    state. If a runtime cannot give logits of all tokens of a prompt, it is compared from the last one on.
 
     Args:
         folder: the checkpoint that `runtime` was loaded from.
         prompts: token ids.
         new_tokens: how many tokens of decode to compare, at least 1.
         runtime: ours.
-        progress: called with (parts done, parts in all); a part is the reference's continuation of a prompt, or what
-            one of the models computes of all of them.
+        progress: called with (parts done, parts in all); a part is the reference's continuation of a prompt, or one
+            model's run over all of them.
 
     Raises:
-        UserError: the sequences are longer than the model's longest, or the runtime has no room for them.
+        UserError: the sequences are longer than the model allows, or the runtime has no room for them.
     """
     parts = itertools.count(1)
     num_parts = len(prompts) + 3
-    state = runtime.allocate(len(prompts), longest_of(prompts, new_tokens, runtime))  # first, since it may be refused
+    state = runtime.allocate(len(prompts), longest_of(prompts, new_tokens, runtime))  # first, because it may be refused
     reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
     progress(0, num_parts)
     sequences = []
@@ -250,9 +251,7 @@ def measure(
 
 
 def default_prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Return texts of several lengths, one of them shorter than the convolution window, on which any model can be
-    checked.
-    """
+    """Return texts of several lengths to check any model with; one is shorter than the convolution window."""
     texts = (
         "A",
         "The import statement",
@@ -263,10 +262,10 @@ def default_prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
 
 
 def longest_of(prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> int:
-    """Return the length of the longest prompt and its new tokens.
+    """Return the length of the longest prompt with its new tokens.
 
     Raises:
-        UserError: it is more than the model's longest.
+        UserError: it is more than the model allows.
     """
     longest = max(map(len, prompts)) + new_tokens
     if longest > runtime.max_length:
@@ -293,7 +292,7 @@ def _whole(reference: PreTrainedModel, sequences: list[list[int]], starts: list[
 def _all_of_prompts(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
-    """Return logits after each token of the prompts, in steps as generation takes them."""
+    """Return logits after each token of the prompts, in the same steps as in generation."""
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for start in range(0, max(prompt_lengths), runtime.tokens_per_step):
         stop = start + runtime.tokens_per_step

@@ -20,7 +20,7 @@ from granite4_neuron.ops.operators import noting
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 
-# Two ways to round in 16 bits differ by chance; a bug in a layer is far above.
+# Two ways to round in 16 bits differ by chance; a bug in a layer is far above this limit.
 _MARGIN = 2.0
 _TRIAL_TOKENS = 32
 
@@ -32,14 +32,14 @@ class BoundRuntime(Runtime[HybridState], Protocol):
     def model(self) -> HybridForCausalLM: ...
 
     def with_model(self, model: HybridForCausalLM) -> BoundRuntime:
-        """Return a runtime like this one of another bound model, on the same device."""
+        """Return a runtime like this one for another bound model, on the same device."""
 
 
 @dataclass(frozen=True)
 class Gap:
     """The difference of hidden states from the reference's, over some tokens.
 
-    maximum: of absolute differences. relative: the norm of the difference, divided by that of the reference.
+    maximum: the largest absolute difference. relative: the norm of the difference, divided by the reference's norm.
     """
 
     maximum: float
@@ -58,9 +58,9 @@ class LayerReport:
     """The error of the hidden states after a layer.
 
     kind: one of the config's layer types, such as "mamba".
-    prefill, decode: over the tokens of prompts, and over those that were decoded one by one.
-    limit: of the relative difference; None where it is not judged, with quantized weights and SSM states in 16 bits.
-    r_ratio: the error over that of transformers in the same dtype, as in `accuracy.r_ratio`; None in float32.
+    prefill, decode: over the tokens of prompts, and over the tokens that were decoded one by one.
+    limit: the limit of the relative difference; None if it is not judged: with quantized weights or 16-bit SSM states.
+    r_ratio: the error over transformers' error in the same dtype, as in `accuracy.r_ratio`; None in float32.
     """
 
     kind: str
@@ -92,10 +92,10 @@ def compare_layers(
         prompts: token ids.
         new_tokens: how many tokens of decode to compare, at least 1.
         runtime: ours.
-        tolerance: of the relative difference in float32. In other dtypes twice that of transformers is allowed.
+        tolerance: for the relative difference in float32. In other dtypes twice transformers' difference is allowed.
 
     Raises:
-        UserError: the sequences are longer than the model's longest.
+        UserError: the sequences are longer than the model allows.
     """
     longest_of(prompts, new_tokens, runtime)
     reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
@@ -121,11 +121,13 @@ def compare_layers(
 
 
 def operators_of_layers(runtime: BoundRuntime, kind: str) -> list[str]:
-    """Name what the first layer of a kind runs, as "ops.norm.rms_norm", over a prompt and a token of decode."""
+    """Name the operators that the first layer of a kind runs over a prompt and a token of decode, such as
+    "ops.norm.rms_norm".
+    """
     names: dict[str, None] = {}  # in order, each once
     layer = runtime.config.layer_types.index(kind)
     part = _with_layers(runtime, slice(layer, layer + 1), noting(runtime.model.operators, names.setdefault))
-    # Longer than what a kernel for a few tokens takes.
+    # More tokens than a kernel for a few tokens takes.
     _hidden_states(part, [0] * (_TRIAL_TOKENS + 1), _TRIAL_TOKENS)
     return list(names)
 
@@ -147,7 +149,7 @@ def _with_layers(runtime: BoundRuntime, layers: slice, operators: Operators) -> 
 
 
 def _hidden_states(runtime: BoundRuntime, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
-    """Return the hidden states [tokens, hidden_size] of `_with_layers`: of a prompt in steps as generation takes them,
+    """Return the hidden states [tokens, hidden_size] of `_with_layers`: a prompt in the same steps as in generation,
     then token by token.
     """
     starts = [*range(0, prompt_length, runtime.tokens_per_step), *range(prompt_length, len(tokens))]

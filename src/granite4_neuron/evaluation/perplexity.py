@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text, and the divergence of its predictions from those of another."""
+"""Perplexity of a model on a text, and the divergence of its predictions from another model's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.state.hybrid_state import HybridState
 
-_ROWS = 64  # of logits at a time: with 100,000 entries of a vocabulary 51 MB in float64
+_ROWS = 64  # of logits at a time: 51 MB in float64 with a vocabulary of 100,000
 _DECODE_TOKENS = 32
 
 
@@ -23,7 +23,7 @@ _DECODE_TOKENS = 32
 class Window:
     """Tokens start to stop - 1 of a text, run as a sequence of its own.
 
-    scored: the first token whose probability counts; those before are context.
+    scored: the first token whose probability counts; earlier ones are context.
     """
 
     start: int
@@ -33,10 +33,10 @@ class Window:
 
 @dataclass
 class Score:
-    """The totals of a model over a text; they grow while it is measured.
+    """A model's totals over a text; they grow during the measurement.
 
     tokens: how many were scored.
-    nats: -ln of their probability, all of them together.
+    nats: the sum of -ln of their probabilities.
     divergence: Kullback-Leibler divergence from the first model's next-token distributions to this one's, in nats,
         summed over the scored tokens.
     run_tokens, seconds: the tokens and the time of the steps, without the scoring.
@@ -56,7 +56,7 @@ class Score:
         return _exp(self.nats / self.tokens)
 
     def perplexity_per_byte(self, num_bytes: int) -> float:
-        """Over the scored tokens' bytes: independent of how the tokenizer cuts."""
+        """Per byte of the scored tokens, which does not depend on the tokenizer."""
         return _exp(self.nats / num_bytes)
 
     @property
@@ -74,10 +74,10 @@ def one_window(length: int) -> list[Window]:
 
 
 def sliding_windows(length: int, window: int, stride: int) -> list[Window]:
-    """Return windows that begin every `stride` tokens; each scores what the one before has not seen.
+    """Return windows that begin every `stride` tokens; each scores the tokens that the previous one has not seen.
 
-    So each token but the first of the text has at least `window - stride` tokens before it, or the text's start. If
-    `stride` equals `window`, the first token of each window has none, and is not scored.
+    So each scored token has at least `window - stride` tokens before it, or everything from the text's start on. If
+    `stride` equals `window`, the first token of each window has no context and is not scored.
 
     Raises:
         UserError: the window has fewer than two tokens, or the stride is not between 1 and the window.
@@ -104,12 +104,12 @@ def measure(
     windows: Sequence[Window],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
-    """Score a text with one model or several, which take each chunk of it in turns.
+    """Score a text with one model or several, which process each chunk of it in turn.
 
     Args:
-        runtimes: of models with one vocabulary. The first is the one from which divergence is counted.
-        tokens: of the text.
-        windows: which parts of it are run, and which tokens of them are scored.
+        runtimes: of models with the same vocabulary. Divergence is measured from the first.
+        tokens: the text's.
+        windows: the parts of the text to run, and the tokens in them to score.
         progress: called with (tokens run, tokens to run).
 
     Raises:
@@ -126,12 +126,12 @@ def measure(
     tokens_per_step = min(runtime.tokens_per_step for runtime in runtimes)
     done, total = 0, sum(window.stop - window.start - 1 for window in windows)
     for window in windows:
-        last = window.stop - 1  # is predicted, and need not be run
+        last = window.stop - 1  # it is predicted and need not be run
         for start in range(window.start, last, tokens_per_step):
             stop = min(start + tokens_per_step, last)
             row = Row(1, start - window.start, tokens[start:stop])
             logits = [_step(*each, row) for each in zip(runtimes, states, scores, strict=True)]
-            first = max(start, window.scored - 1)  # the logits after it predict the token that follows
+            first = max(start, window.scored - 1)  # its logits predict the next token
             _add(scores, [model_logits[first - start :] for model_logits in logits], tokens[first + 1 : stop + 1])
             done += stop - start
             if progress is not None:
@@ -142,9 +142,7 @@ def measure(
 
 
 def decode_seconds(runtimes: Sequence[Runtime], tokens: Sequence[int]) -> list[float]:
-    """Time one more token of one sequence on each runtime, in turns; return the medians over the first tokens of a
-    text.
-    """
+    """Time one more token of one sequence on each runtime, in turn; return medians over the first tokens of a text."""
     states = [runtime.allocate(1, _DECODE_TOKENS) for runtime in runtimes]
     seconds: list[list[float]] = [[] for _ in runtimes]
     for position, token in enumerate(tokens[:_DECODE_TOKENS]):
@@ -165,7 +163,7 @@ def _step(runtime: Runtime, state: HybridState | None, score: Score, row: Row) -
 
 
 def _add(scores: Sequence[Score], logits: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
-    """Add tokens to each model's score; logits [tokens, vocab_size] are those that predict them."""
+    """Add tokens to each model's score; logits [tokens, vocab_size] predict these tokens."""
     for start in range(0, len(targets), _ROWS):
         expected = torch.tensor(targets[start : start + _ROWS])[:, None]
         reference = None

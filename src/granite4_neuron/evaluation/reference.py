@@ -16,7 +16,7 @@ from granite4_neuron.checkpoint.saving import save_model
 
 @contextmanager
 def readable_by_transformers(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Provide a checkpoint as a folder: of a GGUF file one with its values in float32, for a while."""
+    """Provide a checkpoint as a folder; for a GGUF file a temporary one with its values in float32."""
     if checkpoint.folder is not None:
         yield checkpoint.folder
         return

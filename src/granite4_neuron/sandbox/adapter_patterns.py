@@ -1,8 +1,8 @@
-"""Matches modules with the patterns of an adapter's config in a process of its own, with bounds on its time and memory.
+"""Matches modules with the patterns of an adapter's config in a separate process, with limits on its time and memory.
 
-The patterns are regular expressions that came with a download, and one of them can take years.
+The patterns are regular expressions from a download, and a single one can take years.
 
-This module imports little, and no torch: its process is there in a tenth of a second.
+This module imports little, and no torch, so its process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class PatternsFailed(Exception):
 
 
 def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[str | None]:
-    """Return the first pattern that matches each module, as PEFT's `get_pattern_key`: the whole of its name, or the end
-    of it from a dot on. None for a module that no pattern matches.
+    """Return the first pattern that matches each module, as in PEFT's `get_pattern_key`: its whole name, or the end of
+    its name from a dot on. None for a module that no pattern matches.
 
     Raises:
         PatternsFailed: one is not a regular expression, or they take more than 3 seconds or 1 GiB.

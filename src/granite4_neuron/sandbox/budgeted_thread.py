@@ -1,4 +1,4 @@
-"""A thread for native code that nothing can interrupt, on input from strangers, who decide what the work costs."""
+"""A thread for native code that cannot be interrupted, on untrusted input, which decides the cost of the work."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Result = TypeVar("Result")
 # Explicit, because the default depends on `ulimit -s`.
 STACK_BYTES = 2**23
 _LOWEST_PRIORITY = 19
-_MOST_GIVEN_UP = 16  # pieces of work that still go on; with more, the processors would be theirs
+_MOST_GIVEN_UP = 16  # abandoned pieces of work that still run; more would occupy all processors
 _STACK_LOCK = threading.Lock()
 
 Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class OverBudget(Exception):
-    """The work takes more of the processor's time than it may."""
+    """The work takes more processor time than it may."""
 
 
 class BudgetedThread:
     """Runs one piece of work at a time in a thread with a stack of 8 MiB. Several threads may share one.
 
-    The thread starts with the first piece. A piece that was given up goes on in its thread at the lowest priority until
-    it ends by itself or the process does, and the next piece starts another thread. While many such pieces go on,
-    further work is refused.
+    The thread starts with the first piece. A piece that was abandoned continues in its thread at the lowest priority
+    until it or the process ends, and the next piece starts another thread. While many such pieces run, further work is
+    refused.
 
-    The work must let other threads run: while it holds Python's lock, nobody can give it up.
+    The work must let other threads run: while it holds the GIL, it cannot be abandoned.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str):
@@ -49,14 +49,14 @@ class BudgetedThread:
         self._given_up: list[threading.Thread] = []
 
     def run(self, work: Callable[[], Result], seconds: float) -> tuple[Result, float]:
-        """Return the result of the work, and how much of the processor's time it took, in seconds.
+        """Return the result of the work, and the processor time that it took, in seconds.
 
         Args:
-            seconds: of the processor's time at most; the time in which the thread waits for a processor is free.
+            seconds: the most processor time; time in which the thread waits for a processor does not count.
 
         Raises:
-            OverBudget: it takes more, or too much work goes on that was given up.
-            BaseException: what the work raises.
+            OverBudget: it takes more, or too much abandoned work still runs.
+            BaseException: any exception of the work.
         """
         with self._lock:
             self._given_up = [thread for thread in self._given_up if thread.is_alive()]
@@ -86,7 +86,7 @@ class BudgetedThread:
     def _start(self) -> threading.Thread:
         self._work = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
-        # No process waits for its daemons to end.
+        # A daemon, so that the process does not wait for it at its end.
         thread = threading.Thread(target=_work, args=(self._work,), name=self._name, daemon=True)
         with with_stack():
             thread.start()
@@ -101,12 +101,12 @@ class BudgetedThread:
 
 
 def _work(pieces: queue.SimpleQueue[Work | None]) -> None:
-    """Do one piece of work after another, until there is None."""
+    """Do one piece of work after another, until None comes."""
     while (piece := pieces.get()) is not None:
         future, work = piece
         try:
             future.set_result(work())
-        except BaseException as error:  # whoever waits for the result gets it
+        except BaseException as error:  # it is passed to whoever waits for the result
             future.set_exception(error)
         del piece, future, work
 

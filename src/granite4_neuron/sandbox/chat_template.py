@@ -1,9 +1,9 @@
-"""Runs a checkpoint's chat template in a process of its own, with bounds on its time and memory.
+"""Runs a checkpoint's chat template in a separate process, with limits on its time and memory.
 
-A template is a program that came with a download. jinja2's sandbox keeps it from the rest of the process; it does not
-keep it from running forever, or from building a text as large as the memory.
+A template is a program from a download. jinja2's sandbox isolates it from the rest of the process, but does not keep it
+from running forever, or from building a text as large as the memory.
 
-This module imports little, and no torch: its process is there in a tenth of a second.
+This module imports little, and no torch, so its process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Renderer(LimitedProcess):
             variables: JSON; `messages`, `add_generation_prompt` and the special tokens by name.
 
         Raises:
-            TemplateFailed: it refuses them, is wrong, or takes more than 3 seconds or 1 GiB.
+            TemplateFailed: it refuses the variables, is wrong, or takes more than 3 seconds or 1 GiB.
         """
         try:
             answer = self.ask({"template": template, "variables": variables})
@@ -63,7 +63,7 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
 
 
 def _rendered(template: str, variables: dict[str, Any]) -> str:
-    # Not at the top: the process that asks does not need it.
+    # Not at the top: the parent process does not need it.
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment

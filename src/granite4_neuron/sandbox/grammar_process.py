@@ -1,9 +1,9 @@
-"""Compiles grammars in a process of its own, with bounds on its time and memory.
+"""Compiles grammars in a separate process, with limits on its time and memory.
 
-A grammar may come from a stranger. llguidance has limits, but a short one, such as the multiples of a large number,
+A grammar may come from a stranger. llguidance has limits, but a short grammar, such as the multiples of a large number,
 still takes minutes, or so much memory that Rust ends the whole process.
 
-This module imports little, and no torch: its process is there in a tenth of a second.
+This module imports little, and no torch, so its process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from granite4_neuron.sandbox.limited_process import LimitedProcess, ProcessEnded
 
 _SECONDS = 2
 _MEMORY_BYTES = 2**29
-# A grammar that overflows it ends this process. Grammars are used afterwards in threads with eight times as much, or in
-# the caller's, which has twice as much by default.
+# A grammar that overflows this stack ends the process. Afterwards grammars are used in threads with eight times as much
+# stack, or in the caller's thread, which has twice as much by default.
 _STACK_BYTES = 2**20
 # A state takes 1 to 2 kB, and llguidance's default is four times as many. A row has an item for each member that an
-# object may have; the default of 2,000 is met by 500 of them. A verbose error of a large grammar takes a second to
-# write.
+# object may have; 500 members reach the default of 2,000. A verbose error of a large grammar takes a second to write.
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=2**16, max_items_in_row=2**14, verbose_errors=False)
 _END = 256  # after the bytes
 
@@ -33,7 +32,7 @@ class GrammarFailed(Exception):
 
 
 class GrammarProcess(LimitedProcess):
-    """Converts grammars to llguidance's format, and compiles each for a try. Several threads may share one.
+    """Converts grammars to llguidance's format, and compiles each as a trial. Several threads may share one.
 
     Args:
         special_tokens: of the vocabulary, to which a grammar may refer.
@@ -47,7 +46,7 @@ class GrammarProcess(LimitedProcess):
         """Return a grammar in llguidance's format that `new_matcher` compiles within the limits.
 
         Args:
-            kind: of `llguidance.grammar_from`.
+            kind: as in `llguidance.grammar_from`.
             stop: ends the compilation from another thread.
 
         Raises:
@@ -65,7 +64,7 @@ class GrammarProcess(LimitedProcess):
 
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """Compile a grammar, and compute the mask of the first token, which fills caches that its copies share.
+    """Compile a grammar, and compute the mask of the first token, to fill caches that its copies share.
 
     Raises:
         GrammarFailed: it does not compile.
@@ -82,7 +81,7 @@ def check_next_step(matcher: llguidance.LLMatcher) -> None:
     """Take a first token, because some limits hold only from then on.
 
     Raises:
-        GrammarFailed: the matcher meets one.
+        GrammarFailed: the matcher exceeds one.
     """
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     first = (mask & -mask).bit_length() - 1
@@ -93,7 +92,7 @@ def check_next_step(matcher: llguidance.LLMatcher) -> None:
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
-    """Return what is wrong with a matcher, in one line."""
+    """Return a matcher's error in one line."""
     return matcher.get_error().strip().partition("\n")[0]
 
 
@@ -110,7 +109,7 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
 
 @cache
 def byte_tokenizer(special_tokens: tuple[str, ...]) -> llguidance.LLTokenizer:
-    """Return a tokenizer that is quickly there, for trying grammars."""
+    """Return a tokenizer that is quick to make, for trying grammars."""
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special_tokens)), slices=[])
 
 

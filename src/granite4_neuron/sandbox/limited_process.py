@@ -1,5 +1,5 @@
-"""A process that answers questions within limits of time and memory. It is for work on input from strangers, who decide
-what the work costs.
+"""A process that answers questions within limits of time and memory. It is for work on untrusted input, which decides
+the cost of the work.
 
 It starts in a tenth of a second if the module that answers imports little, and not torch.
 """
@@ -26,7 +26,7 @@ _CODE = (
 
 
 class ProcessEnded(Exception):
-    """A limit ended the process while it answered; the message says which limits there are."""
+    """A limit ended the process while it answered; the message names the limits."""
 
 
 class Stopped(Exception):
@@ -50,7 +50,7 @@ class Stop:
 
     @contextmanager
     def over(self, process: subprocess.Popen[str]) -> Iterator[None]:
-        """Let `set` end a process within the block.
+        """Within the block, let `set` end a process.
 
         Raises:
             Stopped: it has been set already.
@@ -72,11 +72,11 @@ class LimitedProcess:
     Several threads may share one.
 
     Args:
-        module: of `granite4_neuron.sandbox`; its function `answer` gets a question, an object in JSON, and returns
-            another.
-        seconds: of the processor's time for one question.
-        memory_bytes: of the process.
-        stack_bytes: of its main thread; None for what `ulimit -s` says.
+        module: in `granite4_neuron.sandbox`; its function `answer` takes a question, a JSON object, and returns another
+            object.
+        seconds: the most processor time for one question.
+        memory_bytes: the most memory of the process.
+        stack_bytes: the main thread's stack; None for the limit of `ulimit -s`.
     """
 
     def __init__(self, module: str, seconds: int, memory_bytes: int, stack_bytes: int | None = None):
@@ -91,7 +91,7 @@ class LimitedProcess:
         """Return the answer to a question.
 
         Raises:
-            ProcessEnded: it takes more than the limits.
+            ProcessEnded: it exceeds the limits.
             Stopped: `stop` was set.
         """
         with self._lock:
@@ -99,7 +99,7 @@ class LimitedProcess:
 
     def close(self) -> None:
         """End the process, even while it answers; a later question starts another."""
-        # A question that was asked before may start a process at any time until its answer is there.
+        # A question that was asked before may still start a process until it is answered.
         while not self._lock.acquire(timeout=0.05):
             process = self._process
             if process is not None:
@@ -119,7 +119,7 @@ class LimitedProcess:
             self._process = self._start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None  # both are pipes
-        # The limit in the process is of the processor's time; this one is for an answer that waits.
+        # The limit in the process is on processor time; this one is for an answer that waits.
         timer = threading.Timer(6 * self._seconds, process.kill)
         timer.start()
         answer = None
@@ -133,7 +133,7 @@ class LimitedProcess:
                 raise ProcessEnded(self._reason(process.wait())) from None
         finally:
             timer.cancel()
-            if answer is None or stop.is_set:  # after Ctrl-C, its late answer would be taken for the next one
+            if answer is None or stop.is_set:  # after Ctrl-C, its late answer would be taken for the next question's
                 process.kill()
                 process.wait()
         if stop.is_set:
@@ -155,7 +155,7 @@ class LimitedProcess:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
         )
 
 
@@ -176,7 +176,7 @@ def main() -> None:
 
 
 def _limit_stack(most: int) -> None:
-    """Limit how far the main thread's stack may still grow; a lower limit stays."""
+    """Limit how far the main thread's stack may still grow; keep a lower limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     limits = [limit for limit in (most, soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_STACK, (min(limits), hard))

@@ -1,9 +1,9 @@
-"""Parses Markdown in a process of its own, with bounds on its time and memory.
+"""Parses Markdown in a separate process, with limits on its time and memory.
 
-The text is a model's or a client's, and 64 kB of brackets take the parser seconds. A process also takes no time from
-the threads of the engine, which share Python's lock.
+The text comes from a model or a client, and 64 kB of brackets take the parser seconds. A separate process also takes no
+time from the engine's threads, which share the GIL.
 
-This module imports little, and no torch: its process is there in a tenth of a second.
+This module imports little, and no torch, so its process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from granite4_neuron.sandbox.limited_process import LimitedProcess, ProcessEnded
 
 _SECONDS = 2
 _MEMORY_BYTES = 2**30
-_DEEPEST = 100  # elements within one another; json and browsers have limits of their own
+_DEEPEST = 100  # nested elements; json and browsers have limits of their own
 _SCHEMES = ("http:", "https:", "mailto:")
 
 Node = str | list[Any]  # a text, or [tag, attributes, nodes]
@@ -42,7 +42,7 @@ class MarkdownProcess(LimitedProcess):
             stop: ends the work from another thread.
 
         Returns:
-            For each block "line", where it begins in the text, and "node", which is a text or a list of a tag,
+            For each block "line", the line where it begins in the text, and "node", a text or a list of a tag,
             attributes and nodes.
 
         Raises:
@@ -72,7 +72,7 @@ _PARSER = _parser()
 
 
 def _tree(tokens: Iterable[Token]) -> list[Node]:
-    """Return what tokens, which open and close elements, are as nodes."""
+    """Convert tokens, which open and close elements, to nodes."""
     root: list[Node] = []
     open_nodes = [root]
     for token in tokens:
@@ -91,7 +91,7 @@ def _nodes(token: Token) -> list[Node]:
     """Return the nodes of a token by itself."""
     if token.type == "inline":
         return _tree(token.children or ())
-    if token.hidden:  # the paragraph of an item in a list without blank lines
+    if token.hidden:  # a paragraph in an item of a list without blank lines
         return []
     if token.type == "text":
         return [token.content] if token.content else []
@@ -108,6 +108,6 @@ def _nodes(token: Token) -> list[Node]:
 
 def _attributes(token: Token) -> dict[str, str | int | float]:
     attributes = {name: value for name, value in token.attrs.items() if name in ("href", "title", "start")}
-    if "style" in token.attrs:  # of a table's cell
+    if "style" in token.attrs:  # a table cell's
         attributes["align"] = str(token.attrs["style"]).removeprefix("text-align:")
     return attributes

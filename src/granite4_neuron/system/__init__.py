@@ -1,1 +1,1 @@
-"""Memory, files and the terminal, as the operating system has them."""
+"""The operating system's memory, files and terminal."""

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from granite4_neuron.errors import UserError
 
-# Parts of the messages with which torch reports it, in a plain RuntimeError: its allocator, and mapping a file.
+# Parts of torch's messages, in a plain RuntimeError, when its allocator or mapping a file runs out of memory.
 _TORCH_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
 def available_bytes(processes: int = 1) -> int | None:
-    """Return the memory that this process, or several together, can still take, by the machine, its container and the
-    limit of each process; None if unknown.
+    """Return the memory that this process, or several together, can still take, given the machine, its container and
+    the limit of each process; None if unknown.
     """
     limit = _of_limit()
     sizes = _of_machine(), _of_container(), None if limit is None else processes * limit
@@ -28,12 +28,12 @@ def check_available(needed: int, what: str, advice: str, processes: int = 1) -> 
     """Check that there is enough memory before it is taken.
 
     Args:
-        needed: bytes, of all processes together.
-        what: the things that need them; the subject of a sentence, in the plural.
-        advice: what else could be done.
+        needed: bytes, for all processes together.
+        what: the things that need the memory; the subject of a sentence, in the plural.
+        advice: what to do instead.
 
     Raises:
-        UserError: there is not; the message has both numbers.
+        UserError: there is not enough; the message has both numbers.
     """
     available = available_bytes(processes)
     if available is not None and needed > available:
@@ -48,7 +48,7 @@ def is_exhausted(error: Exception) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
         return any(message in str(error) for message in _TORCH_MESSAGES)
-    return isinstance(error, (MemoryError, OverflowError))  # more than a size can be
+    return isinstance(error, (MemoryError, OverflowError))  # OverflowError: more than a size can be
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """Return the available memory of the control group that a container runs in. It counts cached files as used, but
-    they can be dropped.
+    """Return the available memory of the control group that a container runs in. The group counts cached files as used,
+    but they can be dropped.
     """
     for folder, most, used in (
         (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),

@@ -1,5 +1,5 @@
-"""Memory for many large tensors: a model's weights, laid out so that all of them are read fast, once a token; and
-snapshots of sequences, in pages that the system gives fast.
+"""Memory for many large tensors: a model's weights, laid out for fast reading once per token; and snapshots of
+sequences, in pages that the system provides fast.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 class LargeMemory:
     """One block of memory, handed out from its start to its end.
 
-    On Linux it asks for pages of 2 MiB: with pages of 4 KiB a processor that streams through weights looks up an
-    address for every four rows or so, and reads a quarter slower, and memory that is written for the first time takes
-    twice as long. What is not handed out takes no memory.
+    On Linux it asks for pages of 2 MiB. With pages of 4 KiB a processor that streams through weights looks up an
+    address for about every four rows and reads a quarter slower, and the first write to memory takes twice as long. The
+    part that is not handed out takes no memory.
 
     Args:
         tensors: shape and dtype of each tensor that it must have room for.
@@ -30,17 +30,17 @@ class LargeMemory:
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = memory
         self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-        whole = size - size % HUGE_PAGE  # of a last page that is not whole, the rest would be lost
+        whole = size - size % HUGE_PAGE  # a last page that is only partly used would waste the rest
         if hasattr(mmap, "MADV_HUGEPAGE") and whole:
             memory.madvise(mmap.MADV_HUGEPAGE, self._next, whole)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor, with a storage of its own, that is not cleared."""
+        """Return an uninitialised contiguous tensor with a storage of its own."""
         start, self._next = self._next, self._next + padded_bytes(shape, dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
 
 def padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Return the bytes that a tensor takes of a block, up to where the next one begins."""
+    """Return the bytes that a tensor takes in a block, including the padding before the next one."""
     size = math.prod(shape) * dtype.itemsize
     return size + -size % _ALIGNMENT

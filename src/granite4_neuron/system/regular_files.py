@@ -8,7 +8,7 @@ from pathlib import Path
 
 from granite4_neuron.errors import UserError
 
-# The index of the largest model has 60 kB, and the largest tokenizers have 30 MB.
+# The largest model's index has 60 kB, and the largest tokenizers have 30 MB.
 _MOST_BYTES = 2**26
 
 
@@ -17,8 +17,8 @@ def check_regular(file: Path) -> os.stat_result:
     may have no end.
 
     Raises:
-        UserError: it is something else than a regular file, or a link to one.
-        OSError: there is none, or it may not be looked at.
+        UserError: it is neither a regular file nor a link to one.
+        OSError: there is no such file, or its status may not be read.
     """
     about = os.stat(file)
     if not stat.S_ISREG(about.st_mode):
@@ -30,7 +30,7 @@ def read_bytes(file: Path) -> bytes:
     """Read a file of settings.
 
     Raises:
-        UserError: it is something else than a regular file of a reasonable size.
+        UserError: it is not a regular file of a reasonable size.
         OSError: it cannot be read.
     """
     size = check_regular(file).st_size

@@ -1,9 +1,9 @@
-"""Keeps control characters of whoever wrote a text from reaching a terminal.
+"""Keeps control characters in a text from reaching a terminal.
 
-A terminal obeys escape sequences in what it shows: they change the window's title or its clipboard, hide lines or
-write over them. A model's text, the name of a file and the message of an exception may have such characters.
-`guard_streams` puts a stream before each terminal that leaves them out, one by one, so nothing comes through in pieces
-either. What draws on purpose, such as a progress bar, writes to `unguarded(stream)`, and answers for its text itself.
+A terminal obeys escape sequences in a text: they change the window's title or its clipboard, hide lines or overwrite
+them. A model's text, the name of a file and the message of an exception may have such characters. `guard_streams` puts
+a filter before each terminal that drops these characters one by one, so a sequence cannot pass in pieces either. Code
+that draws on purpose, such as a progress bar, writes to `unguarded(stream)` and is responsible for its text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, overload
 
-# ASCII's and ISO 6429's (C0, DEL, C1) but line feed and tab, and the characters that change the direction of text,
-# which have Unicode's property Bidi_Control.
+# Control characters of ASCII and ISO 6429 (C0, DEL, C1) except line feed and tab, and the characters that change the
+# direction of text (Unicode's property Bidi_Control).
 _CONTROL_CHARACTERS = dict.fromkeys(
     [*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 )
@@ -28,7 +28,7 @@ def without_controls(text: str) -> str:
 
 
 def guard_streams() -> None:
-    """Let standard output and standard error, where they are a terminal, show text `without_controls` from now on."""
+    """From now on, filter standard output and standard error by `without_controls` if they are a terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty() and not isinstance(stream, _Guarded):
@@ -50,7 +50,7 @@ def unguarded(stream: TextIO | None) -> TextIO | None:
 
 @contextmanager
 def bars_of_tqdm() -> Iterator[None]:
-    """Let standard error, within the block, also show what the bars of a library that calls tqdm are made of."""
+    """Within the block, let standard error also show the control characters of a library's tqdm progress bars."""
     guarded = sys.stderr
     if isinstance(guarded, _Guarded):
         sys.stderr = _Guarded(guarded.stream, _without_other_controls)
@@ -69,7 +69,7 @@ def _without_other_controls(text: str) -> str:
 
 
 class _Guarded:
-    """A terminal's stream; only what is written as text differs."""
+    """A terminal's stream; only written text is changed."""
 
     def __init__(self, stream: TextIO, shown: Callable[[str], str]):
         self.stream = stream

@@ -22,7 +22,7 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF file, which has config, weights and tokenizer.
 
     Raises:
-        UserError: the file is damaged, or its model is not one of this package's.
+        UserError: the file is damaged, or this package does not run its model.
     """
 
     folder = None
@@ -53,7 +53,7 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def stored_in(self) -> list[str]:
-        """Implement `Checkpoint.stored_in`: GGUF's names of its types."""
+        """Implement `Checkpoint.stored_in`: GGUF's names of the types."""
         return sorted({one.type for one in self._file.tensors.values()})
 
     @property

@@ -15,7 +15,7 @@ from granite4_neuron.errors import UserError
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
-    """Read the config. The vocabulary's size, biases and a tied head are those of the tensors.
+    """Read the config. The tensors decide the vocabulary's size, biases and whether the head is tied.
 
     Raises:
         UserError: the model is of another architecture, or its metadata is incomplete or contradicts itself.
@@ -31,15 +31,15 @@ def read_config(file: GGUFFile) -> ModelConfig:
 
 
 def stored_dtype(file: GGUFFile) -> str:
-    """Return the dtype that holds the weights, or bfloat16 if they are quantized or of several dtypes. Vectors and
-    other small tensors are always in float32.
+    """Return the dtype of the weights, or bfloat16 if they are quantized or of several dtypes. Vectors and other small
+    tensors are always in float32 and do not count.
     """
     types = {one.type for one in file.tensors.values()} - {"F32"}
     return {(): "float32", ("F16",): "float16"}.get(tuple(types), "bfloat16")
 
 
 def predicting_layers(file: GGUFFile) -> int:
-    """Return the number of layers behind the model's own that predict further tokens."""
+    """Return the number of layers after the model's own that predict further tokens."""
     return Metadata(file, file.get("general.architecture")).layers()[1]
 
 
@@ -67,13 +67,13 @@ def _granite(about: Metadata) -> dict[str, Any]:
         about.check_only("rope.scaling.type", "none")
         about.check_only("rope.dimension_count", hidden // heads)
     if MAMBA not in layer_types:
-        return values | {"mamba_n_heads": 1}  # of no layer; transformers divides by it
+        return values | {"mamba_n_heads": 1}  # no layer uses it; transformers divides by it
     return values | _mamba(about, divisor=hidden) | {"mamba_expand": about.count("ssm.inner_size") // hidden}
 
 
 def _nemotron(about: Metadata) -> dict[str, Any]:
-    """Return the content of a ``config.json`` of a Nemotron 3 model. A file does not say what a time step is at least:
-    it is what published configs have.
+    """Return the content of a ``config.json`` of a Nemotron 3 model. A file does not give the lowest time step, so it
+    is the published configs'.
     """
     heads, experts = about.heads(), about.count("expert_count", 0)
     key_heads, widths = about.per_layer("attention.head_count_kv", heads), about.per_layer("feed_forward_length")
@@ -123,7 +123,7 @@ _ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
 
 
 def _common(about: Metadata) -> dict[str, Any]:
-    """Return values that models of all families have, by the names of `ModelConfig`."""
+    """Return the values common to all families, by the names of `ModelConfig`."""
     file, (layers, _) = about.file, about.layers()
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -157,7 +157,7 @@ def _mamba(about: Metadata, divisor: int = 1) -> dict[str, int]:
     """Return the sizes of Mamba layers, by the names of `ModelConfig`.
 
     Args:
-        divisor: which divides the width beside the number of heads.
+        divisor: must divide the width, as the number of heads must.
     """
     inner, heads = about.count("ssm.inner_size"), about.count("ssm.time_step_rank")
     if not heads or not divisor or inner % heads or inner % divisor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy
 
 _MAGIC = b"GGUF"
-_NATIVE = "I"  # the byte order of this processor, as the library has it
+_NATIVE = "I"  # the library's code for this processor's byte order
 _LENGTH = struct.Struct("<Q")  # before a text
 _LIST_HEADER = 12  # bytes: the type of its entries, and their number
 _ROWS_AS_ONE = 32  # a power of two
@@ -27,7 +27,7 @@ class GGUFTensor(NamedTuple):
     """A tensor in the file.
 
     type: the name of its type, such as "Q4_0".
-    shape: with the columns last; in the file they are first.
+    shape: with the columns last; in the file they come first.
     offset: from the beginning of the file.
     """
 
@@ -48,13 +48,13 @@ class GGUFFile:
         """Return a value of the metadata as plain Python: a number, text, flag or list of these; None if there is none.
 
         Raises:
-            UserError: it is not such a value.
+            UserError: it has another type.
         """
         field = self._fields.get(key)
         if field is None:
             return None
         try:
-            last: Any = field.parts[-1]  # of a list, as it was read below, the list itself
+            last: Any = field.parts[-1]  # for a list, which is read below, the list itself
             return last if isinstance(last, list) else field.contents()
         except (ValueError, IndexError, TypeError):
             raise UserError(f"{self.path} is damaged: its {key} cannot be read.") from None
@@ -78,15 +78,15 @@ class GGUFFile:
 
         about, raw = self.tensors[name], self.raw(name)
         rows = raw.size // raw.shape[-1]
-        # Blocks know nothing of rows. The library takes 16 rows at a time, and longer ones are three times as fast.
+        # Blocks do not depend on rows. The library takes 16 rows at a time, and longer rows are three times as fast.
         together = min(_ROWS_AS_ONE, rows & -rows)
         values = dequantize(raw.reshape(rows // together, -1), GGMLQuantizationType[about.type]).reshape(about.shape)
         return values if values.flags.writeable else numpy.array(values)
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is that of a GGUF file, by its name or by its first bytes."""
-    if not os.path.isfile(path):  # which is False too of what cannot be a path
+    """Return whether a path is a GGUF file's, by its name or by its first bytes."""
+    if not os.path.isfile(path):  # also False for a string that cannot be a path
         return False
     if path.suffix == ".gguf":
         return True
@@ -101,7 +101,7 @@ def open_gguf(path: Path) -> GGUFFile:
     """Open a GGUF file. Reading its vocabulary takes a second.
 
     Raises:
-        UserError: it is no GGUF file, is damaged, is one part of several, or gguf is not installed.
+        UserError: it is not a GGUF file, is damaged, is one part of several, or gguf is not installed.
     """
     try:
         check_regular(path)
@@ -116,7 +116,7 @@ def _read(path: Path) -> GGUFFile:
             raise UserError(f"{path} is not a GGUF file, whose first four bytes are GGUF.")
     try:
         file, byte_order = _file_and_byte_order(path)
-    # The library raises no class of its own, and numpy raises these for what lies outside of the file.
+    # The library has no exception class of its own; numpy raises these for positions outside the file.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{path} is damaged or incomplete ({reason}); download or copy it again.") from None
@@ -128,7 +128,7 @@ def _read(path: Path) -> GGUFFile:
 
 
 def _file_and_byte_order(path: Path) -> tuple[GGUFFile, str]:
-    """Read the header; of a byte order, return the code that the library has for it."""
+    """Read the header; return the byte order as the library's code."""
     try:
         import gguf
         import numpy
@@ -136,9 +136,9 @@ def _file_and_byte_order(path: Path) -> tuple[GGUFFile, str]:
         raise UserError(f"{path} is a GGUF file, which takes gguf; install it with: pip install gguf.") from None
 
     class Reader(gguf.GGUFReader):
-        """Refuses what lies beyond the end of the file, where numpy returns less than it was asked for, and tensors in
-        other places than their sizes give. Reads lists as Python's: the library makes an array of each of the hundreds
-        of thousands of entries of a vocabulary.
+        """Refuses contents beyond the end of the file, where numpy returns less than it was asked for, and tensors at
+        other offsets than their sizes imply. Reads lists as Python lists: the library would make an array for each of
+        the hundreds of thousands of entries of a vocabulary.
         """
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> numpy.ndarray:
@@ -158,7 +158,7 @@ def _file_and_byte_order(path: Path) -> tuple[GGUFFile, str]:
             return end - orig_offs, [values], [0], [gguf.GGUFValueType.ARRAY, kind]
 
         def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
-            # ggml has them one behind another, in the order of the header, and reads no other files either.
+            # In ggml they lie one after another in the order of the header, and it reads no other files either.
             start, alignment, place = int(start_offs), int(self.alignment), 0
             self.described: dict[str, GGUFTensor] = {}
             for field in fields:

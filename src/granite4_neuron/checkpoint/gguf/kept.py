@@ -1,4 +1,4 @@
-"""Quantized weights of a GGUF file that a format of ours represents exactly."""
+"""Quantized weights of a GGUF file that one of this package's formats represents exactly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from granite4_neuron.ops.formats.int4 import FORMAT as INT4
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 
 _SCALE_BYTES = 2  # in float16; a block begins with it
-_SEEN_FIRST = 4  # rows, which tell of most weights that they cannot be kept
+_SEEN_FIRST = 4  # rows to check first; they are enough to rule out most weights
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A type of GGUF whose blocks are a scale and numbers that a format of ours represents exactly.
+    """A type of GGUF whose blocks are a scale and numbers that one of this package's formats represents exactly.
 
     block_bytes: the size of a block of 32 columns.
-    may_keep: whether the format has these scales [..., rows, blocks], in float32.
+    may_keep: whether the format can represent these scales [..., rows, blocks], in float32.
     """
 
     format: Format
@@ -40,7 +40,8 @@ class Blocks:
         scales, numbers = self.scales(raw), self._blocks(raw)[..., _SCALE_BYTES:]
         if self.format is INT8:
             return QuantizedWeight(INT8, numbers.flatten(-2).view(torch.int8), scales[..., 0].contiguous(), shape)
-        # A byte has a column of the block's first half and one of its second half; here it has two neighbours.
+        # A GGUF byte has a column of the block's first half and one of its second half; ours has two neighbouring
+        # columns.
         halves = torch.stack([numbers & 15, numbers >> 4], dim=-2).unflatten(-1, (-1, 2))
         values = (halves[..., 0] | halves[..., 1] << 4).flatten(-3)
         return QuantizedWeight(INT4, values, scales.bfloat16(), shape)
@@ -82,18 +83,20 @@ def _may_keep(stored: GGUFTensors, name: str, blocks: Blocks) -> bool:
 
 
 def _partner(name: str) -> str:
-    """Return the other matrix of a layer's experts, of which no kernel takes two formats; otherwise the name itself."""
+    """Return the name of the other matrix of a layer's experts, since no kernel takes two formats; otherwise the name
+    itself.
+    """
     layer, experts, which = name.partition(".block_sparse_moe.")
     other = "output" if which.startswith("input") else "input"
     return f"{layer}{experts}{other}_linear.weight" if experts else name
 
 
 def remark_on(stored: GGUFTensors, kept: Collection[str], dtype: torch.dtype) -> str | None:
-    """Return a sentence on the weights that are quantized in the file and not in memory; None if there are none.
+    """Return a sentence on the weights that are quantized in the file but not in memory; None if there are none.
 
     Args:
-        kept: the names of those that are.
-        dtype: of the others, in memory.
+        kept: the names of the weights that are quantized in memory.
+        dtype: the other weights' dtype in memory.
     """
     types = sorted(stored.types(name for name in stored.names() if name not in kept) - {*FLOAT_TYPES})
     if not types:

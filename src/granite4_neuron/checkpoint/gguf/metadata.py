@@ -35,7 +35,7 @@ class Metadata:
         return self._checked(name, value, type(value) is int and value >= 0, "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return the shortest decimal number that is the same in float32, as it was in the original config."""
+        """Return the shortest decimal number with the same float32 value, which is the original config's number."""
         value = self.get(name, default)
         self._checked(name, value, type(value) in (int, float) and math.isfinite(value), "a number")
         # Not at the top: most commands read no GGUF file.
@@ -44,7 +44,7 @@ class Metadata:
         return float(str(numpy.float32(value)))
 
     def first_number(self, *names: str) -> float:
-        """Return the number of the first of these names that the file has."""
+        """Return the value of the first of these names that the file has."""
         return self.number(next((name for name in names if self.file.get(self.key(name)) is not None), names[-1]))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -52,7 +52,7 @@ class Metadata:
         return self._checked(name, value, isinstance(value, bool), "true or false")
 
     def layers(self) -> tuple[int, int]:
-        """Return the number of layers, and of those behind them that predict further tokens."""
+        """Return the number of layers, and of the layers after them that predict further tokens."""
         both, predicting = self.count("block_count"), self.count("nextn_predict_layers", 0)
         if both > LARGEST["num_hidden_layers"]:
             raise UserError(
@@ -74,7 +74,7 @@ class Metadata:
         return heads
 
     def per_layer(self, name: str, default: int | None = None) -> list[int]:
-        """Return a number for each layer, which the file has as a list or once; those that are not 0 are the same."""
+        """Return a number for each layer, which the file has as a list or once; all that are not 0 must be equal."""
         layers, predicting = self.layers()
         value = self.get(name, default)
         values = value if isinstance(value, list) else [value] * (layers + predicting)

@@ -29,14 +29,14 @@ _NAMES = {
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.router.e_score_correction_bias": "exp_probs_b.bias",
 }
-# Of MLPs and experts, the first with a gate.
+# Names for MLPs and experts, the first with a gate.
 _GATED = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
 _NOT_GATED = {"input_linear": ("ffn_up",), "output_linear": ("ffn_down",)}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def gguf_names(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the tensors that together are the parameter of this published name."""
+    """Return the names of the tensors that together make the parameter of this published name."""
     match = _LAYER.fullmatch(name)
     prefix, part = (f"blk.{match[1]}.", match[2]) if match else ("", name)
     module, ending = (part, "") if part in _NAMES else part.rsplit(".", 1)
@@ -50,7 +50,7 @@ def gguf_names(name: str, config: ModelConfig) -> tuple[str, ...]:
 
 
 def to_gguf(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, ...]:
-    """Return the tensors under the names of `gguf_names` that a parameter becomes."""
+    """Convert a parameter to tensors under the names of `gguf_names`."""
     if name.endswith("input_linear.weight") and config.has_gated_mlp:
         return tensor.chunk(2, dim=-2)
     if name.endswith("mamba.A_log"):
@@ -67,11 +67,11 @@ def to_gguf(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[torch
 
 
 def from_gguf(name: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], config: ModelConfig) -> torch.Tensor:
-    """Return the parameter that the tensors under the names of `gguf_names` are.
+    """Convert the tensors under the names of `gguf_names` to the parameter.
 
     Args:
-        tensors: in the shapes of `to_gguf`; the columns of a matrix may be of another number.
-        shape: of the parameter, if it is not a matrix.
+        tensors: in the shapes of `to_gguf`; a matrix may have another number of columns.
+        shape: the parameter's, if it is not a matrix.
     """
     if name.endswith("mamba.A_log"):
         return (-tensors[0]).log().view(*shape)
@@ -83,8 +83,8 @@ def from_gguf(name: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], 
 
 
 def _rotary_heads(name: str, config: ModelConfig) -> int | None:
-    """Return the number of heads of a projection whose rows the converter reorders, also in models without rotary
-    positions: a row of the first half of each head is followed by the one of the second half that it rotates with.
+    """Return the number of heads of a projection whose rows the converter reorders, even in models without rotary
+    positions: each row of the first half of a head is followed by the row of the second half that it rotates with.
     """
     if name.endswith(("q_proj.weight", "q_proj.bias")):
         return config.num_attention_heads

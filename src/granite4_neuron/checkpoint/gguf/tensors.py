@@ -23,13 +23,13 @@ _LISTED_NAMES = 8
 
 
 class GGUFTensors:
-    """The weights of a GGUF file. Each is read by itself.
+    """The weights of a GGUF file. Each is read separately.
 
-    left_out: the number of tensors that the model does not have, by what they are for.
+    left_out: the number of tensors that the model does not have, by their purpose.
 
     Raises:
-        UserError: the tensors are not those of a model with this config, or of types that are not supported, and the
-            message lists them.
+        UserError: the tensors are not a model's with this config, or have types that are not supported; the message
+            lists them.
     """
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
@@ -50,7 +50,7 @@ class GGUFTensors:
         self._check()
 
     def types(self, names: Iterable[str]) -> set[str]:
-        """Return the types of the tensors that some parameters are stored as."""
+        """Return the types of the tensors that store these parameters."""
         return {self._file.tensors[one].type for name in names for one in gguf_names(name, self._config)}
 
     def names(self) -> list[str]:
@@ -73,7 +73,7 @@ class GGUFTensors:
         return gguf_names(name, self._config)
 
     def _joined(self, name: str, read: Callable[[str], numpy.ndarray]) -> torch.Tensor:
-        # In their own shapes again: ggml leaves out axes of one on the outside.
+        # Restore the shapes: ggml leaves out outer axes of size one.
         parts = [torch.from_numpy(read(one)).reshape(*self._expected[one][:-1], -1) for one in self._parts(name)]
         return from_gguf(name, parts, self._shapes[name], self._config)
 

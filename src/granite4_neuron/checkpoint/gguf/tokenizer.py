@@ -38,10 +38,10 @@ def _gpt_2() -> list[PreTokenizer]:
     return [ByteLevel(add_prefix_space=False, use_regex=True)]
 
 
-# How texts are cut into words before bytes are merged, by the names that llama.cpp has for it: Granite 4 cuts as dbrx
-# does, Granite 3 as refact, and Nemotron 3 as pixtral.
+# How texts are cut into words before bytes are merged, under llama.cpp's names: Granite 4 cuts like dbrx, Granite 3
+# like refact, and Nemotron 3 like pixtral.
 WORDS = {"dbrx": _granite_4, "refact": _granite_3, "gpt-2": _gpt_2, "pixtral": _granite_4}
-# With these names a word that is a token stays whole in llama.cpp, whatever the merges; and a text begins with the
+# With these names llama.cpp keeps a word that is a token whole, whatever the merges; and a text begins with the
 # beginning-of-text token unless the file says otherwise.
 AS_LLAMA_3 = ("pixtral",)
 
@@ -55,7 +55,7 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """Build the tokenizer with its special tokens and chat template.
 
     Raises:
-        UserError: there is none, it is of another kind than those of this package's models, or damaged.
+        UserError: there is none, it is damaged, or of a kind that no model of this package has.
     """
     # Not at the top: the config of a checkpoint needs no transformers.
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +87,7 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     }
     add_bos = file.get(f"{_KEY}.add_bos_token")
     if (words in AS_LLAMA_3 if add_bos is None else add_bos is True) and special["bos_token"] is not None:
-        # By another name: a template has a syntax of its own, which the token's text may contain.
+        # Under another name: the token's text may contain characters of the template's syntax.
         bos = {"id": "bos", "ids": [file.get(f"{_KEY}.bos_token_id")], "tokens": [special["bos_token"]]}
         backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[bos])
     return PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""The operators as kernels for NeuronCores, in NKI, each beside a torch definition of the same signature.
+"""The operators as NKI kernels for NeuronCores, each with a torch definition of the same signature.
 
 Its modules import `nki`, which comes with the Neuron SDK; nothing else in the package does.
 """

@@ -6,13 +6,13 @@ On chip the first dimension of a tensor is the partition; `rows` counts partitio
 import nki.isa as nisa
 import nki.language as nl
 
-# Plain integers: the compiler wants those in shapes.
+# Plain integers, which the compiler requires in shapes.
 MAX_PARTITIONS = 128
 PSUM_BANK = 512  # float32 per partition; one matrix product fits one bank
 
 
 def program_share(total: int) -> tuple[int, int]:
-    """Return (first, count): this program's part of `total` heads or channels. All programs take equally many."""
+    """Return (first, count): this program's part of `total` heads or channels. All programs get equal shares."""
     first, count = 0, total
     if nl.program_ndim() > 0:
         count = total // nl.num_programs(0)
@@ -83,7 +83,7 @@ def _ones_where(size: int, sign: int, offset: int, comparison: object) -> nl.nda
 
 
 def on_all_partitions(row_sb: nl.ndarray) -> nl.ndarray:
-    """Copy a row [1, columns] in float32, up to a PSUM bank of it, to [128, columns]."""
+    """Copy a row [1, columns] in float32, at most a PSUM bank, to [128, columns]."""
     columns = row_sb.shape[1]
     rows_psum = nl.ndarray((MAX_PARTITIONS, columns), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(
@@ -98,7 +98,7 @@ def on_all_partitions(row_sb: nl.ndarray) -> nl.ndarray:
 
 
 def flat(tile: nl.ndarray) -> nl.ndarray:
-    """View [rows, n, m] as [rows, n * m], which is how matrix products take their operands."""
+    """View [rows, n, m] as [rows, n * m], the shape of a matrix product's operands."""
     rows, count, columns = tile.shape
     return tile.reshape((rows, count * columns))
 

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution over whole sequences, and the window it leaves behind."""
+"""The causal depthwise convolution over whole sequences, and the next window."""
 
 import nki
 import nki.isa as nisa
@@ -57,7 +57,7 @@ def conv1d_prefill(
         conv_states (nl.ndarray): [batch, channels, d_conv - 1], dtype of x: the inputs before x, oldest first.
         weight (nl.ndarray): [channels, d_conv], dtype of x; the last tap multiplies the current token.
         bias (nl.ndarray): [channels], dtype of x.
-        lengths (nl.ndarray): [batch], int32: how many of a sequence's tokens are real, the rest being padding.
+        lengths (nl.ndarray): [batch], int32: how many of a sequence's tokens are real; the rest is padding.
 
     Returns:
         y (nl.ndarray): like x, unspecified where x is padding.
@@ -105,7 +105,7 @@ def conv1d_prefill(
             tokens = nl.ds(start, min(TOKENS, length - start))
             x_sb = load(x[b, tokens, own_channels], x.dtype)
             rows = x_sb.shape[0]
-            # Step 1: channels on partitions, behind the last inputs of the block before.
+            # Step 1: channels on partitions, after the last inputs of the previous block.
             inputs_sb = _channels_on_partitions(x_sb, previous_sb, width)
             previous_sb = inputs_sb[:, :, rows : rows + reach]
 
@@ -114,7 +114,7 @@ def conv1d_prefill(
             _convolve(y_sb, inputs_sb, diagonals_sb, bias_sb, one_row)
             nisa.dma_copy(dst=y[b, tokens, own_channels], src=y_sb)
 
-            # Step 3: the window behind the last real token, picked by a product wherever that token is.
+            # Step 3: the window up to the last real token, selected by a product wherever that token is.
             is_slot_sb = nl.ndarray((rows, reach), dtype=x.dtype, buffer=nl.sbuf)
             nisa.tensor_scalar(
                 dst=is_slot_sb,
@@ -154,7 +154,7 @@ def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
 
 
 def _channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: int) -> nl.ndarray:
-    """Put a block x [rows, own] behind the inputs before it [width, tiles, reach], as [width, tiles, reach + rows]."""
+    """Append a block x [rows, own] to its previous inputs [width, tiles, reach]: [width, tiles, reach + rows]."""
     rows, own = x_sb.shape
     reach, tiles = previous_sb.shape[2], own // width
     tiles_per_bank = PSUM_BANK // TOKENS

@@ -8,7 +8,7 @@ from granite4_neuron.ops.nki.experts_decode import experts_decode, experts_decod
 from granite4_neuron.ops.nki.launch import launcher
 from granite4_neuron.ops.xla.moe import fused_experts as fused_experts_of_fixed_shapes
 
-MAX_TOKENS = MAX_PARTITIONS  # of the kernel
+MAX_TOKENS = MAX_PARTITIONS  # that the kernel takes
 
 _decode = launcher(experts_decode, experts_decode_torch)
 
@@ -20,7 +20,7 @@ def fused_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `ops.fused_experts` by the kernel, which reads each chosen expert once; of more tokens in plain torch.
+    """Compute `ops.fused_experts` by the kernel, which reads each chosen expert once; for more tokens in plain torch.
 
     Args:
         w1: [num_experts, hidden_size, 2 * intermediate_size], gate first.

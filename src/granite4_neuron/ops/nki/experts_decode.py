@@ -1,4 +1,4 @@
-"""The experts of a few tokens: the weights of each distinct chosen one are read once, from where they are."""
+"""The experts of a few tokens: the weights of each distinct chosen expert are read once, in place."""
 
 from collections.abc import Sequence
 from typing import Union
@@ -13,8 +13,8 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK, largest_divisor, load, program_share
 
 PARTS = 2  # even and odd slots, for two cores
-MAX_HIDDEN = 8 * PSUM_BANK  # the result lies in PSUM while the experts are added up
-MAX_BUFFERS = 3  # experts on chip at a time: one that is computed with, two that are on their way
+MAX_HIDDEN = 8 * PSUM_BANK  # the result is in PSUM while the experts are added up
+MAX_BUFFERS = 3  # experts on chip at a time: one in use, two being loaded
 SBUF_BYTES = 204 * 1024  # per partition, for all tiles of the kernel
 
 
@@ -36,7 +36,7 @@ def experts_decode_torch(
 
 
 def check_experts_decode(tokens: int, slots: int, hidden_size: int, width: int, itemsize: int) -> None:
-    """Check that `experts_decode` takes these dimensions; itemsize is that of the weights.
+    """Check that `experts_decode` takes these dimensions; itemsize is the weights'.
 
     Raises:
         UserError: it does not.
@@ -60,15 +60,15 @@ def experts_decode(
     combine_weights: nl.ndarray,
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """
-    Sum over slots, for every token, its weight times down_proj[e] (silu(gate) * up), e being the slot's expert.
+    For every token, sum weight * down_proj[e] (silu(gate) * up) over slots, where e is the slot's expert.
 
-    The weights of a slot's expert are read from HBM once, by DMA at the expert's index; those of the others, and of
-    slots without an expert, are not. Every other slot is for the other core (LNC): no weight is read twice.
+    The weights of a slot's expert are read from HBM once, by DMA at the expert's index; no others are read, and none
+    for slots without an expert. The two cores (LNC) take alternate slots, so no weight is read twice.
 
     Dimensions:
         tokens: 1 to 128
         hidden: a multiple of 128 up to 4096
-        width: of the experts, a rank's share; a multiple of a number not far below 128 is best
+        width: a rank's share of the experts' width; a multiple of a number not far below 128 is best
         slots: 2 or more; see `expert_slots`
 
     Args:
@@ -77,18 +77,18 @@ def experts_decode(
         down_proj (nl.ndarray): [num_experts, width, hidden], dtype of gate_up_proj.
         expert_ids (nl.ndarray): [slots], int32; num_experts where a slot has no expert.
         combine_weights (nl.ndarray): [tokens, slots], float32; 0 where a token did not choose the slot's expert, and
-            where a slot has none.
+            for slots without an expert.
 
     Returns:
         y_even (nl.ndarray): [tokens, hidden], float32: the sum over slots 0, 2, 4 and so on.
         y_odd (nl.ndarray): the sum over the other slots. The result is y_even + y_odd.
 
     Notes:
-        - Limits: `check_experts_decode`. Up to three experts are on chip at a time, as many as there is room for.
-        - Products are of the weights' dtype and add up in float32. silu and the weighting are in float32.
+        - Limits: `check_experts_decode`. Up to three experts are on chip at a time, as space allows.
+        - Products are in the weights' dtype and add up in float32. silu and the weighting are in float32.
         - Tokens share instructions but no arithmetic: a NaN in one does not reach another.
-        - A slot without an expert computes with whatever expert was in its memory before, or with zeros, and weighs
-          the result 0: memory that was never written could be NaN, and 0 times NaN is NaN.
+        - A slot without an expert computes with the expert that was in its memory before, or with zeros, and weights
+          the result 0. Its memory must have been written: otherwise it could hold NaN, and 0 times NaN is NaN.
         - A core reads 3 * hidden * width elements per expert: for h-small at 4 ranks 13 us at the documented 362 GB/s,
           beside 8.5 us of TensorE by its documented rate. Neither has been timed.
         - Source: Granite 4.0's block_sparse_moe, in transformers GraniteMoeHybridMoE.
@@ -114,7 +114,7 @@ def experts_decode(
     outputs = (y_even, y_odd)
 
     ids_sb = load(expert_ids.reshape((1, slots)), nl.int32)
-    # Element h of a token is on partition h // columns, so that a partition's weights lie together in HBM.
+    # Element h of a token is on partition h // columns, so that a partition's weights are contiguous in HBM.
     x_sb = load(x.reshape_dim(1, (MAX_PARTITIONS, columns)).permute((1, 0, 2)), dtype).permute((0, 2, 1))
     combine_sb = load(combine_weights, nl.float32)
     gate_up_sbs = _zeros(buffers, (MAX_PARTITIONS, columns, 2 * width), dtype)
@@ -122,7 +122,7 @@ def experts_decode(
 
     first_part, parts = program_share(PARTS)
     for part in range(first_part, first_part + parts):
-        # Step 1: gate and up of each expert, by DMA at its number, and what they make of the tokens.
+        # Step 1: gate and up of each expert, by DMA at its number, and their products with the tokens.
         activated_sbs = []
         for slot in range(part, slots, PARTS):
             gate_up_sb = gate_up_sbs[slot // PARTS % buffers]
@@ -143,18 +143,18 @@ def experts_decode(
 
 
 def _buffers(tokens: int, slots: int, hidden: int, width: int, itemsize: int) -> int:
-    """Return how many experts' weights are on chip at a time."""
+    """Return the number of experts whose weights are on chip at a time."""
     blocks = width // largest_divisor(width, MAX_PARTITIONS)
     slots_per_part = (slots + PARTS - 1) // PARTS
     columns = hidden // MAX_PARTITIONS
     one_expert = (columns * 2 * width + blocks * hidden) * itemsize
-    tokens_bytes = (columns + slots_per_part * blocks) * tokens * itemsize  # before the first product, and the second
+    tokens_bytes = (columns + slots_per_part * blocks) * tokens * itemsize  # inputs of both products
     rows_bytes = 4 * (hidden + 2 * width + slots)
     return min(MAX_BUFFERS, slots_per_part, (SBUF_BYTES - tokens_bytes - rows_bytes) // one_expert)
 
 
 def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> list[nl.ndarray]:
-    """Return tiles of zeros. The halves of each are written by two engines, four bytes at a time."""
+    """Return tiles of zeros. Two engines write the halves of each, four bytes at a time."""
     tiles = []
     half = shape[1] // 2
     for _ in range(count):
@@ -246,7 +246,7 @@ def _add_down(y_psums: Sequence[nl.ndarray], activated_sb: nl.ndarray, down_sb: 
         y_psums: [tokens, columns of a bank] each, all of hidden together.
         activated_sb: [rows, width // rows, tokens].
         down_sb: [rows, width // rows, hidden].
-        is_first: the expert with which the sum begins.
+        is_first: whether the sum begins with this expert.
     """
     for block in range(activated_sb.shape[1]):
         for bank in range(len(y_psums)):

@@ -1,4 +1,4 @@
-"""The experts of many tokens, block by block: rows and weights are read from where they are."""
+"""The experts of many tokens, block by block: rows and weights are read in place."""
 
 import nki
 import nki.isa as nisa
@@ -32,7 +32,7 @@ def experts_prefill_torch(
 
 
 def check_experts_prefill(hidden_size: int, width: int, itemsize: int) -> None:
-    """Check that `experts_prefill` takes these dimensions; itemsize is that of the weights.
+    """Check that `experts_prefill` takes these dimensions; itemsize is the weights'.
 
     Raises:
         UserError: it does not.
@@ -58,18 +58,17 @@ def experts_prefill(
     choices: nl.ndarray,
 ) -> tuple[nl.ndarray]:
     """
-    Compute for every choice down_proj[e] (silu(gate) * up) of its token and expert e, unweighted.
+    Compute down_proj[e] (silu(gate) * up) for every choice of an expert e by a token, unweighted.
 
-    Blocks of rows with one expert each, see `expert_blocks`, whose results are the last three arguments, and
-    `combine_choices` for what to do with the result. A token's row is read from HBM for each of its choices, and each
-    choice's row is written once. An expert's weights are read once by each core that has blocks of it: that is one
-    core, but for one expert.
+    Rows are in blocks with one expert each. `expert_blocks` returns the last three arguments, and `combine_choices`
+    takes the result. A token's row is read from HBM for each of its choices, and each choice's row is written once. An
+    expert's weights are read once by each core that has blocks of it. That is one core, except for at most one expert.
 
     Dimensions:
         rows: of a block, up to 128
         blocks: half of them are for each core (LNC)
         hidden: a multiple of 128
-        width: of the experts, a rank's share; a multiple of a number not far below 128 is best
+        width: a rank's share of the experts' width; a multiple of a number not far below 128 is best
 
     Args:
         x (nl.ndarray): [num_tokens, hidden], float32 or bfloat16.
@@ -80,17 +79,17 @@ def experts_prefill(
         choices (nl.ndarray): [rows, blocks], int32: where a row's result goes; rows * blocks for nowhere.
 
     Returns:
-        y (nl.ndarray): [rows * blocks, hidden], dtype of x. What no row is written to is undefined.
+        y (nl.ndarray): [rows * blocks, hidden], dtype of x. Rows that are not written are undefined.
 
     Notes:
         - Limits: `check_experts_prefill`.
-        - Products are of the weights' dtype and add up in float32; silu is in float32.
-        - Rows share instructions but no arithmetic, so that a row without a token, which has whatever was in memory,
-          reaches no other; nor does a block without rows, which computes all the same.
-        - Weights have one place on chip. Those of gate and up can arrive while the block before is multiplied by down,
-          and the other way around.
+        - Products are in the weights' dtype and add up in float32; silu is in float32.
+        - Rows share instructions but no arithmetic, so a row without a token, which holds arbitrary memory, affects no
+          other row. Nor does a block without rows, which is computed like any other.
+        - Weights have one place on chip. Gate and up can be loaded while the previous block is multiplied by down, and
+          the other way around.
         - h-small at 4 ranks in bfloat16: 102 instructions per block. By the documented rates TensorE is busy for 10.2
-          us, an expert's weights take 13 us at 362 GB/s, and a block's rows 5.8 us. Nothing of it has been timed.
+          us, an expert's weights take 13 us at 362 GB/s, and a block's rows 5.8 us. None of this has been timed.
         - Up to 128 tokens, `experts_decode` reads no less and needs no blocks.
 
     Pseudocode:
@@ -117,7 +116,7 @@ def experts_prefill(
     down_sb = nl.ndarray((rows, width // rows, hidden), dtype=dtype, buffer=nl.sbuf)
 
     for block in range(own_blocks):
-        # A block's expert is fetched if it is not the one before; its tokens are gathered, and their results scattered.
+        # A block's expert is fetched if it is not the previous block's; tokens are gathered, and results scattered.
         load_id = loads_sb[:, block : block + 1]
         load_expert(gate_up_sb, gate_up_proj, load_id, columns, 1)
         x_sb = _gathered(x, tokens_sb[:, block : block + 1], dtype)
@@ -128,7 +127,7 @@ def experts_prefill(
 
 
 def _gathered(x: nl.ndarray, tokens: nl.ndarray, dtype: str) -> nl.ndarray:
-    """Gather rows of x at tokens [rows, 1], as [rows, hidden]; without a token, whatever was in memory."""
+    """Gather rows of x at tokens [rows, 1], as [rows, hidden]; rows without a token keep arbitrary memory."""
     hidden, count = x.shape[1], tokens.shape[0]
     rows_sb = nl.ndarray((count, hidden), dtype=dtype, buffer=nl.sbuf)
     source = x.ap(pattern=[[hidden, count], [1, hidden]], offset=0, vector_offset=tokens, indirect_dim=0)
@@ -177,7 +176,7 @@ def _down(activated_sb: nl.ndarray, down_sb: nl.ndarray, dtype: str) -> nl.ndarr
 
 
 def _write(y: nl.ndarray, rows_sb: nl.ndarray, places: nl.ndarray) -> None:
-    """Write rows [rows, hidden] to y at places [rows, 1], those that have one."""
+    """Write rows [rows, hidden] to y at places [rows, 1]; skip rows without a place."""
     count, hidden = rows_sb.shape
     target = y.ap(pattern=[[hidden, count], [1, hidden]], offset=0, vector_offset=places, indirect_dim=0)
     nisa.dma_copy(dst=target, src=rows_sb, oob_mode=nisa.oob_mode.skip)

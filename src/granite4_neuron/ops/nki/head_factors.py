@@ -1,4 +1,4 @@
-"""What a step's tokens are multiplied by, for each head: heads on partitions, and from there to channels.
+"""Each head's factors for a step's tokens: computed with heads on partitions, then copied to channels.
 
 a is dt * A, the logarithm of a token's decay.
 """
@@ -22,7 +22,7 @@ def load_on_heads(source: nl.ndarray) -> nl.ndarray:
 
 
 def members_of_groups(d_state: int, groups: int, heads: int) -> nl.ndarray:
-    """Return [d_state, groups, heads], 1 where the head is of the group, else 0. Groups are of one size."""
+    """Return [d_state, groups, heads], 1 where the head is in the group, else 0. All groups have the same size."""
     members_sb = nl.ndarray((d_state, groups, heads), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=members_sb, value=0.0)
     size = heads // groups
@@ -67,11 +67,11 @@ def token_scores(B_sb: nl.ndarray, C_sb: nl.ndarray, members_sb: nl.ndarray) -> 
 
 
 def fill_output_factors(factors_sb: nl.ndarray, dt_sb: nl.ndarray, A_D_sb: nl.ndarray, scores_psum: nl.ndarray) -> None:
-    """Write what the state and the tokens are multiplied by in each token's output.
+    """Write the factors of the state and of the tokens in each token's output.
 
     Args:
         factors_sb: [heads, t, 1 + tokens, rows], written: exp(a_1 + ... + a_t) for the state, and then for each token s
-            C_t . B_s exp(a_{s+1} + ... + a_t) dt_s, plus D where s = t. What is there for s > t means nothing.
+            C_t . B_s exp(a_{s+1} + ... + a_t) dt_s, plus D where s = t. Entries for s > t are meaningless.
         dt_sb: [heads, tokens, rows].
         A_D_sb: [heads, 2, 1].
         scores_psum: [heads, t, s, rows].
@@ -81,7 +81,7 @@ def fill_output_factors(factors_sb: nl.ndarray, dt_sb: nl.ndarray, A_D_sb: nl.nd
     nisa.tensor_scalar(dst=log_decay_sb, data=dt_sb, op0=nl.multiply, operand0=A_D_sb[:, 0, :])
     nisa.memset(dst=factors_sb, value=0.0)
     for t in range(tokens):
-        # Each sum is of its own terms: nothing is subtracted.
+        # Each sum is computed from its own terms, without subtraction.
         sums = factors_sb[:, t, 0 : t + 1, :]
         own = log_decay_sb[:, t : t + 1, :]
         if t == 0:
@@ -102,14 +102,14 @@ def fill_output_factors(factors_sb: nl.ndarray, dt_sb: nl.ndarray, A_D_sb: nl.nd
 def fill_state_factors(
     factors_sb: nl.ndarray, total_sb: nl.ndarray, dt_sb: nl.ndarray, A_D_sb: nl.ndarray, accepted_sb: nl.ndarray
 ) -> None:
-    """Write what the accepted tokens are multiplied by in the states. Other tokens have dt = 0 here.
+    """Write the factors of the accepted tokens in the states. Other tokens have dt = 0 here.
 
     Args:
         factors_sb: [heads, tokens, rows], written: dt_s exp(a_{s+1} + ... + a_last).
-        total_sb: [heads, rows], written: a_1 + ... + a_last, of which the exponential is the states' factor.
+        total_sb: [heads, rows], written: a_1 + ... + a_last, whose exponential is the states' factor.
         dt_sb: [heads, tokens, rows].
         A_D_sb: [heads, 2, 1].
-        accepted_sb: [heads, rows], on every partition the same.
+        accepted_sb: [heads, rows], the same on every partition.
     """
     _, tokens, rows = dt_sb.shape
     taken_dt_sb = nl.ndarray(dt_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -129,7 +129,7 @@ def fill_state_factors(
 
 
 def exp_on_all_partitions(values_sb: nl.ndarray, identity_sb: nl.ndarray, partitions: int) -> nl.ndarray:
-    """Compute the exponential of [heads, rows] on each of some partitions: [partitions, rows, heads] in PSUM.
+    """Compute the exponential of [heads, rows] on all of `partitions`: [partitions, rows, heads] in PSUM.
 
     VectorE reads one operand from PSUM and one from SBUF twice as fast as two from SBUF.
     """
@@ -152,7 +152,7 @@ def on_channels(factors_sb: nl.ndarray, channels_sb: nl.ndarray, lanes: int) -> 
     """Copy [heads, n, rows] to each head's channels: [channels of a lane, lanes, n, rows].
 
     Args:
-        channels_sb: of `channels_of_heads`.
+        channels_sb: from `channels_of_heads`.
     """
     heads, count, rows = factors_sb.shape
     heads_per_lane = heads // lanes

@@ -23,7 +23,7 @@ def launcher(kernel: Any, definition: Launcher) -> Launcher:
     """Return `launch` of a kernel; in graphs of torch.compile it is one node, the operator granite4_neuron::NAME.
 
     On PyTorch's device for Neuron, `torch_neuronx.nki_op` makes the operator, and asks NKI for the results' shapes.
-    Elsewhere the definition gives them, and the node runs what `launch` runs there.
+    Elsewhere the definition gives the shapes, and the node runs `launch`.
 
     Args:
         kernel: a function under `nki.jit`.
@@ -60,7 +60,7 @@ def launch(
 
     Args:
         kernel: a function under `nki.jit`.
-        first, others: what the kernel takes, in its order.
+        first, others: the kernel's arguments, in its order.
         programs: how many physical cores share the work.
     """
     arguments = [None if argument is None else argument.contiguous() for argument in (first, *others)]

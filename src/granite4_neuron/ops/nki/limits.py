@@ -7,8 +7,8 @@ from granite4_neuron.ops.nki.mamba_decode import MAX_CHANNELS, MAX_TOKENS
 HEAD_DIMS = (32, 64, 128)
 SCAN_D_STATES = (64, 128)
 DECODE_D_STATES = (32, 64, 128)  # of `mamba_decode`
-MAX_GROUPS = MAX_PARTITIONS // 2  # on one core: B and C of all of them are beside each other
-SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
+MAX_GROUPS = MAX_PARTITIONS // 2  # on one core: B and C of all groups are side by side
+SUMS_OF_A_CHUNK = 3  # side by side in a PSUM bank
 
 
 def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:

@@ -1,4 +1,4 @@
-"""The NKI kernels as a Mamba-2 layer calls them: with the arguments and results of the plain definitions."""
+"""The NKI kernels with the arguments and results of the plain definitions, as a Mamba-2 layer calls them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> F
     """Return the kernel that advances a layer of these dimensions by one or a few tokens.
 
     Raises:
-        UserError: the kernel does not take them.
+        UserError: the kernel does not take these dimensions.
     """
     check_mamba_decode(1, num_heads, head_dim, n_groups, d_state, LOGICAL_CORE_SIZE)
     return FusedMixer(mix, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
@@ -64,7 +64,7 @@ def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> F
 def round_in_hardware(
     values: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor, rounding: Rounding
 ) -> torch.Tensor:
-    """Round as `ops.stochastic_round`, by the engines' random numbers, if the runtime is told so; else to nearest."""
+    """Round as `ops.stochastic_round`, with the engines' random numbers, if the runtime is set so; else to nearest."""
     return values.to(dtype)
 
 

@@ -41,7 +41,7 @@ from granite4_neuron.ops.nki.windows import (
 
 MAX_TOKENS = 16
 MAX_CHANNELS = 4096  # of x on one core: float32 per partition of the tiles that hold a state
-# Matrix products begin at every 32nd partition, so this many sequences' tokens are beside each other.
+# Matrix products begin at every 32nd partition, so this many sequences' tokens are side by side.
 ROWS_ABREAST, PITCH = 4, 32
 
 
@@ -98,9 +98,9 @@ def mamba_decode(
     Compute outputs of a few tokens of every sequence, and the states after the accepted ones.
 
     A state is read from HBM once and written once, however many tokens there are: the tokens' contributions to each
-    other are computed beside it, and the accepted ones enter it together. With one token, accepted, this is decode.
-    Without `accepted` it is a verification: no state is written. Without `z` it is a verification's commit: there are
-    no outputs.
+    other are computed separately, and the accepted tokens are added to the state together. With one token, accepted,
+    this is decode. Without `accepted` it is a verification: no state is written. Without `z` it is a verification's
+    commit: there are no outputs.
 
     Dimensions:
         batch: sequences
@@ -117,10 +117,10 @@ def mamba_decode(
         conv_states (nl.ndarray): [batch, channels, d_conv - 1], dtype of xBC: the inputs before xBC, oldest first.
         xBC (nl.ndarray): [batch, tokens, channels], float32 or bfloat16, before the convolution; all of them finite.
         dt (nl.ndarray): [batch, tokens, num_heads], float32, after softplus and limits.
-        taps (nl.ndarray): [channels, d_conv + 1], dtype of xBC: the convolution's weights, and its bias behind them.
+        taps (nl.ndarray): [channels, d_conv + 1], dtype of xBC: the convolution's weights, then its bias.
         A_D (nl.ndarray): [2, num_heads], float32: A, negative, and D.
         z (nl.ndarray): [batch, tokens, num_heads * head_dim], dtype of xBC: the gate; None for no outputs.
-        accepted (nl.ndarray): [batch], int32: how many of a sequence's tokens its states take in, 0 to tokens; None for
+        accepted (nl.ndarray): [batch], int32: how many of a sequence's tokens advance its states, 0 to tokens; None for
             no new states.
 
     Returns:
@@ -131,13 +131,14 @@ def mamba_decode(
     Notes:
         - Limits: `limits.check_mamba_decode`. num_heads must be a multiple of the number of programs.
         - Arithmetic is float32. States in bfloat16 are rounded once per step, when VectorE writes them: to nearest, or
-          stochastically where the runtime is told so (NEURON_RT_STOCHASTIC_ROUNDING_EN=1).
-        - The caller may give new_states and new_conv_states the memory of the old ones with one program; with two,
-          conv_states of B and C are read by both and written by one.
-        - Sequences share instructions but no arithmetic: a NaN in one does not reach another. Transposes on TensorE
-          keep every bit, from NeuronCore-v3 (Trainium2) on.
+          stochastically if the runtime is set so (NEURON_RT_STOCHASTIC_ROUNDING_EN=1).
+        - With one program the caller may give new_states and new_conv_states the memory of the old ones. With two it
+          may not share conv_states: both programs read those of B and C, and one writes them.
+        - Sequences share instructions but no arithmetic: a NaN in one does not reach another. From NeuronCore-v3
+          (Trainium2) on, transposes on TensorE keep every bit.
         - DMA moves lanes of up to 128 channels. On chip the convolution and the outputs have channels on partitions,
-          decays heads, and what enters a state tokens; TensorE transposes between them, and nothing goes through HBM.
+          decays have heads, and the inputs of a state have tokens; TensorE transposes between them, and nothing goes
+          through HBM.
         - Source: Dao and Gu 2024, section 6, with one chunk of all tokens.
 
     Pseudocode:
@@ -191,8 +192,8 @@ def mamba_decode(
         B_sb = convolved_sb[0:d_state, :, lanes : lanes + groups, :]
         C_sb = convolved_sb[0:d_state, :, lanes + groups : lanes + 2 * groups, :]
 
-        # Step 2: what tokens are multiplied by, for each head and then for each channel. Tokens that are not accepted
-        # have dt = 0 where they enter states, and the window ends before them.
+        # Step 2: the tokens' factors, for each head and then for each channel. Tokens that are not accepted have dt = 0
+        # for the states, and the window ends before them.
         dt_sb = load_on_heads(dt[rows, 0:tokens, own_heads].permute((1, 0, 2)))
         factors_sb = nl.ndarray((heads, factors, count), dtype=nl.float32, buffer=nl.sbuf)
         if has_outputs:
@@ -215,7 +216,7 @@ def mamba_decode(
             total_psum = exp_on_all_partitions(log_total_sb, identity_sb, d_state)
         on_channels_sb = on_channels(factors_sb, channels_sb, lanes)
 
-        # Step 3: each state once. The tokens' C read it as it comes, then the accepted tokens enter it.
+        # Step 3: each state once. First the tokens' C read it, then the accepted tokens are added.
         if has_outputs:
             read_psum = nl.ndarray((width, count, lanes, tokens), dtype=nl.float32, buffer=nl.psum)
         for s in range(count):
@@ -266,11 +267,11 @@ def mamba_decode(
 
 
 def _by_token(columns: nl.ndarray, factors: Optional[nl.ndarray]) -> nl.ndarray:
-    """Put tokens on partitions, those of each row from the next multiple of 32 on: [.., lanes, channels], float32.
+    """Put tokens on partitions, each row's from the next multiple of 32 on: [.., lanes, channels], float32.
 
     Args:
         columns: [channels, tokens, lanes, rows], up to 4 rows.
-        factors: what they are multiplied by, if anything.
+        factors: multiply the columns; None for no factors.
     """
     channels, tokens, lanes, rows = columns.shape
     spread_sb = nl.ndarray((channels, lanes, rows, PITCH), dtype=nl.float32, buffer=nl.sbuf)
@@ -295,7 +296,8 @@ def _by_token(columns: nl.ndarray, factors: Optional[nl.ndarray]) -> nl.ndarray:
 def _advance_state(
     stored_sb: nl.ndarray, state_sb: nl.ndarray, total_psum: nl.ndarray, B_sb: nl.ndarray, x_sb: nl.ndarray
 ) -> None:
-    """Compute stored = total * state + B.T @ x, for heads of one group; the state's memory holds the product meanwhile.
+    """Compute stored = total * state + B.T @ x, for heads of one group; the state's memory holds the product in
+    between.
 
     Args:
         stored_sb, state_sb: [d_state, heads, head_dim]; the first may be the second, or of another dtype.
@@ -319,7 +321,7 @@ def _outputs(read_psum: nl.ndarray, x_sb: nl.ndarray, factors_sb: nl.ndarray) ->
     Args:
         read_psum: [channels, rows, lanes, tokens], C @ state.
         x_sb: [channels, tokens, lanes, rows].
-        factors_sb: [channels, lanes, t, 1 + tokens, rows], of `fill_output_factors`.
+        factors_sb: [channels, lanes, t, 1 + tokens, rows], from `fill_output_factors`.
     """
     tokens = x_sb.shape[1]
     y_sb = nl.ndarray(x_sb.shape, dtype=nl.float32, buffer=nl.sbuf)

@@ -81,8 +81,8 @@ def ssd_chunk_scan(
 
     Notes:
         - num_heads must be a multiple of the number of programs. Limits: `limits.check_scan`.
-        - Every decay is the exponential of a sum of its own terms, none of them positive: nothing overflows however
-          fast A decays, and no digits cancel. Sums and decays are float32 for every dtype of x.
+        - Every decay is the exponential of a sum of its own terms, none of them positive. So nothing overflows however
+          large the decay rates are, and no digits cancel. Sums and decays are float32 for every dtype of x.
         - Source: Dao and Gu 2024, section 6.
 
     Pseudocode:
@@ -140,7 +140,7 @@ def ssd_chunk_scan(
                 state_operand_sb = nl.ndarray((d_state, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
                 nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.scalar_engine)
 
-            # Step 3: a PSUM bank of heads at a time: contributions of its tokens to each other, and of the state.
+            # Step 3: a PSUM bank of heads at a time: the tokens' contributions to each other, and the state's.
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
@@ -170,7 +170,7 @@ def _boundary_decays(
     """Compute exp of the sums of log_decay [rows, heads] from the chunk's start, to its end, and over all of it.
 
     Returns:
-        [128, 3, heads], float32: up to and with token i; after token j; over all tokens, on every partition.
+        [128, 3, heads], float32: up to and including token i; after token j; over all tokens, on every partition.
     """
     rows, heads = log_decay_sb.shape
     sums_psum = nl.ndarray((MAX_PARTITIONS, 3, heads), dtype=nl.float32, buffer=nl.psum)
@@ -214,7 +214,7 @@ def _scores(B_sb: nl.ndarray, C_sb: nl.ndarray, up_to: nl.ndarray) -> tuple[nl.n
 def _within_chunk(
     log_decay_sb: nl.ndarray, scores_sb: nl.ndarray, dt_x_sb: nl.ndarray, up_to: nl.ndarray, after: nl.ndarray
 ) -> nl.ndarray:
-    """Compute what the chunk's tokens contribute to its outputs, for up to a bank of heads of one group.
+    """Compute the contributions of a chunk's tokens to its outputs, for up to a bank of heads of one group.
 
     Args:
         log_decay_sb: [rows, heads], float32.
@@ -246,7 +246,7 @@ def _within_chunk(
             is_stationary_onezero=True,
         )
         decay_sb = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=decay_sb, op=nl.exp, data=sums_psum)  # 1 where j > i, and there the score is 0
+        nisa.activation(dst=decay_sb, op=nl.exp, data=sums_psum)  # 1 where j > i; the score is 0 there
         weights_sb = nl.ndarray((rows, count, rows), dtype=dt_x_sb.dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=weights_sb, data1=decay_sb, data2=for_each(scores_sb, count), op=nl.multiply)
         for h in range(count):
@@ -273,7 +273,7 @@ def _add_from_state(
     carried_psum = nl.ndarray(within_psum.shape, dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=flat(carried_psum), stationary=C_transposed_sb, moving=flat(state_sb))
     sum_sb = nl.ndarray(within_psum.shape, dtype=nl.float32, buffer=nl.sbuf)
-    for h in range(sum_sb.shape[1]):  # one head at a time is what ScalarE can do, and VectorE has the most to do
+    for h in range(sum_sb.shape[1]):  # ScalarE can do one head at a time, and VectorE is the busiest engine
         nisa.activation(dst=sum_sb[:, h, :], op=nl.copy, data=carried_psum[:, h, :], scale=from_start_sb[:, h : h + 1])
     nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=within_psum, op=nl.add)
     nisa.tensor_tensor(dst=y_sb, data1=sum_sb, data2=D_x_sb, op=nl.add, engine=nisa.gpsimd_engine)
@@ -285,7 +285,7 @@ def _advance_state(state_sb: nl.ndarray, B_sb: nl.ndarray, remaining_sb: nl.ndar
     Args:
         state_sb: [d_state, heads, head_dim], float32.
         B_sb: [rows, d_state].
-        remaining_sb: [rows, heads, head_dim], what is left of dt * x at the chunk's end.
+        remaining_sb: [rows, heads, head_dim], dt * x decayed to the chunk's end.
         total_sb: [d_state, heads], float32, the chunk's decay on every partition.
     """
     update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)

@@ -21,7 +21,7 @@ from granite4_neuron.ops.nki.common import (
 
 TOKENS = MAX_PARTITIONS  # per tile
 PRODUCT_CHANNELS = PSUM_BANK // TOKENS
-SCAN_CHANNELS = 32  # per scan, their tokens one after another on a partition; tiles of 16 KiB per partition
+SCAN_CHANNELS = 32  # per scan; a partition has their tokens one after another; tiles of 16 KiB per partition
 
 
 def tensor_tensor_scan_torch(
@@ -87,9 +87,9 @@ def tensor_tensor_scan(
     Notes:
         - num_heads must be a multiple of the number of programs. Limits: `limits.check_scan`.
         - Arithmetic is float32 for every dtype of x.
-        - This one rounds as decode does, and is the check on `ssd_chunk_scan`. Neither has been timed on a device.
+        - This kernel rounds as decode does, and serves to check `ssd_chunk_scan`. Neither has been timed on a device.
         - The compiler unrolls every loop. The number of instructions grows with length * num_heads * head_dim: 2,000
-          for 128 tokens of 16 heads of 64, which is too many for prompts of many thousand tokens.
+          for 128 tokens of 16 heads of 64. This is too many for prompts of many thousand tokens.
         - Source: Gu and Dao 2023, algorithm 2, with Mamba-2's scalar A per head.
 
     Pseudocode:
@@ -144,7 +144,7 @@ def tensor_tensor_scan(
             nisa.tensor_tensor(dst=dt_x_sb, data1=x_sb, data2=along(dt_sb, head_dim), op=nl.multiply)
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
 
-            # Step 2: a head at a time, with the state on partitions: the scan over tokens, and its product with C.
+            # Step 2: one head at a time, with the state on partitions: the scan over tokens, then the product with C.
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
                 C_columns_sb = _columns(C_sb[:, group, :], parts)
@@ -217,7 +217,7 @@ def _decays(
     """Return a head's decays exp(log_decay [rows, 1]), tokens along the free dimension, on all partitions.
 
     Returns:
-        [128, channels, rows], 0 at every channel's first token: there a scan begins anew.
+        [128, channels, rows], 0 at every channel's first token, where a new scan begins.
         [128, 1], the decay at the first token.
     """
     rows = log_decay_sb.shape[0]
@@ -302,9 +302,9 @@ def _scan_head(
 
 
 def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
-    """Compute what each token adds to the states: dt * x [rows, parts, channels] times B [rows, d_state].
+    """Compute each token's addition to the states: dt * x [rows, parts, channels] times B [rows, d_state].
 
-    A product with a diagonal matrix per channel multiplies token by token and turns tokens to the free dimension.
+    A product with a diagonal matrix per channel multiplies token by token and moves tokens to the free dimension.
 
     Returns:
         [128, channels, rows], float32.

@@ -1,12 +1,12 @@
-"""The convolution of a few tokens, and the windows it works on.
+"""The convolution of a few tokens, and its windows.
 
-In HBM the channels of a row follow each other, and DMA is fast where it moves many of them at once. So they are loaded
-and stored in lanes, which are up to 128 channels on one partition. The convolution works with channels on partitions,
-where it takes all 128 of them; transposes on TensorE lie in between.
+In HBM the channels of a row are consecutive, and DMA is fast if it moves many of them at once. So they are loaded and
+stored in lanes of up to 128 channels on one partition. The convolution has channels on partitions, to use all 128 of
+them; TensorE transposes in between.
 
-Two kinds of lanes are columns of one tile: those of x, whole heads of one group, and then those of B and C, one for
-each group. `x_place` is (first channel, lanes, channels of a lane), `BC_place` is (first channel, groups in HBM, first
-own group, own groups, d_state).
+One tile has two kinds of lanes as columns: first the lanes of x, whole heads of one group, then the lanes of B and C,
+one for each group. `x_place` is (first channel, lanes, channels of a lane), `BC_place` is (first channel, groups in
+HBM, first own group, own groups, d_state).
 """
 
 import nki.isa as nisa
@@ -84,11 +84,11 @@ def store_windows(
     BC_place: tuple[int, int, int, int, int],
     has_first_heads: bool,
 ) -> None:
-    """Write what the convolution sees before the first token that is not accepted.
+    """Write the convolution's window before the first token that is not accepted.
 
     Args:
-        accepted_sb: [128, rows], a row's number on every partition.
-        has_first_heads: whether this program has its groups' first heads, and so writes B and C.
+        accepted_sb: [128, rows], a row's number of accepted tokens on every partition.
+        has_first_heads: whether this program has its groups' first heads; then it writes B and C.
     """
     partitions, times, columns, rows = windows_sb.shape
     reach = new_conv_states.shape[2]
@@ -133,7 +133,7 @@ def _fill_columns(tile_sb: nl.ndarray, x: nl.ndarray, BC: nl.ndarray, is_by_toke
     """Load `x_lanes` and `BC_lanes` of [rows, channels, n] into [128, n, columns, rows].
 
     Args:
-        is_by_token: whether in HBM the channels of one of the n follow each other, and not the n of one channel.
+        is_by_token: whether HBM has the channels of each of the n side by side, not the n of each channel.
     """
     _, times, columns, rows = tile_sb.shape
     lanes, _, width, _ = x.shape
