@@ -138,7 +138,7 @@ class TestWhileTheServerRuns:
     def test_what_is_refused(self, changing, server, tmp_path):
         for body, message in (
             (dict(lora_name=MODEL, lora_path="x"), "there already is a model tiny"),
-            (dict(lora_name="x", lora_path=str(tmp_path / "none")), "is not a folder; an adapter is one"),
+            (dict(lora_name="x", lora_path=str(tmp_path / "none")), "is not a folder; an adapter is a folder with"),
             (dict(lora_name="x", lora_path="x", load_inplace=True), "load_inplace: this server supports only false"),
             (dict(lora_name="x"), "lora_path: field required"),
         ):

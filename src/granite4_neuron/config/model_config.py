@@ -87,7 +87,7 @@ class ModelConfig(ABC):
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # width of one expert; unused when num_local_experts is 0
-    shared_intermediate_size: int  # width of the MLP, also of one beside experts
+    shared_intermediate_size: int  # width of the MLP, with or without experts beside it
     num_hidden_layers: int
     num_attention_heads: int
     num_local_experts: int  # 0: a dense model, no layer has experts

@@ -1,4 +1,6 @@
-"""Sampling options applied to the target's logits before they judge drafts. All in place, [num_tokens, vocab_size]."""
+"""Sampling options applied to the target's logits before they judge drafts. All work in place on [num_tokens,
+vocab_size].
+"""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ PLACEHOLDER_TOKEN_ID = -1
 class SamplingMetadata:
     """Sampling options of a batch's requests.
 
-    temperature: [batch_size], float32, 0 for greedy requests; None if all are.
-    all_greedy, all_random: whether all requests are greedy, or none.
+    temperature: [batch_size], float32, 0 for greedy requests; None if all are greedy.
+    all_greedy, all_random: whether all requests are greedy; whether none is.
     top_k, top_p: [batch_size], int64 and float32, or None for all tokens.
-    generators: of requests with random numbers of their own, by index in the batch.
-    max_num_logprobs: None; others are refused.
-    no_penalties: whether the next four are of no effect.
+    generators: for requests with their own random numbers, by index in the batch.
+    max_num_logprobs: must be None.
+    no_penalties: whether the next four fields have no effect.
     prompt_token_ids: [batch_size, longest prompt], int64, filled with vocab_size; None without penalties.
     frequency_penalties, presence_penalties, repetition_penalties: [batch_size], float32; anything without penalties.
-    output_token_ids: what each request has generated so far.
+    output_token_ids: the tokens that each request has generated so far.
     allowed_token_ids_mask: [batch_size, vocab_size], bool, true for tokens that are not allowed; or None.
     bad_words_token_ids: by index in the batch, sequences of tokens that must not occur.
     """
@@ -51,10 +51,10 @@ class SpecDecodeMetadata:
     """The drafts of a batch, and where their logits are.
 
     draft_token_ids: [num_tokens], int32.
-    num_draft_tokens: of each request.
+    num_draft_tokens: each request's number of drafts.
     cu_num_draft_tokens: [batch_size], int32, their running sum.
-    target_logits_indices: [num_tokens], the logits that judge each draft, among those of the step.
-    bonus_logits_indices: [batch_size], those after each request's last draft.
+    target_logits_indices: [num_tokens], the index of the logits that judge each draft, among the step's logits.
+    bonus_logits_indices: [batch_size], the index of the logits after each request's last draft.
     """
 
     draft_token_ids: torch.Tensor

@@ -1,16 +1,16 @@
 """Accepts or rejects drafts so that the tokens are distributed as if the target model had drawn them.
 
 Speculative sampling (Leviathan et al., https://arxiv.org/abs/2211.17192, algorithm 1; Chen et al.,
-https://arxiv.org/abs/2302.01318). Of drafts x_i that were drawn from q_i, where the target model has p_i:
+https://arxiv.org/abs/2302.01318). Drafts x_i were drawn from q_i; the target model has p_i:
 
-* x_i is accepted with probability min(1, p_i(x_i) / q_i(x_i)). A draft that was not drawn but chosen has q_i(x_i) = 1.
+* x_i is accepted with probability min(1, p_i(x_i) / q_i(x_i)). A draft that was chosen and not drawn has q_i(x_i) = 1.
 * At the first rejected draft, a token is drawn from max(p_i - q_i, 0), normalised, and the drafts after it are dropped.
   For a draft that was chosen, this is p_i without x_i.
 * If all are accepted, a further token, the bonus, comes from the target model alone.
 
-Greedy requests accept what equals the target's argmax. Names, arguments, shapes and fillers are those of vLLM 0.33
+Greedy requests accept drafts that equal the target's argmax. Names, arguments, shapes and fillers are as in vLLM 0.33
 (`vllm.v1.sample.rejection_sampler`) without its mode "fly"; its metadata objects can be passed too. Drafts of all
-requests of a batch lie one after another: request i has `num_draft_tokens[i]` of the `num_tokens`, up to
+requests of a batch are concatenated: request i has `num_draft_tokens[i]` of the `num_tokens`, up to
 `cu_num_draft_tokens[i]`.
 """
 
@@ -40,13 +40,13 @@ class RejectionSampler(nn.Module):
     Args:
         sampler: chooses the bonus tokens; called as `sampler(logits=, sampling_metadata=, predict_bonus_token=True)`
             with logits [batch_size, vocab_size], it returns an object with `sampled_token_ids`, [batch_size, 1].
-        spec_config: None, or an object that says how drafts are judged: its `rejection_sample_method` is "standard", or
-            "synthetic" for `synthetic_acceptance_rates`, the share of requests in which the drafts up to each position
-            are accepted whatever the models say.
-        device: of those rates.
+        spec_config: None, or an object that defines how drafts are judged: its `rejection_sample_method` is "standard",
+            or "synthetic" for `synthetic_acceptance_rates`, the share of requests in which the drafts up to each
+            position are accepted whatever the models say.
+        device: for these rates.
 
     Raises:
-        UserError: drafts are to be judged in another way.
+        UserError: the method is another one.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class RejectionSampler(nn.Module):
 
         Args:
             metadata: the drafts.
-            draft_probs: [num_tokens, vocab_size], float32, what each draft was drawn from; None for chosen ones.
+            draft_probs: [num_tokens, vocab_size], float32, the distribution that each draft was drawn from; None for
+                chosen drafts.
             logits: [num_tokens + batch_size, vocab_size], the target model's; the metadata say which belong to drafts
-                and which to bonus tokens. They stay as they are.
+                and which to bonus tokens. They are not changed.
             sampling_metadata: the requests' sampling options.
 
         Returns:
@@ -121,7 +122,7 @@ class RejectionSampler(nn.Module):
     ) -> tuple[list[list[int]], None]:
         """Return the tokens of each request without fillers and ids beyond the vocabulary; none for discarded requests.
 
-        The second of the pair is where vLLM has log probabilities.
+        The second of the pair stands for vLLM's log probabilities.
         """
         discarded = set(discard_req_indices)
         rows = enumerate(output_token_ids.tolist())
@@ -145,7 +146,7 @@ def rejection_sample(
 
     Args:
         draft_token_ids: [num_tokens], integer. An id of -1 is never accepted.
-        num_draft_tokens: of each request, 0 to `max_spec_len`.
+        num_draft_tokens: each request's number of drafts, 0 to `max_spec_len`.
         cu_num_draft_tokens: [batch_size], integer, their running sum.
         draft_probs: [num_tokens, vocab_size], float32, or None. A draft of probability 0 is never accepted.
         target_logits: [num_tokens, vocab_size], float32, with all sampling options applied.
@@ -153,7 +154,7 @@ def rejection_sample(
         sampling_metadata: all_greedy, all_random, temperature [batch_size] (0 for a greedy request) and generators.
         synthetic_mode: accept the draft at position j of a request with probability `synthetic_conditional_rates[j]`
             whatever the models say, for measurements of speed.
-        use_fp64_gumbel: draw recovered tokens by random numbers in float64.
+        use_fp64_gumbel: draw recovered tokens with random numbers in float64.
 
     Returns:
         int32 [batch_size, max_spec_len + 1]: accepted drafts, then the recovered or the bonus token, then -1.
@@ -191,7 +192,7 @@ def rejection_sample(
     stands[request, position] = accepted
     num_accepted = stands.long().cumprod(1).sum(1)
     output = torch.full_like(stands, PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
-    kept = position <= num_accepted[request]  # the accepted ones and the first that is not
+    kept = position <= num_accepted[request]  # the accepted drafts and the first rejected one
     output[request[kept], position[kept]] = drafts.where(accepted, instead)[kept].int()
     all_accepted = (num_accepted == counts).nonzero()[:, 0]
     output[all_accepted, counts[all_accepted]] = bonus_token_ids.flatten()[all_accepted].int()
@@ -209,10 +210,10 @@ def sample_recovered_tokens(
     device: torch.device,
     use_fp64_gumbel: bool = False,
 ) -> torch.Tensor:
-    """Return for each draft the token that takes its place if it is not accepted, of draft_token_ids' shape and dtype.
+    """Return for each draft the token that replaces it if it is rejected, in draft_token_ids' shape and dtype.
 
-    Drawn as the argmax of weight / E, where E are independent exponential random numbers, one for each request and
-    token of the vocabulary: an exponential race, in which each token wins in proportion to its weight. A request's
+    It is the argmax of weight / E, where E are independent exponential random numbers, one for each request and token
+    of the vocabulary. This is an exponential race, which each token wins in proportion to its weight. A request's
     drafts share them, since at most one of its recovered tokens is used.
     """
     request, _ = _places(torch.tensor(num_draft_tokens, device=device))
@@ -222,7 +223,7 @@ def sample_recovered_tokens(
         weights = target_probs.where(tokens != drafts, 0.0)
     else:
         weights = (target_probs - draft_probs).clamp_(min=0)
-    # With rounding, the target may nowhere exceed the draft. Then both are the same.
+    # With rounding, the target's probabilities may nowhere exceed the draft's. Then both are the same.
     weights = weights.where(weights.any(-1, keepdim=True), target_probs)
 
     dtype = torch.float64 if use_fp64_gumbel else torch.float32
@@ -246,8 +247,8 @@ def expand_batch_to_tokens(
 def apply_sampling_constraints(
     logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """Apply the requests' temperature, top-k and top-p to logits [num_tokens, vocab_size] in place; leave them as they
-    are if all requests are greedy.
+    """Apply the requests' temperature, top-k and top-p to logits [num_tokens, vocab_size] in place; do nothing if all
+    requests are greedy.
     """
     if sampling_metadata.all_greedy:
         return logits
@@ -268,7 +269,7 @@ def generate_uniform_probs(
 ) -> torch.Tensor:
     """Draw [num_tokens] random numbers in [0, 1), for each request from its generator if it has one.
 
-    They are float64: in float32, exact zeros, which accept an impossible draft, are too frequent.
+    They are float64: in float32, exact zeros, which would accept an impossible draft, are too frequent.
     """
     uniform = torch.rand(num_tokens, dtype=torch.float64, device=device)
     for index, part in enumerate(uniform.split(list(num_draft_tokens))):

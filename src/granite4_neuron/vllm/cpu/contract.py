@@ -63,7 +63,7 @@ CONTRACT = (
     Term("has", "vllm.config:ParallelConfig", "data_parallel_size tensor_parallel_size worker_cls"),
     Term("has", "vllm.config:SchedulerConfig", "max_num_seqs"),
     Term("has", "vllm.config:SpeculativeConfig", "num_speculative_tokens uses_draft_model"),
-    # The mixer: where it is replaced, how it is called, what it reads.
+    # The mixer: its replacement, its calls, the names that it reads.
     Term("has", "vllm.model_executor.custom_op:op_registry_oot", "get __contains__"),
     Term("mentions", "vllm.model_executor.custom_op:PluggableLayer.__new__", "op_registry_oot"),
     Term("arguments", f"{_MIXER}:MambaMixer2.register_oot", "_decorated_layer_cls name"),
@@ -81,7 +81,7 @@ CONTRACT = (
     Term("arguments", "vllm.forward_context:get_forward_context", ""),
     Term("has", "vllm.forward_context:ForwardContext", "attn_metadata"),
     Term("arguments", f"{_LAYERS}.mamba.mamba_utils:is_conv_state_dim_first", ""),
-    # The metadata of a step's states: who builds it, and of what.
+    # The metadata of a step's states: its builder and the builder's inputs.
     Term("parameters", f"{_MIXER}:MambaMixer2.get_attn_backend", "self"),
     Term("has", "vllm.v1.attention.backend:AttentionBackend", "get_builder_cls"),
     Term("parameters", f"{_MAMBA2}:Mamba2AttentionBackend.get_builder_cls", ""),
@@ -111,7 +111,7 @@ CONTRACT = (
     ),
     Term("parameters", f"{_LAYERS}.mamba.checkpoint:MambaPrefillCheckpointBuilder.build", "self m request_rows"),
     Term("has", f"{_LAYERS}.mamba.checkpoint:MambaPrefillCheckpointMetadata", "state_indices offsets"),
-    # The model: how it is replaced and called, what it reads.
+    # The model: its replacement, its calls, the names that it reads.
     Term("has", f"{_MODELS}:ModelRegistry", "models"),
     Term("arguments", f"{_MODELS}:ModelRegistry.register_model", "model_arch model_cls"),
     Term("parameters", f"{_GRANITE}:GraniteMoeHybridForCausalLM.__init__", "self vllm_config prefix"),
@@ -271,7 +271,7 @@ def _missing_attributes(owner: object, names: list[str]) -> str | None:
 
 
 def _annotations(cls: type) -> Iterable[str]:
-    # From Python 3.14 on a class has them only once somebody asks, and some may name what is not imported.
+    # From Python 3.14 on a class evaluates them on demand, and some may name types that are not imported.
     return get_annotations(cls, format=Format.FORWARDREF)
 
 

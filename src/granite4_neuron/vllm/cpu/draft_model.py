@@ -95,7 +95,7 @@ class Sequences:
         self._next_id = self._step = 0
 
     def identify(self, texts: Sequence[np.ndarray]) -> list[int]:
-        """Return an id for each text: that of its longest known prefix, or a new one."""
+        """Return an id for each text: its longest known prefix's, or a new one."""
         self._step += 1
         return [self._longest_beginning(text).id for text in texts]
 

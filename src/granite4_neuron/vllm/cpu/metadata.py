@@ -1,8 +1,8 @@
 """The reads and writes of recurrent states in a step, worked out once for all Mamba layers of a cache group.
 
 A row of a step is some certain tokens, then drafts. vLLM's bookkeeping (v1/worker/mamba_utils.py) expects the state
-behind the certain tokens in the first of the row's pages, and the state behind each draft in one of the others. vLLM's
-own metadata does not always lead to that: it goes by a row's length and place among the rows. The scheduler pads single
+after the certain tokens in the first of the row's pages, and the state after each draft in one of the others. vLLM's
+own metadata does not always give that: it depends on a row's length and place among the rows. The scheduler pads single
 tokens to the length of a verify step with placeholders, so a prompt may advance the state by them.
 """
 
@@ -24,7 +24,7 @@ from granite4_neuron.vllm.cpu.mixing import DecodeRows
 class Scan:
     """Certain tokens of one sequence; its state advances by all of them.
 
-    tokens: of the step. read: the state's page before them, None for an empty state. write: its page behind them.
+    tokens: of the step. read: the state's page before them, None for an empty state. write: its page after them.
     """
 
     tokens: slice
@@ -51,7 +51,7 @@ class StepMetadata:
 
 
 class StepMetadataBuilder(Mamba2AttentionMetadataBuilder):
-    """Builds `StepMetadata` from what the model runner says about a step."""
+    """Builds `StepMetadata` from the model runner's description of a step."""
 
     supports_update_block_table = False  # the parts hold pages
 
@@ -95,8 +95,8 @@ class StepMetadataBuilder(Mamba2AttentionMetadataBuilder):
         return StepMetadata(parts)
 
     def _checkpoints(self, step: CommonAttentionMetadata, rows: list[int]) -> Sequence[tuple[int, int]]:
-        """Return, for each row, after how many of its tokens the prefix cache wants a state, 0 for none, and in which
-        page.
+        """Return, for each row, the number of its tokens after which the prefix cache wants a state (0 for none), and
+        the page for it.
         """
         checkpoints = self.checkpoint_builder.build(step, rows)
         if checkpoints is None:

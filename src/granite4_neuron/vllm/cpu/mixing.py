@@ -60,8 +60,8 @@ class DecodeRows:
     accepted: torch.Tensor | None
 
 
-# (mixer, xBC_dt, pages, rows) to y: xBC_dt is [tokens, conv_dim + num_heads] as in_proj gives it, y is [tokens,
-# num_heads * head_dim] in float32. States advance in place.
+# (mixer, xBC_dt, pages, rows) to y: xBC_dt is [tokens, conv_dim + num_heads], from in_proj; y is [tokens, num_heads *
+# head_dim] in float32. States are advanced in place.
 Decode = Callable[[Mixer, torch.Tensor, Pages, DecodeRows], torch.Tensor]
 # (mixer, xBC_dt, pages, page that is read or None for an empty state, page that is written) to y, for the tokens of
 # one sequence.

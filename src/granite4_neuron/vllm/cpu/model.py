@@ -72,7 +72,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
                 "leave out --pipeline-parallel-size."
             )
         if self.refusal is not None and unknown is None:
-            _LOGGER.info("granite4-neuron's are the Mamba layers, and others are vLLM's: %s.", self.refusal)
+            _LOGGER.info("granite4-neuron runs the Mamba layers, and vLLM runs the others: %s.", self.refusal)
         self._layers: list[FusedLayer] = []
         if self.refusal is None:
             _keep_matrices(self)
@@ -120,7 +120,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
                 inputs_embeds = self.embed_input_ids(input_ids)
             hidden_states = inputs_embeds.float() * self.config.embedding_multiplier
         else:
-            assert intermediate_tensors is not None  # of the rank before
+            assert intermediate_tensors is not None  # from the previous rank
             hidden_states = intermediate_tensors["hidden_states"]
         rotary = self._rotary(positions)
         for layer in self._layers:
@@ -337,7 +337,7 @@ def _keep_matrices(model: nn.Module) -> None:
         elif isinstance(method, UnquantizedEmbeddingMethod):
             module.quant_method = _KeptEmbedding()
         elif isinstance(method, UnquantizedLinearMethod) and module.get_parameter("weight").dim() == 2:
-            module.quant_method = _KeptLinear()  # but not the convolution's, whose weight has three axes
+            module.quant_method = _KeptLinear()  # except the convolution's, whose weight has three axes
 
 
 def _own_layers(model: upstream.GraniteMoeHybridModel) -> Iterator[DecoderLayer]:

@@ -1,4 +1,4 @@
-"""Nemotron 3 as vLLM has it, with this package's Mamba-2 mixers."""
+"""vLLM's Nemotron 3 with this package's Mamba-2 mixers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Nemotron3ForCausalLM(NemotronHForCausalLM):
         return vllm_config.model_config.dtype, torch.float32
 
     def process_weights_after_loading(self) -> None:
-        """Have the mixers read their weights anew; vLLM calls this when all are loaded."""
+        """Let the mixers read their weights again; vLLM calls this when all weights are loaded."""
         for module in self.modules():
             if isinstance(module, Granite4MambaMixer2):
                 module.forget_weights()

@@ -1,4 +1,4 @@
-"""Functions that vLLM's rejection sampler gets wrong on a CPU."""
+"""Corrections of functions of vLLM's rejection sampler that are wrong on a CPU."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def expand_kernel(
 
 def rejecting_placeholders(kernel: Callable[..., None]) -> Callable[..., None]:
     """Wrap vLLM's `_rejection_random_sample_kernel_impl` so that it rejects placeholders for drafts, -1. By itself it
-    reads the probability of the last token in the row before for them, and so may accept them.
+    reads, for a placeholder, the probability of the last token in the previous row, and so may accept it.
     """
 
     @wraps(kernel)
     def reject(output, ends, drafts, draft_probs, target_probs, bonus, recovered, uniform, *others, **constants):
-        uniform = uniform.masked_fill(drafts < 0, math.inf)  # which no probability reaches
+        uniform = uniform.masked_fill(drafts < 0, math.inf)  # higher than any probability
         drafts = drafts.clamp(min=0)
         kernel(output, ends, drafts, draft_probs, target_probs, bonus, recovered, uniform, *others, **constants)
 

@@ -24,7 +24,7 @@ _CHANNELS = _HEADS * _HEAD_DIM + 2 * _D_STATE
 
 
 def largest_differences() -> dict[str, float]:
-    """Return the largest differences between results and states of both, in float32, for prompts, single tokens and
+    """Return the largest differences between both in results and states, in float32, for prompts, single tokens and
     verified drafts. They are relative to the largest value.
     """
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Copies Mamba states between blocks of vLLM's cache. Prefix caching with speculation needs this, and vLLM has it for
+"""Copies Mamba states between blocks of vLLM's cache. Prefix caching with speculation needs this, and vLLM has it in
 Triton only.
 
 Each function has the name and arguments of the Triton kernel that it replaces (vllm/v1/worker/mamba_utils.py), and does
@@ -25,14 +25,14 @@ class _States:
     inner_sizes: torch.Tensor  # elements of a temporal state, or of one column of a window
     conv_widths: torch.Tensor  # columns of a window; 0 for temporal states
     group_indices: torch.Tensor
-    dim_row_count: torch.Tensor  # channels of a window whose columns lie together
+    dim_row_count: torch.Tensor  # channels of a window whose columns are contiguous
     dim_row_stride: torch.Tensor  # bytes
     conv_is_dim_first: bool
 
     def copy(self, request: int, source: int, destination: int, bias: int) -> None:
         """Copy the states of all layers after `bias` more tokens from one column of a request's block table to another.
 
-        A temporal state of `bias` tokens later is `bias` columns further; a window is shifted by `bias` columns.
+        The temporal state `bias` tokens later is `bias` columns further on; a window is shifted by `bias` columns.
         """
         for state in range(len(self.base_addrs)):
             self._copy_one(state, request, source, destination, bias)

@@ -1,6 +1,6 @@
 """Operators with the signatures and in-place rules of vLLM 0.33, for CPU tensors. They do not need vLLM.
 
-The model has simpler ones, see `granite4_neuron.ops`; these are for other callers, and for vLLM's CPU backend.
+The model uses simpler operators, see `granite4_neuron.ops`; these are for other callers and for vLLM's CPU backend.
 """
 
 from granite4_neuron.vllm.operators.causal_conv1d import causal_conv1d_fn, causal_conv1d_update

@@ -65,7 +65,7 @@ def check_distinct(name: str, slots: torch.Tensor) -> None:
 
 
 def is_padding(slots: torch.Tensor, *padding_ids: int | None) -> torch.Tensor:
-    """Return where an index table holds padding: -1, or one of `padding_ids`."""
+    """Return a mask of the padding in an index table: -1, or one of `padding_ids`."""
     padding = slots == PAD_SLOT_ID
     for padding_id in padding_ids:
         if padding_id is not None:

@@ -38,18 +38,18 @@ def causal_conv1d_fn(
 ) -> torch.Tensor:
     """Run a causal depthwise convolution over whole sequences, or chunks of them, that lie one after another.
 
-    Sequence b convolves its window followed by its tokens, and leaves in its slot the last d_conv - 1 inputs of the two
-    together, however few the tokens are. x is first rounded to the window's dtype, so that a sequence gives the same
-    wherever it is cut; the arithmetic is float32. x is not changed.
+    Sequence b convolves its window followed by its tokens, and leaves in its slot the last d_conv - 1 inputs of both
+    together, however few tokens there are. x is first rounded to the window's dtype, so that a sequence has the same
+    results wherever it is cut; the arithmetic is float32. x is not changed.
 
     Args:
         x: [dim, tokens], any strides. Tokens after the last sequence are padding.
         weight: [dim, d_conv], the last tap multiplies the current token.
         bias: [dim] or None.
         conv_states: [slots, dim, at least d_conv - 1], updated in place: the first d_conv - 1 columns are the window,
-            oldest input first, and further columns are left alone.
-        query_start_loc: [batch + 1], integers, where each sequence starts. An empty one leaves its slot alone.
-        cache_indices: [batch or more], integers, each sequence's slot; None for slots 0 to batch - 1. A sequence of
+            oldest input first, and further columns are unchanged.
+        query_start_loc: [batch + 1], integers, where each sequence starts. An empty sequence leaves its slot unchanged.
+        cache_indices: [batch or more], integers, each sequence's slot; None for slots 0 to batch - 1. A sequence with
             slot -1, `pad_slot_id` or `null_block_id` is padding, and touches no slot.
         has_initial_state: [batch], bool, false where the window is zeros, whatever the slot holds; None for all false.
         activation: None or False, or True, "silu" or "swish".
@@ -59,7 +59,8 @@ def causal_conv1d_fn(
         [dim, tokens] in x's dtype and strides; zeros where x is padding.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype or index is wrong, or that gives two sequences one slot.
+        ValueError: an argument has a wrong shape, dtype or index, or gives two sequences one slot; the message names
+            it.
 
     Source: Dao and Gu 2024, section 8; signature and in-place rules of vLLM 0.33
     (vllm/model_executor/layers/mamba/ops/causal_conv1d.py).
@@ -119,41 +120,41 @@ def causal_conv1d_update(
 
     * Without `num_accepted_tokens`, w is the slot's first d_conv - 1 columns, and they become the last d_conv - 1
       inputs.
-    * With it, the slot still holds the inputs of the previous verify step, of which only num_accepted_tokens count: w
-      starts at column num_accepted_tokens - 1. The slot then receives w without its oldest input, followed by all
-      new tokens, from column 0 on, so that the next step can choose its own w.
+    * With it, the slot still holds the inputs of the previous verify step, only num_accepted_tokens of which were
+      accepted: w starts at column num_accepted_tokens - 1. The slot then receives w without its oldest input, followed
+      by all new tokens, from column 0 on, so that the next step can choose its own w.
 
-    Columns behind those are left alone. All windows are read before the first is written: a slot may be one row's
-    source and another's destination. As in `causal_conv1d_fn`, x is rounded to the window's dtype, and the arithmetic
-    is float32.
+    Further columns are unchanged. All windows are read before the first is written: a slot may be one row's source and
+    another's destination. As in `causal_conv1d_fn`, x is rounded to the window's dtype, and the arithmetic is float32.
 
     Args:
         x: [batch, dim], one token per row; or [batch, dim, tokens]; or with query_start_loc [tokens, dim].
             Overwritten by the result unless `out` is given.
         conv_state: [slots, dim, columns], updated in place. There are at least d_conv - 1 columns, and with
             `num_accepted_tokens` d_conv - 2 + the tokens of the longest row.
-        weight: [dim, d_conv]; it, and not conv_state, says how wide the convolution is.
+        weight: [dim, d_conv]; it, not conv_state, decides the convolution's width.
         bias: [dim] or None.
         activation: None or False, or True, "silu" or "swish".
-        conv_state_indices: [batch], integers, each row's slot; or [batch, blocks], a block table, of which the first
-            column counts unless the two arguments below say otherwise; None for slots 0 to batch - 1. A row whose slot
-            is -1 or `null_block_id` is padding, and touches no slot.
+        conv_state_indices: [batch], integers, each row's slot; or [batch, blocks], a block table, whose first column is
+            used unless the two arguments below are given; None for slots 0 to batch - 1. A row whose slot is -1 or
+            `null_block_id` is padding, and touches no slot.
         num_accepted_tokens: [batch], integers: how many tokens of the row's previous step were accepted, 1 or more
-            (0 is read as 1). What it holds for padding does not matter.
-        query_start_loc: [batch + 1], integers, where each row starts in x. An empty row leaves its slot alone.
-        max_query_len: with query_start_loc, no row may be longer; -1 for no bound.
-        null_block_id: the slot that marks padding, or None where there is none.
+            (0 is read as 1). Entries for padding do not matter.
+        query_start_loc: [batch + 1], integers, where each row starts in x. An empty row leaves its slot unchanged.
+        max_query_len: with query_start_loc, the most tokens of a row; -1 for no limit.
+        null_block_id: the slot that marks padding, or None.
         validate_data: part of vLLM's signature, without effect: arguments are always checked.
-        out: x's shape and dtype, receives the result; x is then left as it is.
+        out: in x's shape and dtype, receives the result; then x is not changed.
         block_idx_last_scheduled_token, initial_state_idx: [batch], integers, both or neither: the columns of the block
-            table where a row's window is written and read (vLLM before 0.33). The block that is only read does not
+            table where a row's window is written and read (vLLM before 0.33). A block that is only read does not
             change. A destination of -1 or `null_block_id` is not written.
 
     Returns:
         `out`, or x where it is None; zeros for padding.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype or index is wrong, or that gives two rows one destination.
+        ValueError: an argument has a wrong shape, dtype or index, or gives two rows one destination; the message names
+            it.
 
     Source: as `causal_conv1d_fn`.
     """
@@ -234,7 +235,7 @@ def _convolve(
 
     Returns:
         (y, inputs, first): y is [tokens, dim] in float32; inputs is every window followed by its sequence's tokens,
-        one sequence after another; first is [sequences], where each one's window begins in it.
+        one sequence after another; first is [sequences], where each sequence's window begins in inputs.
     """
     sequences, history, dim = windows.shape
     first = (lengths + history).cumsum(0) - (lengths + history)
@@ -246,7 +247,7 @@ def _convolve(
     inputs[is_token] = tokens
     if len(tokens) == 0:
         return tokens.float(), inputs, first
-    # A sequence's first outputs reach back into the sequence before it, where its window would be; nobody reads them.
+    # The first outputs over a sequence's window reach back into the previous sequence; nobody reads them.
     y = depthwise_convolution(inputs[None], weight, bias)[0, is_token[history:]]
     return F.silu(y) if silu else y, inputs, first
 

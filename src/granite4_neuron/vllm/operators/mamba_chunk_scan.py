@@ -44,8 +44,8 @@ def mamba_chunk_scan_combined_varlen(
 ) -> torch.Tensor | None:
     """Run `mamba_chunk_scan_combined` over sequences that lie one after another, cut into chunks by the caller.
 
-    The state passes from chunk to chunk in float32, and is rounded to `state_dtype` only where it is returned or
-    stored. A sequence without tokens ends in its initial state.
+    The state passes from chunk to chunk in float32, and is rounded to `state_dtype` only when it is returned or stored.
+    The final state of a sequence without tokens is its initial state.
 
     Args:
         x: [tokens, num_heads, head_dim]. Tokens after the last sequence are padding.
@@ -56,7 +56,7 @@ def mamba_chunk_scan_combined_varlen(
         cu_seqlens: [batch + 1], integers, where each sequence starts.
         cu_chunk_seqlens: [chunks + 1], integers, where each chunk starts; a chunk belongs to one sequence, and may be
             shorter than `chunk_size` anywhere.
-        last_chunk_indices: [batch], integers, each sequence's last chunk; for one without tokens any value.
+        last_chunk_indices: [batch], integers, each sequence's last chunk; any value for a sequence without tokens.
         seq_idx: [chunks], integers, each chunk's sequence.
         out: like x, receives the output; zeros for padding.
         D: [num_heads], or [num_heads, head_dim], or None.
@@ -66,18 +66,18 @@ def mamba_chunk_scan_combined_varlen(
         dt_softplus: apply softplus to dt.
         dt_limit: dt is clamped to it, after the softplus.
         return_intermediate_states: return the state after every chunk.
-        state_dtype: of the states that are returned; C's where it is None.
+        state_dtype: the dtype of returned states; None for C's dtype.
         final_states_out: [slots, num_heads, head_dim, d_state], receives the states after each sequence, in its own
             dtype; not together with `return_intermediate_states`.
-        final_state_indices: [batch], integers, the slot for each sequence; what would go to -1 or to slot 0, the null
-            block, is not stored.
+        final_state_indices: [batch], integers, the slot for each sequence; states for -1 or for slot 0, the null block,
+            are not stored.
 
     Returns:
         The states after each sequence, [batch, num_heads, head_dim, d_state]; or those after each chunk,
         [chunks, num_heads, head_dim, d_state]; or None with `final_states_out`.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype, offsets or index is wrong.
+        ValueError: an argument has a wrong shape, dtype, offset or index; the message names it.
 
     Source: as `mamba_chunk_scan_combined`; signature of vLLM 0.33 (vllm/model_executor/layers/mamba/ops/
     ssd_combined.py).
@@ -158,8 +158,8 @@ def _chunks_of_sequences(
     last_chunk_indices: torch.Tensor,
     seq_idx: torch.Tensor,
 ) -> tuple[list[range], list[int]]:
-    """Check that the arguments agree; return (the chunks of each sequence, where each chunk starts and the last one
-    ends).
+    """Check that the arguments agree; return (the chunks of each sequence, the starts of all chunks and the end of the
+    last).
     """
     _, lengths = ragged("cu_seqlens", cu_seqlens, tokens)
     chunk_starts, chunk_lengths = ragged("cu_chunk_seqlens", cu_chunk_seqlens, tokens)

@@ -1,4 +1,4 @@
-"""The Mamba-1 recurrence: a decay per channel and state, so that no matrix form exists."""
+"""The Mamba-1 recurrence: it has a decay per channel and state, and so no matrix form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from granite4_neuron.vllm.operators.arguments import (
     ragged,
 )
 
-# Tokens whose states exist at once: their number costs memory, and saves steps.
+# Tokens whose states exist at once: more take more memory and fewer steps.
 _CHUNK_SIZE = 32
 
 
@@ -50,7 +50,7 @@ def selective_scan_fn(
 
         h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t;    y_t = h_t . C_t + D u_t;    y_t <- y_t silu(z_t)
 
-    per channel, with h of d_state elements. Arithmetic is float32; states are rounded to ssm_states' dtype where they
+    per channel, with h of d_state elements. Arithmetic is float32; states are rounded to ssm_states' dtype when they
     are stored. All sources are read before the first destination is written.
 
     Args:
@@ -59,30 +59,32 @@ def selective_scan_fn(
         delta: like u. Overwritten by y before the gate.
         A: [dim, d_state], negative.
         B, C: [n_groups, d_state, tokens] with query_start_loc, else [batch, n_groups, d_state, tokens]; consecutive
-            channels share a group, and the groups' axis may be left out where there is one.
+            channels share a group, and the groups' axis may be left out if there is only one group.
         D: [dim] or None.
         z: like u, or None. Overwritten by the result.
         delta_bias: [dim] or None; added to delta before the softplus.
         delta_softplus: apply softplus to delta.
-        query_start_loc: [batch + 1], integers, where each sequence starts; an empty one leaves its slots alone, and
-            tokens after the last one are padding.
+        query_start_loc: [batch + 1], integers, where each sequence starts; an empty sequence leaves its slots
+            unchanged, and tokens after the last sequence are padding.
         cache_indices: [batch], integers, the slot of each sequence, read and written; None for slots 0 to batch - 1.
             Or [batch, blocks], a block table, together with the three arguments of blocks below. A sequence whose
             source is -1 or `null_block_id` is padding, and touches no slot.
         has_initial_state: [batch], bool, false where h starts from zeros, whatever the slot holds; None for all false.
-        null_block_id: the slot that marks padding, or None where there is none.
-        block_size: tokens per block of a block table, where `cu_chunk_seqlen` does not say how blocks are cut.
+        null_block_id: the slot that marks padding, or None.
+        block_size: tokens per block of a block table, unless `cu_chunk_seqlen` gives the blocks.
         block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [batch], integers, all or
-            none: columns of the block table. h is read at the third; after each block but the last of this call it is
-            stored at the first and the columns after it, in order, and after the last block at the second.
-        cu_chunk_seqlen, last_chunk_indices: [chunks + 1] and [batch], integers, both or neither: how the tokens of
-            this call are cut into blocks. Without a block table they have no effect.
+            none: columns of the block table. h is read at the third column. After each block of this call except the
+            last it is stored in the first column and those after it, in order, and after the last block in the second
+            column.
+        cu_chunk_seqlen, last_chunk_indices: [chunks + 1] and [batch], integers, both or neither: the blocks of this
+            call's tokens. Without a block table they have no effect.
 
     Returns:
-        delta, or z where it is given; zeros for padding.
+        delta, or z if it is given; zeros for padding.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype or index is wrong, or that gives two states one destination.
+        ValueError: an argument has a wrong shape, dtype or index, or gives two states one destination; the message
+            names it.
 
     Source: Gu and Dao 2023, algorithm 2; signature and in-place rules of vLLM 0.33
     (vllm/model_executor/layers/mamba/ops/mamba_ssm.py, csrc/mamba/selective_scan_fwd.cu).
@@ -151,9 +153,9 @@ def _scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `selective_scan_fn` for consecutive tokens of one sequence, chunk by chunk, in float32.
 
-    Within a chunk the recurrence is a prefix sum of pairs (decay, input), (a, b) then (c, d) being (a c, b c + d): as
-    many steps as the chunk's length has binary digits (Blelloch 1990, section 1.4; in the order of Hillis and Steele).
-    Nothing is divided by a decay, so underflow does no harm.
+    Within a chunk the recurrence is a prefix sum of pairs (decay, input), where (a, b) then (c, d) give (a c, b c + d).
+    It takes as many steps as the chunk's length has binary digits (Blelloch 1990, section 1.4; in the order of Hillis
+    and Steele). Nothing is divided by a decay, so underflow does no harm.
 
     Args:
         u, dt: [dim, tokens].
@@ -196,8 +198,8 @@ def _sources_and_stores(
     cu_chunk_seqlen: torch.Tensor | None,
     last_chunk_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-    """Return where each sequence's state is read, [batch], and how it is cut: (tokens, slot to store in after them) in
-    order.
+    """Return the slot where each sequence's state is read, [batch], and its parts in order: (tokens, slot to store in
+    after them).
 
     Slots are -1 where nothing is read or stored. A sequence that is padding, or empty, has no tokens here.
     """

@@ -21,7 +21,7 @@ from granite4_neuron.vllm.operators.arguments import (
     ragged,
 )
 
-_TRITON_ROUNDS = 10  # vLLM's 0 stands for it
+_TRITON_ROUNDS = 10  # the meaning of vLLM's 0
 
 
 def selective_state_update(
@@ -51,53 +51,53 @@ def selective_state_update(
     """Advance states that are kept in slots by one token per row, or by a few: a verify step of speculation.
 
     Every token computes `selective_state_step` from the state that the row's previous token left, in float32; states
-    are rounded to `state`'s dtype only where they are stored. All sources are read before the first destination is
-    written: a slot may be one row's source and another's destination, and a source that is no row's destination
-    does not change.
+    are rounded to `state`'s dtype only when they are stored. All sources are read before the first destination is
+    written: a slot may be one row's source and another's destination, and a source that is no row's destination does
+    not change.
 
     * Without `num_accepted_tokens` a row starts from state_batch_indices[row, 0] and stores the state after its last
       token in dst_state_batch_indices[row, 0].
-    * With it, a row starts from state_batch_indices[row, max(num_accepted_tokens[row] - 1, 0)], where the last token
-      that was accepted left its state, and stores the state after token t in dst_state_batch_indices[row, t], for
-      every t.
+    * With it, a row starts from state_batch_indices[row, max(num_accepted_tokens[row] - 1, 0)], where the last accepted
+      token left its state, and stores the state after token t in dst_state_batch_indices[row, t], for every t.
 
-    The heads axis may be left out of all tensors at once: one head is then meant.
+    The heads axis may be left out of all tensors together, for a single head.
 
     Args:
         state: [slots, num_heads, head_dim, d_state], updated in place.
         x: [tokens, num_heads, head_dim].
         dt: like x.
-        A: [num_heads, head_dim, d_state], negative. Where A, dt and dt_bias are expanded from one value per head
-            (stride 0), the decay is computed once per head.
+        A: [num_heads, head_dim, d_state], negative. If A, dt and dt_bias are expanded from one value per head (stride
+            0), the decay is computed once per head.
         B, C: [tokens, n_groups, d_state]; consecutive heads share a group.
         D: [num_heads, head_dim] or None.
-        dt_bias: [num_heads, head_dim] or None; added to dt before the softplus. Before z, as in vLLM's Triton version
-            and unlike in mamba_ssm and in vLLM's CPU version, which have it after z.
+        dt_bias: [num_heads, head_dim] or None; added to dt before the softplus. It comes before z, as in vLLM's Triton
+            version; in mamba_ssm and vLLM's CPU version it comes after z.
         z: like x, or None; the output is multiplied by silu(z).
         dt_softplus: apply softplus to dt.
         state_batch_indices: [rows] or [rows, columns], integers, where to read states; None for slots 0 to rows - 1,
             read and written. A row whose source is -1 or `null_block_id` is padding, and touches no slot. There may
             be more rows than x has.
-        dst_state_batch_indices: where to store states, likewise; None for state_batch_indices. What would go to -1 or
-            `null_block_id` is not stored.
-        null_block_id: the slot that marks padding, or None where there is none.
+        dst_state_batch_indices: where to store states, likewise; None for state_batch_indices. States for -1 or
+            `null_block_id` are not stored.
+        null_block_id: the slot that marks padding, or None.
         out: like x, receives the result, and may be x itself; None for a new tensor.
-        num_accepted_tokens: [rows], integers from 0 to columns. What it holds for padding does not matter.
+        num_accepted_tokens: [rows], integers from 0 to columns. Entries for padding do not matter.
         cu_seqlens: [rows + 1], integers, where each row's tokens start in x; None for one token per row. An empty row
-            leaves its slots alone.
-        is_blackwell: part of vLLM's signature, a hint for a GPU, without effect.
+            leaves its slots unchanged.
+        is_blackwell: part of vLLM's signature, a hint for GPUs, without effect here.
         enable_stochastic_rounding: round states that are stored with `stochastic_round`; `state` is then in float16 or
             bfloat16 (in vLLM float16 only).
-        cache_philox_rounds: of the random numbers' generator; 0 for 10.
+        cache_philox_rounds: rounds of the random number generator; 0 means 10.
         rounding_seed: 64 bits; None for a new one in each call, from torch's generator, as in vLLM.
-        positions: [rows], integers, of each row's first token. With a seed that stays the same they are needed, or each
-            call would round with the same random numbers; None for 0.
+        positions: [rows], integers, each row's first position; None for 0. They are needed with a constant seed;
+            otherwise each call would round with the same random numbers.
 
     Returns:
         `out`; zeros for padding.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype or index is wrong, or that gives two states one destination.
+        ValueError: an argument has a wrong shape, dtype or index, or gives two states one destination; the message
+            names it.
 
     Source: as `selective_state_step`; signature and in-place rules of vLLM 0.33
     (vllm/model_executor/layers/mamba/ops/mamba_ssm.py).
@@ -143,7 +143,7 @@ def selective_state_update(
     elif rounding_seed is not None or positions is not None:
         raise ValueError("enable_stochastic_rounding is False where True is needed, for a rounding_seed or positions")
 
-    # One value per head is all that an expanded tensor holds.
+    # An expanded tensor holds only one value per head.
     if _is_expanded(A, 2) and _is_expanded(dt, 1) and (dt_bias is None or _is_expanded(dt_bias, 1)):
         A, dt, dt_bias = A[..., 0, 0], dt[..., 0], None if dt_bias is None else dt_bias[..., 0]
     y = _advance(
@@ -187,13 +187,13 @@ def _advance(
     """Compute `selective_state_update` for rows without padding, whose indices need no checks.
 
     Args:
-        sources, starts, lengths: [rows]; lengths never rise, so that the rows with a token t are the first ones.
+        sources, starts, lengths: [rows]; lengths do not increase, so that the rows with a token t are the first ones.
         destinations: [rows, tokens of the longest row], -1 where a state is not stored.
-        x to dt_softplus: as in `selective_state_step`, with tokens in the place of its batch.
-        store: gives the states of some rows [n] after token t in another dtype: (states, dtype, rows, t).
+        x to dt_softplus: as in `selective_state_step`, with tokens in place of the batch.
+        store: converts the states of some rows [n] after token t to another dtype: (states, dtype, rows, t).
 
     Returns:
-        [tokens, num_heads, head_dim] in float32, zeros for tokens of no row.
+        [tokens, num_heads, head_dim] in float32, zeros for tokens that belong to no row.
     """
     y = torch.zeros(x.shape)
     current = state[sources].float()
@@ -245,10 +245,10 @@ def _sources_and_destinations(
     null_block_id: int | None,
     num_accepted_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where each row's state is read, [rows], and where it is stored after each token, [rows, tokens of the
+    """Return the slots where each row's state is read, [rows], and stored after each token, [rows, tokens of the
     longest].
 
-    Either holds -1 where nothing is read or stored.
+    Slots are -1 where nothing is read or stored.
     """
     rows = len(lengths)
     written = "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices"
