@@ -49,7 +49,7 @@ class HybridForCausalLM(Module, ABC):
 
     def __init__(self, config: ModelConfig, parallel: Parallel = Parallel()):  # noqa: B008
         super().__init__()
-        self._decode_call: Callable[..., torch.Tensor] | None = None
+        self._packed_call: Callable[..., torch.Tensor] | None = None
         self.config = config
         self.parallel = parallel
         layers = [self.make_layer(config, number, parallel) for number in range(len(config.layer_types))]
@@ -142,22 +142,22 @@ class HybridForCausalLM(Module, ABC):
     def without_forms(self) -> Self:
         """Return a model over the same weights, without chosen forms and without adapters; see `bind`."""
         copied = shallow_copy(self)
-        copied._decode_call = copied.model._bound_stack = None
+        copied._packed_call = copied.model._bound_stack = None
         return copied
 
     def _choose_forms(self, adapters: Sequence[Adapter]) -> None:
         """Choose how layers and decode are computed, and record why a faster form of them is not used."""
         reasons = self.model.choose_forms(self.parallel, adapters)
-        self._decode_call = None
+        self._packed_call = None
         stack = self.model.stack
         if isinstance(stack, FusedLayers):
             embedding, head = self.model.embed_tokens.weight, self.lm_head.weight
             refusal = why_not_one_call(self.config, embedding, head)
             if refusal is None:
                 stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
-                self._decode_call = stack.decode
+                self._packed_call = stack.forward_packed
             else:
-                reasons.append(f"decode is not one call from token to logits: {refusal}.")
+                reasons.append(f"a step is not one call from tokens to logits: {refusal}.")
         elif adapters:
             raise UserError(f"adapters run with the fused kernels and their chunked scan only; {MERGE_INSTEAD}.")
         self.fallbacks = (*self.operators.fallbacks, *reasons)
@@ -251,6 +251,9 @@ class HybridForCausalLM(Module, ABC):
             Logits after each row's last token, [rows, vocab_size] in float32.
         """
         step = PackedStep(positions[None], lengths, slots, state.max_length, adapters=adapters)
+        if self._packed_call is not None and adapters is None:
+            lists = (numbers.tolist() for numbers in (input_ids, lengths, step.starts, slots))
+            return self._packed_call(*lists, state)
         hidden_states, _ = self.model(input_ids[None], step, state)
         return self.head(step.last_tokens(hidden_states))
 
@@ -262,8 +265,8 @@ class HybridForCausalLM(Module, ABC):
         Args:
             tokens, starts, slots: each row's token, its position and its slot.
         """
-        if self._decode_call is not None:
-            return self._decode_call(tokens, starts, slots, state)
+        if self._packed_call is not None:
+            return self._packed_call(tokens, [1] * len(tokens), starts, slots, state)
         ids, positions = (torch.tensor(values)[:, None] for values in (tokens, starts))
         lengths = torch.ones(len(tokens), dtype=torch.int64)
         return self(ids, positions, lengths, torch.tensor(slots), state, kv_length=max(starts) + 1)

@@ -30,7 +30,7 @@ def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
 
 
 def why_not_one_call(config: ModelConfig, embedding: Weight, head: Weight) -> str | None:
-    """Return why fused layers have no `decode` for a model, as a clause; None if they have one."""
+    """Return why fused layers have no `forward_packed` for a model, as a clause; None if they have one."""
     if config.uses_rope:
         return "it makes no rotary positions"
     if not isinstance(embedding, torch.Tensor) and embedding is not head:
@@ -104,7 +104,7 @@ class FusedLayers:
         return hidden_states, inputs
 
     def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
-        """Give it the model's embedding, final norm and head, for `decode`; see `why_not_one_call`."""
+        """Give it the model's embedding, final norm and head, for `forward_packed`; see `why_not_one_call`."""
         assert isinstance(head, PackedWeight)  # as all matrices of the model
         self._decoder.set_embedding_and_head(
             head=head.packed,
@@ -115,11 +115,18 @@ class FusedLayers:
             logits_scaling=self._config.logits_scaling,
         )
 
-    def decode(
-        self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
+    def forward_packed(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        state: HybridState,
     ) -> torch.Tensor:
-        """Compute `GraniteMoeHybridForCausalLM.decode`."""
-        return self._decoder.decode(tokens=tokens, starts=starts, slots=slots, states=_pairs(state))
+        """Compute `HybridForCausalLM.forward_packed` without adapters. starts: positions of first tokens."""
+        return self._decoder.forward_packed(
+            tokens=tokens, lengths=lengths, starts=starts, slots=slots, states=_pairs(state)
+        )
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""

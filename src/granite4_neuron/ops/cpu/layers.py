@@ -193,24 +193,26 @@ class Decoder(Protocol):
         eps: float,
         logits_scaling: float,
     ) -> None:
-        """Set embedding, final norm and head, for `decode`.
+        """Set embedding, final norm and head, for `forward_packed`.
 
         Args:
             head: packed.
             embedding: [vocab_size, hidden_size], or None for the head's rows.
         """
 
-    def decode(
+    def forward_packed(
         self,
         tokens: Sequence[int],
+        lengths: Sequence[int],
         starts: Sequence[int],
         slots: Sequence[int],
         states: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
-        """Return logits after one more token of each sequence, [rows, vocab_size] in float32.
+        """Return logits after each row's last token, [rows, vocab_size] in float32.
 
         Args:
-            tokens, starts, slots: each row's token, its position and its slot.
+            tokens: of all rows, one row after another.
+            lengths, starts, slots: how many of them each row has, at least one; the first one's position; and its slot.
         """
 
 

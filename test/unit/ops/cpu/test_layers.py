@@ -181,6 +181,30 @@ def test_a_token_of_each_sequence_is_one_call(name, format):
         assert same(ours.tensors(), theirs.tensors())
 
 
+@pytest.mark.parametrize("name", WITHOUT_ROPE)
+@torch.inference_mode()
+def test_a_step_of_rows_of_different_lengths_is_one_call(name):
+    """A piece of a prompt beside next tokens, as the padded rows of a step of its parts."""
+    model = bound_model(name, torch.bfloat16)
+    ours, theirs = (poisoned_state(model, 3, 9) for _ in range(2))
+    longest = 5
+    for rows, starts, slots in (
+        ([[5, 6, 7], [8]], [0, 0], [3, 1]),
+        ([[9], [2, 3, 4, 5, 6], [7]], [3, 0, 1], [3, 2, 1]),
+    ):
+        lengths = torch.tensor([len(row) for row in rows])
+        padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+        positions = torch.tensor(starts)[:, None] + torch.arange(longest)
+        expected = model(padded, positions, lengths, torch.tensor(slots), theirs)
+        packed = torch.tensor([token for row in rows for token in row])
+        its_positions = torch.cat(
+            [torch.arange(start, start + len(row)) for row, start in zip(rows, starts, strict=True)]
+        )
+        logits = model.forward_packed(packed, its_positions, lengths, torch.tensor(slots), ours)
+        assert torch.equal(logits, expected)
+        assert same(ours.tensors(), theirs.tensors())
+
+
 @torch.inference_mode()
 def test_what_one_call_refuses():
     model = bound_model("moe", torch.bfloat16)
@@ -193,6 +217,9 @@ def test_what_one_call_refuses():
     ):
         with pytest.raises(RuntimeError):
             model.decode(tokens, starts, slots, state)
+    for lengths in ([2, 0], [3], [1, 2]):
+        with pytest.raises(RuntimeError):
+            model.model.stack.forward_packed([5, 6], lengths, [0] * len(lengths), [1, 2][: len(lengths)], state)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in WITHOUT_ROPE])
@@ -200,7 +227,7 @@ def test_what_one_call_refuses():
 def test_decode_with_rotary_positions_is_the_forward(name):
     model = bound_model(name, torch.bfloat16)
     assert model.is_fused
-    assert model.fallbacks == ("decode is not one call from token to logits: it makes no rotary positions.",)
+    assert model.fallbacks == ("a step is not one call from tokens to logits: it makes no rotary positions.",)
     ours, theirs = (poisoned_state(model, 2, 9) for _ in range(2))
     for start in range(3):
         where = torch.full((2, 1), start), torch.ones(2, dtype=torch.int64), torch.tensor([2, 1])

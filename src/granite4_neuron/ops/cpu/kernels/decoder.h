@@ -1,5 +1,5 @@
-// All decoder layers as one call, and a whole step of one token per sequence as one call. This saves Python's time
-// between short kernels.
+// All decoder layers as one call, and a whole step, from tokens to logits, as one call. This saves Python's time between
+// short kernels, and wakes none of torch's threads, which would spin beside those of the kernels.
 //
 // The definition is in Python: `OneByOne` of model.causal_lm, and its `forward`.
 #pragma once
@@ -102,20 +102,27 @@ class Decoder : public torch::CustomClassHolder {
     return kept;
   }
 
-  // Logits after one more token of each sequence, [rows, vocab_size] in float32. All lists: [rows].
-  at::Tensor decode(
-      const std::vector<int64_t>& tokens, const std::vector<int64_t>& starts, const std::vector<int64_t>& slots,
-      const LayerStates& states) const {
+  // Logits after each row's last token, [rows, vocab_size] in float32. tokens: of all rows, one row after another;
+  // lengths, starts, slots: [rows].
+  at::Tensor forward_packed(
+      const std::vector<int64_t>& tokens, const std::vector<int64_t>& lengths, const std::vector<int64_t>& starts,
+      const std::vector<int64_t>& slots, const LayerStates& states) const {
     TORCH_CHECK(embedding_and_head_.has_value(), "the layers have no embedding and no head");
-    std::vector<int64_t> read_slots = slots;
+    std::vector<int64_t> read_slots = slots, offsets, last;
     for (size_t row = 0; row < std::min(slots.size(), starts.size()); row++)
       if (starts[row] == 0) read_slots[row] = 0;
-    std::vector<int64_t> offsets(tokens.size());
-    std::iota(offsets.begin(), offsets.end(), 0);
-    at::Tensor write_slots = numbers(slots), lengths = numbers(std::vector<int64_t>(tokens.size(), 1));
-    SlotRows rows{{numbers(offsets), lengths}, numbers(read_slots), write_slots, numbers(starts)};
+    int64_t offset = 0;
+    for (int64_t length : lengths) {
+      TORCH_CHECK(length > 0, "a row has length ", length);
+      offsets.push_back(offset);
+      offset += length;
+      last.push_back(offset - 1);
+    }
+    at::Tensor write_slots = numbers(slots);
+    SlotRows rows{{numbers(offsets), numbers(lengths)}, numbers(read_slots), write_slots, numbers(starts)};
     at::Tensor hidden_states = embedding_and_head_->embed(numbers(tokens));
-    return embedding_and_head_->predict(step(hidden_states, states, rows, write_slots, {}, {}, false)[0]);
+    hidden_states = step(hidden_states, states, rows, write_slots, {}, {}, false)[0];
+    return embedding_and_head_->predict(last.size() == tokens.size() ? hidden_states : rows_of(hidden_states, last));
   }
 
   // Advance the Mamba layers' states by inputs that a step kept.
@@ -140,6 +147,14 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor tensor = empty({static_cast<int64_t>(values.size())}, at::TensorOptions(at::kLong));
     std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
     return tensor;
+  }
+  // Some rows of x [rows, columns], float32.
+  static at::Tensor rows_of(const at::Tensor& x, const std::vector<int64_t>& chosen) {
+    int64_t columns = x.size(1);
+    at::Tensor y = empty({static_cast<int64_t>(chosen.size()), columns}, x.options());
+    float* to = y.mutable_data_ptr<float>();
+    for (int64_t row : chosen) to = std::copy_n(x.const_data_ptr<float>() + row * columns, columns, to);
+    return y;
   }
   void check_states(const LayerStates& states) const {
     TORCH_CHECK(states.size() == mixers_, "there are states of ", states.size(), " mixers of ", mixers_);

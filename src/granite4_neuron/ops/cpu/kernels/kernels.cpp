@@ -193,10 +193,12 @@ inline void register_layers(torch::Library& library) {
           {arg("head"), arg("embedding"), arg("embedding_multiplier"), arg("norm"), arg("eps"),
            arg("logits_scaling")})
       .def(
-          "decode",
-          [](const intrusive_ptr<Decoder>& self, std::vector<int64_t> tokens, std::vector<int64_t> starts,
-             std::vector<int64_t> slots, LayerStates states) { return self->decode(tokens, starts, slots, states); },
-          "", {arg("tokens"), arg("starts"), arg("slots"), arg("states")})
+          "forward_packed",
+          [](const intrusive_ptr<Decoder>& self, std::vector<int64_t> tokens, std::vector<int64_t> lengths,
+             std::vector<int64_t> starts, std::vector<int64_t> slots, LayerStates states) {
+            return self->forward_packed(tokens, lengths, starts, slots, states);
+          },
+          "", {arg("tokens"), arg("lengths"), arg("starts"), arg("slots"), arg("states")})
       .def(
           "advance",
           [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,
