@@ -314,7 +314,8 @@ class PrefixCache:
             self._stats.num_bytes += node.tokens_bytes
         recurrent = recurrent_state(snapshot.tensors)
         num_bytes = logits.nbytes + sum(tensor.nbytes for tensor in recurrent.values())
-        node.entry = Entry(recurrent, logits.clone(), num_bytes)
+        # By numpy, as copies of a state: torch's threads would spin beside those of the next step.
+        node.entry = Entry(recurrent, torch.from_numpy(logits.numpy().copy()), num_bytes)
         node.note_change()
         self._stats.num_bytes += num_bytes
         self._stats.snapshots += 1

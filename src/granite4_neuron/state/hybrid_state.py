@@ -141,8 +141,10 @@ class HybridState:
         for index, layer in enumerate(self.layers):
             for field, tensor in _layer_tensors(layer, start, length).items():
                 name, entry = f"layers.{index}.{field}", slot - self._first_slot(layer)
-                if name in memory:
-                    copies[name] = _write(memory[name], tensor[int(entry)])
+                if tensor.device.type == "cpu":
+                    one = tensor[int(entry)]
+                    to = memory[name] if name in memory else torch.empty(one.shape, dtype=one.dtype)
+                    copies[name] = _write(to, one)
                 else:
                     copies[name] = tensor.index_select(0, entry)[0]
         return copies
@@ -156,7 +158,7 @@ class HybridState:
                 name, entry = f"layers.{index}.{field}", slot - self._first_slot(layer)
                 if name not in tensors:
                     continue
-                if isinstance(layer, MambaState) and tensor.device.type == "cpu":
+                if tensor.device.type == "cpu":
                     _write(tensor[int(entry)], tensors[name])
                 else:
                     tensor.index_copy_(0, entry, tensors[name][None])
@@ -192,8 +194,9 @@ def _write(to: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Copy a CPU tensor to another one like it on one thread, and return the copy.
 
     On several threads, each layer of a model would wait for all of them, which on a busy machine takes milliseconds.
+    Torch's threads would also spin beside those of the next step.
     """
-    to.view(torch.uint8).numpy()[...] = tensor.contiguous().view(torch.uint8).numpy()
+    to.view(torch.uint8).numpy()[...] = tensor.view(torch.uint8).numpy()
     return to
 
 
