@@ -286,7 +286,7 @@ FAULTS = {
     ),
     "a normalizer that nobody knows": (
         tokenizer_with(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}),
-        "has a step of type 'Precompiled', and nothing is known of its growth",
+        "has a step of type 'Precompiled', whose growth is unknown",
     ),
     "a normalizer that is text": (tokenizer_with(normalizer='"NFC"'), "has a step of type None"),
     "bytes of bytes": (

@@ -186,7 +186,7 @@ def test_a_pipe(tmp_path, refuses):
 
 
 def test_a_revision(good, refuses):
-    assert "is a file; a revision is of a Hugging Face id" in refuses(
+    assert "is a file; only a Hugging Face id has a revision" in refuses(
         "generate", "--model", good, "--revision", "main", "x"
     )
 

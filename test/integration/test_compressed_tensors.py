@@ -308,5 +308,5 @@ def test_a_checkpoint_of_ours_that_is_not_what_its_config_says(tmp_path):
     file = tmp_path / "model" / "config.json"
     about = {"quant_method": "granite4-neuron", "format": "int8"}
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": about}))
-    with pytest.raises(UserError, match="by which they are int8"):
+    with pytest.raises(UserError, match="which says that they are int8"):
         load_model(tmp_path / "model")

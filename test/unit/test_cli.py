@@ -319,7 +319,7 @@ class TestBadInput:
         self.refused(run("generate", "x", "--max_tokens", "3"), "did you mean --max-tokens?")
         self.refused(run("plan", "--modle=h-small"), "did you mean --model? (see granite4-neuron plan --help)")
         self.refused(run("chat", "--wholly-unknown"), "unrecognized arguments: --wholly-unknown (see")
-        self.refused(run("info", "--revision", "v1", "--model", "."), "a revision is of a Hugging Face id")
+        self.refused(run("info", "--revision", "v1", "--model", "."), "only a Hugging Face id has a revision")
         self.refused(run("check", "--tokens", "0"), "0 is not a whole number of at least 1")
         self.refused(run("graphs", "--buckets", "0"), "0 is not a whole number of at least 1")
         if importlib.util.find_spec("torch_xla") is None:

@@ -169,7 +169,7 @@ def _not_of_this_model(file: Path, name: str, config: ModelConfig) -> str:
         return f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."
     weight = StoredNames(config).part_of(f"{match[1]}.weight").name
     if weight in parameters(config) or weight == HEAD:
-        return f"{file} adapts {match[1]}, which is not supported; adapters may be of {_PROJECTIONS}."
+        return f"{file} adapts {match[1]}, which is not supported; adapters may change only {_PROJECTIONS}."
     return f"{file} adapts {match[1]}, which this model does not have; the adapter is of another model."
 
 
@@ -192,7 +192,7 @@ def _check_shapes(
         its_shape = list(pair[which].shape)
         rank_axis = "AB".index(which)
         if its_shape[rank_axis] != rank:
-            raise UserError(f"{file} has {name} of rank {its_shape[rank_axis]}, and by {CONFIG} the rank is {rank}.")
+            raise UserError(f"{file} has {name} of rank {its_shape[rank_axis]}, but {CONFIG} says rank {rank}.")
         if its_shape != shape:
             raise UserError(
                 f"{file} has {name} of shape {its_shape} instead of {shape}; the adapter is of another model."

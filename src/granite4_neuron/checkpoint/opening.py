@@ -39,11 +39,11 @@ def open_checkpoint(model: str | os.PathLike[str] | Checkpoint, revision: str | 
     name = os.fspath(model)
     if os.path.isdir(name):
         if revision is not None:
-            raise UserError(f"{name} is a folder; a revision is of a Hugging Face id, so leave it out.")
+            raise UserError(f"{name} is a folder; only a Hugging Face id has a revision; leave it out.")
         return FolderCheckpoint(Path(name))
     if is_gguf(Path(name)):
         if revision is not None:
-            raise UserError(f"{name} is a file; a revision is of a Hugging Face id, so leave it out.")
+            raise UserError(f"{name} is a file; only a Hugging Face id has a revision; leave it out.")
         return GGUFCheckpoint(Path(name))
     if os.path.exists(name):
         raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint, or a GGUF file.")

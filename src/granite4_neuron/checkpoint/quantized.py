@@ -130,7 +130,7 @@ def quantized_weights(
     formats = {name: each.format for name, each in found.items()}
     if is_native and (not found or model_format(formats).name != quantization.name):
         raise UserError(
-            f"the weights in {stored.folder} do not fit its config.json, by which they are {quantization.name}."
+            f"the weights in {stored.folder} do not fit its config.json, which says that they are {quantization.name}."
         )
     _check_experts(formats, stored)
     return found

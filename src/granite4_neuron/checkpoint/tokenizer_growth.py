@@ -110,7 +110,7 @@ def _growth(part: Any, source: str) -> float:
             return float(sum(_tokens(piece, part["special_tokens"]) for piece in part["single"]))
         return float(_GROWTH[str(kind)])
     except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{source} has a step of type {kind!r}, and nothing is known of its growth.") from None
+        raise UserError(f"{source} has a step of type {kind!r}, whose growth is unknown.") from None
 
 
 def _replacement_growth(pattern: dict[str, str], content: str) -> float:

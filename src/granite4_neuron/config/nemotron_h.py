@@ -51,7 +51,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "mamba_hidden_act": ("silu", "no other activation is known here"),
     "mlp_bias": (False, "MLPs have no biases here"),
     "attention_bias": (False, "attention has no biases here"),
-    "moe_latent_size": (None, "experts behind a projection to fewer dimensions are not supported"),
+    "moe_latent_size": (None, "experts after a projection to fewer dimensions are not supported"),
     "sliding_window": (None, "attention sees all tokens here"),
     "n_shared_experts": (1, "one expert is shared by all tokens here"),
 }

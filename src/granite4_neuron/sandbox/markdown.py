@@ -88,7 +88,7 @@ def _tree(tokens: Iterable[Token]) -> list[Node]:
 
 
 def _nodes(token: Token) -> list[Node]:
-    """Return the nodes of a token by itself."""
+    """Return the nodes of one token."""
     if token.type == "inline":
         return _tree(token.children or ())
     if token.hidden:  # a paragraph in an item of a list without blank lines

@@ -44,7 +44,7 @@ def unguarded(stream: None) -> None: ...
 
 
 def unguarded(stream: TextIO | None) -> TextIO | None:
-    """Return the stream behind the guard."""
+    """Return the unfiltered stream."""
     return stream.stream if isinstance(stream, _Guarded) else stream
 
 

@@ -127,7 +127,7 @@ FAULTS = {
     "another method": (about(peft_type="LOHA"), "only LORA"),
     "a rank of another type": (about(r="4"), "a whole number of at least 1"),
     "a rank of 0": (about(r=0), "a whole number of at least 1"),
-    "another rank": (about(r=5), "of rank 4, and by adapter_config.json the rank is 5"),
+    "another rank": (about(r=5), "of rank 4, but adapter_config.json says rank 5"),
     "an infinite scale": (about(lora_alpha=float("inf")), "lora_alpha is inf"),
     "an endless scale": (about(lora_alpha=10**400), "lora_alpha is 1000000000"),
     "a scale that is no number": (about(lora_alpha=True), "lora_alpha is True, and must be a number"),
@@ -161,7 +161,7 @@ FAULTS = {
     "the head": (renamed("base_model.model.lm_head.lora_A.weight"), "adapts lm_head, which is not supported"),
     "the router": (
         renamed("base_model.model.model.layers.0.block_sparse_moe.router.layer.lora_A.weight"),
-        "router.layer, which is not supported; adapters may be of q_proj",
+        "router.layer, which is not supported; adapters may change only q_proj",
     ),
     "another size": (
         tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 65)})),

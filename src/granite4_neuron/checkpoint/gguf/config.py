@@ -56,7 +56,7 @@ def _granite(about: Metadata) -> dict[str, Any]:
         "shared_intermediate_size": about.count("expert_shared_feed_forward_length", 0) if experts else width,
         "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
         "embedding_multiplier": about.number("embedding_scale", 1.0),
-        # In llama.cpp 0 stands for what is not there.
+        # In llama.cpp 0 means that the value is absent.
         "attention_multiplier": about.number("attention.scale", 0.0) or 1 / math.sqrt(hidden / heads),
         "residual_multiplier": about.number("residual_scale", 1.0),
         "logits_scaling": about.number("logit_scale", 1.0),
@@ -96,7 +96,7 @@ def _nemotron(about: Metadata) -> dict[str, Any]:
         values |= {
             "intermediate_size": max(about.per_layer("expert_feed_forward_length", max(widths))),
             "shared_intermediate_size": about.count("expert_shared_feed_forward_length"),
-            # In llama.cpp 0 stands for what is not there.
+            # In llama.cpp 0 means that the value is absent.
             "n_group": about.count("expert_group_count", 1) or 1,
             "topk_group": about.count("expert_group_used_count", 1) or 1,
             "norm_topk_prob": about.flag("expert_weights_norm", False),

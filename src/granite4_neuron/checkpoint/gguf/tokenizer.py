@@ -131,6 +131,7 @@ def _token(file: GGUFFile, name: str, tokens: list[str]) -> str | None:
         return None
     if type(number) is not int or not 0 <= number < len(tokens):
         raise UserError(
-            f"{file.path}: {_KEY}.{name} is {reprlib.repr(number)}, and must be that of one of {len(tokens)} tokens."
+            f"{file.path}: {_KEY}.{name} is {reprlib.repr(number)}, and must be the number of one of {len(tokens)} "
+            "tokens."
         )
     return tokens[number]

@@ -18,7 +18,7 @@ def keeping_accepted(update_states: Callable[..., Any]) -> Callable[..., Any]:
     itself it takes sequences that a step leaves out from the batch and puts them back later, as if they had accepted
     one token. Their next step would start from the wrong state.
 
-    A sequence that was preempted starts anew.
+    A sequence that was preempted starts from the beginning.
     """
 
     @wraps(update_states)
