@@ -117,7 +117,7 @@ def _attend_prompt_kernel(
         positions: [batch, tokens], integer, with its stride.
         lengths: [batch], integer: tokens after this many are padding.
         slots: [batch], integer, or None: sequence i is in slot i + 1.
-        scale: multiplies scores, which are exponents of two.
+        scale: multiplies scores; the softmax takes powers of two of them.
     """
     pid_m = tl.num_programs(0) - 1 - tl.program_id(0)
     pid_h, pid_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
