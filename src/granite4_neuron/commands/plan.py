@@ -55,9 +55,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--backend",
         choices=("nxdi", "torch"),
-        help="plan the graphs that compile makes for NxD Inference (nxdi), or those of PyTorch's device neuron with "
-        "--graphs model (torch), whose --prefill-buckets are --context-buckets here (default: nxdi, or torch for a "
-        "model that compile does not take)",
+        help="plan the graphs that compile makes for NxD Inference (nxdi, Neuron SDK up to 2.31), or those of "
+        "PyTorch's device neuron (torch, SDK 2.33) with --graphs model, whose --prefill-buckets are --context-buckets "
+        "here (default: nxdi, or torch for a model that compile does not take)",
     )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
@@ -242,7 +242,8 @@ def _plan_model(options: argparse.Namespace) -> int:
     planned = _planned(options.model, options)
     batch_size, context = planned.batch_size, planned.context
     table = Table("per logical core", f"GiB, of {_gibibytes(plan.CORE_BYTES)}", "at most", "")
-    table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
+    ranks = f"{planned.tp_degree} ranks, --backend {_backend_of(planned.options)}"
+    table.title = f"{escape(options.model)} on {options.instance}, {ranks}"
 
     def add(name: str, count: int, at_most: float = 1, remark: str = "") -> None:
         table.add_row(name, _gibibytes(count), _gibibytes(round(count * at_most)), remark)
@@ -405,6 +406,10 @@ def _graph_options(options: argparse.Namespace, *configs: ModelConfig) -> GraphO
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} belongs to --backend nxdi; leave it out.")
     return DeviceGraphOptions(prompts or DeviceGraphOptions.context_buckets, options.verify)
+
+
+def _backend_of(graphs: GraphOptions | DeviceGraphOptions) -> str:
+    return "nxdi" if isinstance(graphs, GraphOptions) else "torch"
 
 
 def _ascending(buckets: list[int] | None) -> list[int] | None:
