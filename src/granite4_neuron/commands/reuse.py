@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from granite4_neuron.runtime.interface import Runtime
 
 DRAFT_TOKENS = 4
+_SAME_TEXT = "the text stays the same on the cpu backend with its fused kernels; elsewhere rounding may change it"
 _FOLDER_SIZE = "10GiB"
 _MOST_BYTES = 2.0**60
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -60,12 +61,12 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculate",
         metavar="ngram[:K]",
-        help=f"draft up to K tokens from the text itself (default: {DRAFT_TOKENS}); the text stays the same",
+        help=f"draft up to K tokens from the text itself (default: {DRAFT_TOKENS}); {_SAME_TEXT}",
     )
     parser.add_argument(
         "--draft-model",
         metavar="FOLDER",
-        help="draft tokens with a smaller checkpoint that has the same tokenizer; the text stays the same",
+        help=f"draft tokens with a smaller checkpoint that has the same tokenizer; {_SAME_TEXT}",
     )
     parser.add_argument(
         "--draft-tokens",
