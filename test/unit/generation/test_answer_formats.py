@@ -3,7 +3,6 @@
 import json
 from contextlib import closing
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +24,8 @@ from granite4_neuron.generation.tool_calls import (
 )
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE, with_parameters
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 PROPERTIES = {
     "city": {"type": "string"},
