@@ -20,7 +20,7 @@ from granite4_neuron.engine.prefix_interface import any_length
 from granite4_neuron.engine.prefix_tree import Entries, Entry, Node
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
-from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState, copy_of
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import (
     LOGITS,
@@ -314,8 +314,7 @@ class PrefixCache:
             self._stats.num_bytes += node.tokens_bytes
         recurrent = recurrent_state(snapshot.tensors)
         num_bytes = logits.nbytes + sum(tensor.nbytes for tensor in recurrent.values())
-        # By numpy, as copies of a state: torch's threads would spin beside those of the next step.
-        node.entry = Entry(recurrent, torch.from_numpy(logits.numpy().copy()), num_bytes)
+        node.entry = Entry(recurrent, copy_of(logits), num_bytes)
         node.note_change()
         self._stats.num_bytes += num_bytes
         self._stats.snapshots += 1

@@ -30,6 +30,8 @@ class _Sized:
     """Stands for zeros [1, positions] or [vocab_size] with the parts of a tensor that a prefix cache uses. It has only
     a size."""
 
+    device = torch.device("meta")
+
     def __init__(self, length: int, itemsize: int):
         self.length, self.itemsize = length, itemsize
         self.nbytes = length * itemsize

@@ -141,12 +141,12 @@ class HybridState:
         for index, layer in enumerate(self.layers):
             for field, tensor in _layer_tensors(layer, start, length).items():
                 name, entry = f"layers.{index}.{field}", slot - self._first_slot(layer)
-                if tensor.device.type == "cpu":
-                    one = tensor[int(entry)]
-                    to = memory[name] if name in memory else torch.empty(one.shape, dtype=one.dtype)
-                    copies[name] = _write(to, one)
-                else:
+                if tensor.device.type != "cpu":
                     copies[name] = tensor.index_select(0, entry)[0]
+                elif name in memory:
+                    copies[name] = _write(memory[name], tensor[int(entry)])
+                else:
+                    copies[name] = copy_of(tensor[int(entry)])
         return copies
 
     def set_slot_tensors(
@@ -188,6 +188,13 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; of a CPU tensor it is made on one thread, see `_write`."""
+    if tensor.device.type != "cpu":
+        return tensor.clone()
+    return _write(torch.empty(tensor.shape, dtype=tensor.dtype), tensor)
 
 
 def _write(to: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

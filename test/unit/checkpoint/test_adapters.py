@@ -140,7 +140,7 @@ FAULTS = {
         "rank_pattern cannot be matched with modules (it takes more than 3 seconds or 1 GiB).",
     ),
     "patterns without end": (
-        about(alpha_pattern={f"{number}.*{number}.*": 4 for number in range(100_000)}),
+        about(alpha_pattern={f"{number}.*{number}.*": 4 for number in range(400_000)}),
         "alpha_pattern cannot be matched with modules (it takes more than 3 seconds or 1 GiB).",
     ),
     "DoRA": (about(use_dora=True), "use_dora True, which is not supported"),
