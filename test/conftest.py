@@ -24,8 +24,8 @@ def pytest_configure(config):
     if os.environ.get("PJRT_DEVICE") == "CPU":
         # Each graph is run a few times only, and compiling it for speed takes three times as long.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    # One thread per test worker: threads of two workers on one core would wait for each other at every step. And one
-    # process that compiles, where inductor would start as many for each worker as there are cores.
+    # One thread per test worker: threads of two workers on one core would wait for each other at every step. One
+    # compiling process per worker: inductor would start one for each core.
     if getattr(config.option, "numprocesses", None):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(variable, "1")
@@ -47,7 +47,7 @@ transformers.logging.disable_progress_bar()
 
 @pytest.fixture(scope="session")
 def random_checkpoints(tmp_path_factory):
-    """Return a function from a case and a dtype to the folder of a checkpoint, which is written once a session."""
+    """Return a function that takes a case and a dtype and returns a checkpoint's folder, written once per session."""
     written = {}
 
     def folder(case, dtype=torch.float32):

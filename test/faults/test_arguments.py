@@ -80,7 +80,7 @@ LOADS = {
     "adapters": ("x", ["x"], None, {"a": 3}, {1: "x"}),
     "prefill_scan": ("fast", None),
     "decode_kernel": ("fast", None),
-    "experts_decode": ("fast", "all"),  # "all": of a CPU
+    "experts_decode": ("fast", "all"),  # a CPU does not take "all"
     "cpu_kernels": ("fast", None),
     "backend": ("gpu", None),
     "quantize": ("int3", 8),
@@ -109,19 +109,19 @@ def each(table):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
-def test_a_prompt(texting, prompt):
+def test_a_bad_prompt_is_refused(texting, prompt):
     with pytest.raises(UserError, match=r"prompt.*\.$"):
         list(stream_generate(*texting, prompt))
 
 
 @pytest.mark.parametrize("name, value", each(OPTIONS))
-def test_an_option(texting, name, value):
+def test_a_bad_sampling_option_is_refused(texting, name, value):
     with pytest.raises(UserError, match=rf"{name.removeprefix('repetition_')}.*\.$"):
         generate(*texting, "A", **{name: value})
 
 
 @pytest.mark.parametrize("name, value", each(REQUESTS))
-def test_a_request(texting, name, value):
+def test_a_bad_request_is_refused(texting, name, value):
     runtime, tokenizer = texting
     engine = Engine(runtime, 1, tokenizer=tokenizer)
     with pytest.raises(UserError, match=rf"({name}|the prompt|snapshots) .*\.$"):
@@ -130,14 +130,14 @@ def test_a_request(texting, name, value):
 
 
 @pytest.mark.parametrize("name, value", each(ENGINES))
-def test_an_engine(texting, name, value):
+def test_a_bad_argument_of_the_engine_is_refused(texting, name, value):
     with pytest.raises(UserError, match=r"\.$") as error:
         Engine(texting[0], **{"num_sequences": 1, name: value})
     assert name in str(error.value) or "of 1,000,000,000,000" in str(error.value)
 
 
 @pytest.mark.parametrize("id", ["x", None, 1.5, []], ids=repr)
-def test_an_id(texting, id):
+def test_an_unknown_id_is_refused(texting, id):
     engine = Engine(texting[0], 1)
     for method in (engine.cancel, engine.finish):
         with pytest.raises(UserError, match=r"^id is .*\.$"):
@@ -147,19 +147,19 @@ def test_an_id(texting, id):
 
 
 @pytest.mark.parametrize("name, value", each(LOADS))
-def test_a_load(texting_folder, name, value):
+def test_a_bad_argument_of_load_is_refused(texting_folder, name, value):
     with pytest.raises(UserError, match=r"\.$"):
         load(**{"model": texting_folder, name: value})
 
 
-def test_a_dtype_by_its_name(texting_folder):
+def test_a_dtype_may_be_given_by_name(texting_folder):
     runtime, _ = load(texting_folder, dtype="bfloat16", state_dtype="float16")
     assert (runtime.dtype, runtime.state_dtype) == (torch.bfloat16, torch.float16)
     with pytest.raises(UserError, match=r"dtype is 'half'; it must be one of .*bfloat16"):
         load(texting_folder, dtype="half")
 
 
-def test_another_default_device(texting_folder):
+def test_another_default_device_is_refused(texting_folder):
     with torch.device("meta"), pytest.raises(UserError, match="torch's default device is meta; set it to cpu"):
         load(texting_folder)
 
@@ -181,45 +181,45 @@ def test_a_long_text_is_refused_by_us_alone(texting_folder, caplog):
 
 @pytest.mark.parametrize("name", ["tools", "documents"])
 @pytest.mark.parametrize("levels", [150, 500, 900, 100_000])
-def test_json_of_many_levels(refuses, folder, tmp_path, name, levels):
+def test_deeply_nested_json_is_refused(refuses, folder, tmp_path, name, levels):
     (tmp_path / "file").write_text("[" + '{"a": ' * levels + "1" + "}" * levels + "]")
     said = refuses("chat", "--model", folder, f"--{name}", tmp_path / "file")
     assert f"{name} are nested more than 100 levels deep" in said or "is not JSON" in said
 
 
 @pytest.mark.parametrize("levels", [500, 900, 100_000])
-def test_a_schema_of_many_levels(refuses, folder, tmp_path, levels):
+def test_a_deeply_nested_schema_is_refused(refuses, folder, tmp_path, levels):
     (tmp_path / "file").write_text('{"not": ' * levels + "{}" + "}" * levels)
     assert "the JSON schema" in refuses("generate", "--model", folder, "--json-schema", tmp_path / "file", "x")
 
 
 @pytest.mark.parametrize("message", [None, 3, b"x", "a\udcff"], ids=repr)
-def test_a_message(texting, message):
+def test_a_message_that_is_not_text_is_refused(texting, message):
     with pytest.raises(UserError, match="the message is"):
         chat_prompt(texting[1], message)
 
 
 @pytest.mark.parametrize("name, answer", MODELS.items(), ids=MODELS.keys())
-def test_a_name_of_a_model(refuses, name, answer):
+def test_a_wrong_model_name_is_refused_with_a_hint(refuses, name, answer):
     assert answer in refuses("generate", "--model", name, "x")
 
 
 @pytest.mark.parametrize("command", [("generate", "--file"), ("evaluate",)], ids=["generate", "evaluate"])
-def test_a_text_without_an_end(refuses, folder, monkeypatch, command):
+def test_an_endless_text_is_refused(refuses, folder, monkeypatch, command):
     monkeypatch.setattr("granite4_neuron.commands.options._MOST_CHARACTERS", 10_000)
     said = refuses(*command, "/dev/zero", "--model", folder)
     assert said == "/dev/zero has more than 10,000 characters, the most that are read."
 
 
 @pytest.mark.parametrize("text", ["print(1)\n", '{"a": 1}\n', "[1]", "\n", '{"custom_id": "1"}'])
-def test_an_output_that_is_another_programs_file(refuses, tmp_path, text):
+def test_an_output_that_is_no_batch_result_is_refused(refuses, tmp_path, text):
     (tmp_path / "in").write_text('{"prompt": "x"}\n')
     (tmp_path / "out").write_text(text)
     assert "has something else than results of a batch" in refuses("batch", tmp_path / "in", tmp_path / "out")
     assert (tmp_path / "out").read_text() == text
 
 
-def test_results_of_another_input(refuses, folder, tmp_path):
+def test_results_of_another_input_are_refused(refuses, folder, tmp_path):
     (tmp_path / "in").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
     result = '{"prompt": "y", "generated_text": "", "finish_reason": "stop", "error": null}\n'
     for lines, message in ((1, "is not that of line 1 of"), (3, "has 2 lines, and there are results of 3")):
@@ -228,12 +228,12 @@ def test_results_of_another_input(refuses, folder, tmp_path):
         assert (tmp_path / "out").read_text() == result * lines
 
 
-def test_a_name_with_escape_sequences(refuses):
+def test_escape_sequences_in_a_name_are_escaped(refuses):
     said = refuses("generate", "--model", "./\x1b[2J\nx\u202e", "x")
     assert r"\x1b[2J\nx\u202e" in said and said.isprintable()
 
 
-def test_messages_are_one_line_and_not_endless():
+def test_messages_are_one_line_of_limited_length():
     for message in ("x" * 10**6 + ".", "\0" * 10**6 + ".", "a\nb\r\x9b."):
         said = str(UserError(message))
         assert said.isprintable() and said.endswith(".") and len(said) <= 1600
@@ -241,7 +241,7 @@ def test_messages_are_one_line_and_not_endless():
     assert str(UserError("\N{LATIN SMALL LETTER E WITH ACUTE} is a letter.")).startswith("\xe9 is")
 
 
-def test_a_file_of_weights(refuses, folder):
+def test_a_file_of_weights_is_not_a_model(refuses, folder):
     assert "is not a folder but a file" in refuses("generate", "--model", folder / "model.safetensors", "x")
 
 
@@ -311,6 +311,6 @@ def test_a_file_of_weights(refuses, folder):
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
-def test_a_command(refuses, folder, arguments, message):
+def test_a_bad_command_line_is_refused(refuses, folder, arguments, message):
     model = ("--model", folder) if arguments and arguments[0] in ("generate", "convert", "check") else ()
     assert message in refuses(*arguments, *model)

@@ -18,7 +18,7 @@ from test.support.pseudo_terminal import COLUMNS, COMMAND, ROWS, PseudoTerminal
 pytest.importorskip("prompt_toolkit", reason="prompt_toolkit is not installed")
 
 QUESTION = b"What is the assert statement?\r"
-PROMPT = "\x1b[6n\x1b[?2004h"  # how prompt_toolkit begins one: where is the cursor, and mark pasted text
+PROMPT = "\x1b[6n\x1b[?2004h"  # prompt_toolkit first asks for the cursor's position and for bracketed paste
 ROUNDS = 40
 
 
@@ -57,7 +57,7 @@ def chat(tmp_path):
 
 @pytest.fixture(scope="module")
 def talk(endless, tmp_path_factory):
-    """Return a chat for many tests, which is to survive all of them. Answers take a while."""
+    """Return a chat that many tests share and that must survive all of them. Its answers take a while."""
     folder = tmp_path_factory.mktemp("talk")
     with PseudoTerminal(*COMMAND, "chat", "--model", endless, cwd=folder, XDG_STATE_HOME=str(folder)) as at:
         at.folder = folder
@@ -81,16 +81,16 @@ def ask(at, keys):
 def turns(at):
     """Clear what is typed, and return how many turns /stats shows."""
     for _ in range(20):
-        # Three, because one may end pasted text, and one may be what Ctrl-Q quotes.
+        # Three, because one may end pasted text, and Ctrl-Q may quote another.
         at.type(b"\x03\x03\x03")
-        time.sleep(0.2)  # Ctrl-C is alone where a person presses it
+        time.sleep(0.2)  # when a person presses Ctrl-C, nothing follows it at once
         before = len(at.written)
         at.type(b"/stats\r")
         try:
             shown = at.wait_for("peak memory", before, patience=10)
         except AssertionError:
             assert at.process.poll() is None, at.written[-3000:]
-            continue  # a key before it took some of it
+            continue  # an earlier key took a part of /stats
         return int(shown.partition("│ turns       │ ")[2].split()[0])
     raise AssertionError(at.written[-3000:])
 
@@ -125,7 +125,7 @@ class TestKeys:
         ],
         ids=lambda keys: repr(keys)[2:30],
     )
-    def test_during_an_answer_and_at_the_prompt(self, talk, keys):
+    def test_keys_during_an_answer_and_at_the_prompt_do_no_harm(self, talk, keys):
         before = len(talk.written)
         talk.type(keys)
         num_turns = turns(talk)
@@ -138,7 +138,7 @@ class TestKeys:
         assert not complaints(talk.written[before:])
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_anything(self, talk, seed):
+    def test_random_input_does_not_end_the_chat(self, talk, seed):
         chance, before = random.Random(seed), len(talk.written)
         ask(talk, b"/set max_tokens 30\r")
         for _ in range(ROUNDS):
@@ -163,7 +163,7 @@ class TestKeys:
         ask(talk, b"\r")
         assert turns(talk) == num_turns + 2
 
-    def test_ctrl_c_many_times(self, talk):
+    def test_repeated_ctrl_c_does_not_end_the_chat(self, talk):
         ask(talk, b"/set max_tokens 100000\r")
         num_turns = turns(talk)
         start = len(talk.written)
@@ -179,13 +179,13 @@ class TestKeys:
         os.mkfifo(talk.folder / "pipe")
         num_turns, start = turns(talk), len(talk.written)
         talk.type(b"/read pipe\r")
-        # The line editor has ended, and with it what it does at Ctrl-C, and the chat has pasted text marked again.
+        # By then the line editor no longer handles Ctrl-C, and the chat has turned bracketed paste on again.
         talk.wait_for(lambda written: "\x1b[?2004h" in written.partition("\x1b[?2004l")[2], start)
         talk.process.send_signal(signal.SIGINT)
         talk.wait_for("stopped.", start)
         assert turns(talk) == num_turns
 
-    def test_a_dumb_terminal(self, chat):
+    def test_a_dumb_terminal_gets_no_escape_sequences(self, chat):
         at = chat(question=None, is_ready="leaves.\n> ", TERM="dumb")
         at.type(QUESTION)
         at.wait_for("if __debug__")
@@ -193,8 +193,8 @@ class TestKeys:
         at.type(b"\x04")
         assert at.ended() == 0 and "\x1b" not in at.written.partition("/help")[2]
 
-    def test_errors_of_the_line_editor(self, chat):
-        """What was typed before stays, and another key works."""
+    def test_an_error_of_the_line_editor_does_not_end_the_chat(self, chat):
+        """The text typed before the error stays, and further keys work."""
         program = (
             "import prompt_toolkit.key_binding.bindings.named_commands as named, sys\n"
             "from prompt_toolkit.buffer import Buffer\n"
@@ -232,7 +232,7 @@ KINDS = (
 
 class TestKept:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-    def test_signals(self, chat, endless, number, capsys, monkeypatch):
+    def test_a_signal_keeps_the_conversation(self, chat, endless, number, capsys, monkeypatch):
         at = chat("--model", endless, "--max-tokens", 20, "--system", "Be brief.")
         if number == signal.SIGTERM:  # during an answer
             ask(at, b"/set max_tokens 100000\r")
@@ -247,14 +247,14 @@ class TestKept:
         assert main(["chat", "--max-tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith("Be brief.\n")
 
-    def test_a_terminal_that_is_gone(self, chat, tmp_path):
+    def test_a_closed_terminal_keeps_the_conversation(self, chat, tmp_path):
         at = chat()
         at.hang_up()
         assert at.process.wait(60) == 128 + signal.SIGHUP
         (file,) = (tmp_path / "state" / "granite4-neuron").glob("chat_*.json")
         assert json.loads(file.read_text())[0]["content"] == QUESTION.decode().strip()
 
-    def test_an_error_of_the_program(self, chat):
+    def test_an_error_of_the_program_keeps_the_conversation(self, chat):
         program = (
             "import sys\n"
             "from granite4_neuron import __main__\n"
@@ -269,7 +269,7 @@ class TestKept:
         _, messages = kept_in(at)
         assert len(messages) == 2 and "ZeroDivisionError: planted" in at.written
 
-    def test_where_no_folder_can_be_made(self, chat, tmp_path):
+    def test_it_is_kept_elsewhere_if_no_folder_can_be_made(self, chat, tmp_path):
         at = chat()
         shutil.rmtree(tmp_path / "state")
         (tmp_path / "state").write_text("a file")
@@ -280,7 +280,7 @@ class TestKept:
         file, _ = kept_in(at)
         os.remove(file)
 
-    def test_nothing_is_kept_of_nothing_or_after_the_usual_end(self, chat, tmp_path):
+    def test_an_empty_chat_and_a_normal_exit_keep_nothing(self, chat, tmp_path):
         at = chat(question=None)
         at.process.terminate()
         assert at.ended() == 128 + signal.SIGTERM

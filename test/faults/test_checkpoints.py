@@ -143,7 +143,7 @@ def only(name, content=b"x"):
 
 
 def hub_cache(folder):
-    """Damage: turn the folder into one of the Hugging Face cache, with the snapshot inside it."""
+    """Damage: give the folder the layout of the Hugging Face cache, with the checkpoint as its snapshot."""
     snapshot = folder / "snapshots" / "0123456789"
     snapshot.mkdir(parents=True)
     for file in list(folder.iterdir()):
@@ -392,7 +392,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("damage, message", FAULTS.values(), ids=FAULTS.keys())
-def test_a_damaged_checkpoint(folder, refuses, damage, message):
+def test_a_damaged_checkpoint_is_refused(folder, refuses, damage, message):
     damage(folder)
     said = refuses("generate", "--model", folder, "--max-tokens", 1, "x")
     assert message in said
@@ -414,16 +414,16 @@ class TestATokenizerThatGivesUp:
         return folder
 
     @pytest.mark.parametrize("command", ["generate", "generate --chat", "check", "evaluate"])
-    def test_commands(self, model, refuses, tmp_path, command):
+    def test_commands_refuse_the_text(self, model, refuses, tmp_path, command):
         (tmp_path / "text").write_text(self.TEXT)
         words = {"check": ("--prompt", self.TEXT), "evaluate": (tmp_path / "text",)}
         name, *options = command.split()
         assert self.SENTENCE in refuses(name, *options, "--model", model, *words.get(name, (self.TEXT,)))
 
-    def test_functions(self, model):
+    def test_functions_refuse_the_text(self, model):
         runtime, tokenizer = load(model)
         messages = [{"role": "user", "content": self.TEXT}]
-        hidden = [{"role": "user", "content": self.TEXT + "<|bos|>"}]  # which is encoded in parts
+        hidden = [{"role": "user", "content": self.TEXT + "<|bos|>"}]  # text with a control token is encoded in parts
         for prompt in (self.TEXT, messages, hidden):
             with pytest.raises(UserError, match=self.SENTENCE):
                 generate(runtime, tokenizer, prompt, max_tokens=1)
@@ -434,7 +434,7 @@ class TestATokenizerThatGivesUp:
                 ask(*((runtime, tokenizer, messages) if ask is chat else (tokenizer, self.TEXT)))
         assert generate(runtime, tokenizer, "a", max_tokens=1) is not None, "it still works"
 
-    def test_the_server(self, model):
+    def test_the_server_refuses_the_text(self, model):
         pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
         httpx = pytest.importorskip("httpx", reason="httpx is not installed")
         from test.support.serving import serving
@@ -452,14 +452,14 @@ class TestATokenizerThatGivesUp:
             assert httpx.post(f"{server.address}/v1/completions", json={"prompt": "a"}, timeout=60).status_code == 200
 
 
-def test_sharded_as_it_should_be_is_read(folder, capsys):
+def test_an_undamaged_sharded_checkpoint_loads(folder, capsys):
     """The sharded checkpoint loads before it is damaged."""
     shards()(folder)
     load_model(folder)
 
 
-def test_the_tokenizer_is_that_of_the_folder(folder, tmp_path):
-    """The configuration may name another file, which nobody has looked at. The folder's tokenizer is loaded."""
+def test_the_folders_own_tokenizer_is_loaded(folder, tmp_path):
+    """The configuration may name a tokenizer file that no check has read. The folder's own is loaded."""
     text = (folder / "tokenizer.json").read_text().replace("<|bos|>", "<|begin|>")
     (tmp_path / "tokenizer.json").write_text(text)
     values_of(TOKENIZER_CONFIG, tokenizer_file=json.dumps(str(tmp_path / "tokenizer.json")))(folder)
@@ -467,7 +467,7 @@ def test_the_tokenizer_is_that_of_the_folder(folder, tmp_path):
     assert "<|bos|>" in tokenizer.get_vocab() and "<|begin|>" not in tokenizer.get_vocab()
 
 
-def test_an_incomplete_download(folder, refuses):
+def test_an_incomplete_download_is_refused(folder, refuses):
     """The Hugging Face cache is as a stopped download leaves it."""
     cache = folder / "models--somebody--model"
     snapshot = cache / "snapshots" / "0123456789"
@@ -497,7 +497,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template, message", TEMPLATES.values(), ids=TEMPLATES.keys())
-def test_a_chat_template(folder, refuses, template, message):
+def test_a_harmful_chat_template_is_refused(folder, refuses, template, message):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     values_of(TOKENIZER_CONFIG, chat_template=json.dumps(template))(folder)
     said = refuses("generate", "--model", folder, "--chat", "hello")
@@ -534,7 +534,7 @@ def test_weights_that_are_not_finite_are_not_converted(folder, refuses, name, nu
     assert not list(folder.parent.glob("*new*"))
 
 
-def test_weights_that_a_dtype_does_not_hold_are_not_converted(folder, refuses):
+def test_weights_outside_a_dtypes_range_are_not_converted(folder, refuses):
     with_number(IN_PROJ, -1e6)(folder)
     said = refuses("convert", "--model", folder, "--output", folder.parent / "new", "--dtype", "float16")
     assert f"{IN_PROJ} in {folder} holds 1e+06, and torch.float16 ends at 6.55e+04; choose another dtype." in said
@@ -549,7 +549,7 @@ def test_scales_that_are_not_finite_are_not_converted(folder, refuses, capsys):
 
 
 def first_row(*values):
-    """Damage: change the first bytes of the scales of a matrix's first row: least exponent, number of others, these."""
+    """Damage: overwrite the first bytes of a row's scales: least exponent, number of other values, and those values."""
     return lambda stored: stored[f"{IN_PROJ}_scale"][0, : len(values)].copy_(torch.tensor(values))
 
 
@@ -572,7 +572,7 @@ NO_QUANTIZED_WEIGHTS = {
 
 
 @pytest.mark.parametrize("format, change, message", NO_QUANTIZED_WEIGHTS.values(), ids=NO_QUANTIZED_WEIGHTS.keys())
-def test_weights_that_their_format_does_not_have(folder, refuses, format, change, message):
+def test_weights_outside_their_format_are_refused(folder, refuses, format, change, message):
     quantized = folder.parent / format
     save_model(load_model(folder, torch.bfloat16, quantize=format), quantized, files_from=folder)
     load_model(quantized)

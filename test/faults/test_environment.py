@@ -47,7 +47,7 @@ class TestMemory:
         said = refuses("generate", "--model", folder, "x")
         assert "the weights in" in said and "GB of memory, and 0.00 GB are available; bfloat16 takes half" in said
 
-    def test_a_state_that_does_not_fit(self, texting):
+    def test_a_state_that_does_not_fit_is_refused(self, texting):
         """The state is so large that the system refuses it at once."""
         with pytest.raises(UserError, match="not enough memory for the state of 1,000,000,000 sequences of up to 600"):
             texting[0].allocate(10**9, 600)
@@ -56,7 +56,7 @@ class TestMemory:
     @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CUDA build alone is larger")
     @pytest.mark.parametrize("gigabytes", [1, 2])
     def test_a_small_address_space(self, texting_folder, gigabytes):
-        """The space may or may not be enough, because Python and torch alone take most of it."""
+        """The command may succeed or be refused, because Python and torch alone take most of the space."""
         limit = f"ulimit -v {gigabytes * 2**20}; exec {sys.executable} -m granite4_neuron"
         command = f"{limit} generate --model {texting_folder} --max-tokens 3 --cpu-kernels torch x"
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
@@ -88,19 +88,19 @@ except UserError as error:
         assert "raise its limit (ulimit -v), or store the weights in smaller shards." in done.stdout
 
     @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")], ids=repr)
-    def test_memory_that_runs_out_elsewhere(self, texting_folder, refuses, monkeypatch, error):
+    def test_running_out_of_memory_elsewhere_gives_a_sentence(self, texting_folder, refuses, monkeypatch, error):
         def fail(*_, **__):
             raise error
 
         monkeypatch.setattr("granite4_neuron.generation.stream_generate", fail)
         assert refuses("generate", "--model", texting_folder, "x") == "there is not enough memory."
 
-    def test_what_is_available(self, monkeypatch):
+    def test_available_memory_heeds_limits(self, monkeypatch):
         assert 10**6 < available_memory.available_bytes() < 10**14
         monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
         assert available_memory.available_bytes() == 0
 
-    def test_each_process_has_its_limit(self, monkeypatch):
+    def test_a_limit_counts_for_each_process(self, monkeypatch):
         monkeypatch.setattr(available_memory, "_of_limit", lambda: 10**6)
         assert [available_memory.available_bytes(processes) for processes in (1, 2)] == [10**6, 2 * 10**6]
 
@@ -147,7 +147,7 @@ class TestStreams:
 
 class TestInterrupts:
     @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.5, 3])
-    def test_ctrl_c(self, seconds):
+    def test_ctrl_c_ends_a_command(self, seconds):
         """An interrupt while Python starts is Python's own matter, so the clock starts in the package's code."""
         marker = "import granite4_neuron.__main__ as main, sys; print('started', flush=True); sys.exit(main.main())"
         command = [sys.executable, "-c", marker, "generate", "x", "--max-tokens", "100000", "--ignore-eos"]
@@ -211,7 +211,7 @@ class TestKernelCache:
         (folder / real.name).chmod(0o700)
         return folder / real.name
 
-    def test_a_whole_one_is_loaded(self, cache):
+    def test_a_complete_library_is_loaded(self, cache):
         assert build._library() == cache
 
     @pytest.mark.parametrize(
@@ -226,14 +226,14 @@ class TestKernelCache:
         ],
         ids=["truncated", "empty", "random", "one byte", "writable by all", "a link"],
     )
-    def test_a_bad_one_is_compiled_again(self, cache, caplog, damage):
+    def test_a_damaged_library_is_compiled_again(self, cache, caplog, damage):
         damage(cache)
         with pytest.raises(subprocess.CalledProcessError):
             build._library()
         assert f"{cache} is damaged or may be written to by others; it is compiled again" in caplog.text
         assert not cache.exists() and not cache.is_symlink()
 
-    def test_a_library_of_something_else(self, monkeypatch, caplog):
+    def test_a_library_without_the_operators_is_refused(self, monkeypatch, caplog):
         monkeypatch.setattr(build, "_ONE_OPERATOR", "an_operator_that_it_does_not_have")
         assert build.load_kernels.__wrapped__()
         assert "the library that was loaded does not have them" in caplog.text
@@ -247,18 +247,18 @@ class TestKernelCache:
             os.umask(before)
         assert folder.stat().st_mode & 0o777 == 0o700
 
-    def test_a_folder_of_somebody_else(self, tmp_path, monkeypatch):
+    def test_another_users_folder_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         with pytest.raises(build._Unavailable, match="belongs to another user"):
             build._private_folder(tmp_path)
 
-    def test_a_compiler_that_is_no_command(self, cache, monkeypatch, caplog):
+    def test_a_malformed_compiler_command_is_reported(self, cache, monkeypatch, caplog):
         cache.unlink()
         monkeypatch.setenv("CXX", 'g++ "')
         assert build.load_kernels.__wrapped__()
         assert "CXX is 'g++ \"', which is not a command" in caplog.text
 
-    def test_neither_home_nor_name(self, monkeypatch):
+    def test_a_user_without_home_and_name_has_a_cache(self, monkeypatch):
         """The user has neither a home nor a name, as with `docker run --user`."""
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
@@ -268,14 +268,14 @@ class TestKernelCache:
         monkeypatch.setattr(Path, "home", nobody)
         assert build._cache_folder().name == f"granite4-neuron-{os.getuid()}"
 
-    def test_what_is_compiled_is_whole_before_it_has_its_name(self, cache, tmp_path):
+    def test_a_library_gets_its_name_when_it_is_complete(self, cache, tmp_path):
         compiler = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done\nprintf built >"$2"')
         built = build._build([str(compiler)], one_source(tmp_path), cache.parent, "kernels-key")
         assert built.read_text() == "built" and built.stem == f"kernels-key-{build._digest(built)}"
         assert built.stat().st_mode & 0o777 == 0o700
 
     def test_one_process_compiles_and_others_wait_for_it(self, cache, tmp_path, monkeypatch, caplog):
-        """Threads, which lock each other out as processes do."""
+        """Threads stand in for processes: they lock each other out in the same way."""
         cache.unlink()
         wait_for_go = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done"
         note_link = f'case "$*" in *-shared*) echo link >>{tmp_path}/log; esac'
@@ -291,7 +291,7 @@ class TestKernelCache:
         assert libraries[0].result() == libraries[1].result()
         assert (tmp_path / "log").read_text() == "link\n"
 
-    def test_what_a_killed_build_left_goes_and_a_build_that_runs_stays(self, cache, tmp_path):
+    def test_leftovers_of_a_killed_build_are_removed_and_a_running_build_stays(self, cache, tmp_path):
         compiler = script(tmp_path / "killer", 'while [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID')
         program = f"""
 from pathlib import Path
@@ -317,7 +317,7 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
         assert raised.value.returncode == 3 and raised.value.stderr == "error: no\n"
         assert has_ended(int((tmp_path / "started").read_text()))
 
-    def test_a_compiler_that_writes_no_text(self, tmp_path):
+    def test_a_compiler_that_writes_bytes_outside_utf_8(self, tmp_path):
         compiler = script(tmp_path / "c++", r"printf 'error: \377\376' >&2; exit 1")
         with pytest.raises(subprocess.CalledProcessError) as raised:
             build._run_all([[str(compiler)]], 1)
@@ -360,7 +360,7 @@ def one_source(folder):
 
 
 def has_ended(process, seconds=10):
-    """Return whether the process ends in that time; one that nobody has waited for has ended too."""
+    """Return whether the process ends in that time. A zombie counts as ended."""
     status, until = Path(f"/proc/{process}/stat"), time.monotonic() + seconds
     while time.monotonic() < until:
         if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
@@ -390,7 +390,7 @@ def test_a_fork_after_a_generation(texting_folder, kernels):
 
 
 @pytest.mark.parametrize("value", ["all", "0-", "-1", "0..3", "0,,1", "0, 1"])
-def test_neuron_cores_that_are_no_numbers(value, monkeypatch):
+def test_malformed_numbers_of_neuron_cores_are_refused(value, monkeypatch):
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", value)
     with pytest.raises(UserError) as error:
         visible_cores()
@@ -400,7 +400,7 @@ def test_neuron_cores_that_are_no_numbers(value, monkeypatch):
 
 
 class TestSourcesOfNxDInference:
-    """NXDI_SRC and NXD_SRC name checkouts."""
+    """NXDI_SRC and NXD_SRC must name the roots of checkouts."""
 
     PACKAGE = "src/neuronx_distributed_inference"
 
@@ -409,13 +409,13 @@ class TestSourcesOfNxDInference:
         (tmp_path / "checkout" / self.PACKAGE).mkdir(parents=True)
         return tmp_path / "checkout"
 
-    def test_a_checkout(self, source, monkeypatch):
+    def test_the_root_of_a_checkout_is_accepted(self, source, monkeypatch):
         monkeypatch.chdir(source.parent)
         monkeypatch.setenv("NXDI_SRC", "checkout")
         assert checkout("NXDI_SRC", self.PACKAGE) == source
 
     @pytest.mark.parametrize("inside", ["src", PACKAGE])
-    def test_a_folder_in_a_checkout(self, source, inside, monkeypatch):
+    def test_a_folder_in_a_checkout_is_refused_with_its_root(self, source, inside, monkeypatch):
         monkeypatch.setenv("NXDI_SRC", str(source / inside))
         with pytest.raises(UserError) as error:
             checkout("NXDI_SRC", self.PACKAGE)
@@ -425,12 +425,12 @@ class TestSourcesOfNxDInference:
         )
 
     @pytest.mark.parametrize("value", [".", "none"])
-    def test_no_checkout(self, value, tmp_path, monkeypatch):
+    def test_another_folder_is_refused(self, value, tmp_path, monkeypatch):
         monkeypatch.setenv("NXD_SRC", str(tmp_path / value))
         with pytest.raises(UserError, match=r"which has no src/x; it must name the root of a checkout\.$"):
             checkout("NXD_SRC", "src/x")
 
-    def test_commands(self, tmp_path):
+    def test_commands_report_a_wrong_folder(self, tmp_path):
         pytest.importorskip("torch_xla", reason="torch_xla is not installed")
         environment = os.environ | dict.fromkeys(SOURCES, str(tmp_path))
         command = [*COMMAND, "graphs", "--backend", "nxdi", "--model", "h-350m"]
@@ -442,13 +442,13 @@ class TestSourcesOfNxDInference:
 
 
 class TestNetwork:
-    def test_offline(self, refuses, monkeypatch):
-        """The command says so at once, and nothing else. huggingface_hub alone would try for half a minute."""
+    def test_a_missing_network_is_reported_at_once(self, refuses, monkeypatch):
+        """The command says so at once. huggingface_hub by itself would retry for half a minute."""
         monkeypatch.setattr(socket, "create_connection", no_network)
         said = refuses("generate", "--model", "somebody/some-model", "x")
         assert "cannot be reached (Network is unreachable)" in said and "HF_HUB_OFFLINE" in said
 
-    def test_an_address_that_never_answers(self, monkeypatch):
+    def test_an_address_that_never_answers_is_given_up(self, monkeypatch):
         monkeypatch.setattr(hub, "_SECONDS_TO_CONNECT", 0.01)
         monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(0.5) or no_network())
         assert "does not answer within" in hub._why_unreachable("https://huggingface.co")
@@ -461,7 +461,7 @@ class TestNetwork:
         hub._why_unreachable("https://huggingface.co")
         assert asked == [("proxy.example", 3128)]
 
-    def test_offline_on_purpose(self, refuses, monkeypatch):
+    def test_offline_mode_is_reported(self, refuses, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         said = refuses("generate", "--model", "somebody/some-model", "x")
         assert "HF_HUB_OFFLINE is set, and there is no copy of it in the cache" in said

@@ -23,13 +23,13 @@ def good(tmp_path_factory):
 
 
 def metadata(**values):
-    """Damage: change metadata, whose names have _ for dots and - for _."""
+    """Damage: change metadata. In the given names _ stands for a dot, and - for _."""
     named = {key.replace("_", ".").replace("-", "_"): value for key, value in values.items()}
     return lambda good, to: rewritten(good, to, metadata=named)
 
 
 def about_model(name, value):
-    """Damage: change a value of the model."""
+    """Damage: change a value under the architecture's name in the metadata."""
     return lambda good, to: rewritten(good, to, metadata={f"{HYBRID}.{name}": value})
 
 
@@ -69,7 +69,7 @@ def of_unknown_type(good, to):
 
 
 def header(names, part, *values):
-    """Damage: change what the header says of a tensor, or of all: its "shape", "type" or "offset"."""
+    """Damage: change the "shape", "type" or "offset" in the header of one tensor or of all."""
 
     def damage(good, to):
         content = bytearray(good.read_bytes())
@@ -174,18 +174,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("damage, message", CASES.values(), ids=CASES.keys())
-def test_a_file(tmp_path, good, refuses, damage, message):
+def test_a_damaged_file_is_refused(tmp_path, good, refuses, damage, message):
     file = tmp_path / "damaged.gguf"
     damage(good, file)
     assert message in refuses("generate", "--model", file, "x")
 
 
-def test_a_pipe(tmp_path, refuses):
+def test_a_pipe_is_refused(tmp_path, refuses):
     os.mkfifo(tmp_path / "pipe.gguf")
     assert "is not a folder but a file" in refuses("generate", "--model", tmp_path / "pipe.gguf", "x")
 
 
-def test_a_revision(good, refuses):
+def test_a_revision_of_a_file_is_refused(good, refuses):
     assert "is a file; only a Hugging Face id has a revision" in refuses(
         "generate", "--model", good, "--revision", "main", "x"
     )

@@ -73,7 +73,7 @@ def changed(ending, change):
 
 
 def says(**values):
-    """Damage: change values of the metadata; a value of ... removes the key."""
+    """Damage: change values of the metadata; the value `...` removes the key."""
 
     def damage(tensors, about):
         about.update(values)
@@ -84,12 +84,12 @@ def says(**values):
 
 
 def metadata(text):
-    """Damage: put this text where the metadata's object should be."""
+    """Damage: replace the metadata's JSON object with this text."""
     return lambda tensors, about: text
 
 
 def turn(**values):
-    """Damage: change values of the second turn; a value of ... removes the key."""
+    """Damage: change values of the second turn; the value `...` removes the key."""
 
     def damage(tensors, about):
         note = json.loads(about["note"])
@@ -112,7 +112,7 @@ def without_digest(tensors, about):
 
 
 def last_token(token):
-    """Damage: put this token in the place of the last one."""
+    """Damage: replace the last token with this one."""
 
     def damage(tensors, about):
         about["tokens"][-1] = token
@@ -221,7 +221,7 @@ def damaged(saved, damage, file):
 
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch):
-    """Chats here have the input of a test in place of a terminal's."""
+    """Chats here read a test's input, not a terminal's."""
     monkeypatch.setattr("granite4_neuron.commands.chat_session.keys_are_kept", nullcontext)
 
 
@@ -230,7 +230,7 @@ def is_a_sentence(error):
 
 
 @pytest.mark.parametrize("damage, message", STATES.values(), ids=STATES.keys())
-def test_a_state(texting, saved, tmp_path, damage, message):
+def test_a_damaged_state_is_refused(texting, saved, tmp_path, damage, message):
     file = damaged(saved, damage, tmp_path / "file")
     cache = PrefixCache(texting[0], None, None)
     with pytest.raises(UserError, match=message) as error:
@@ -239,14 +239,14 @@ def test_a_state(texting, saved, tmp_path, damage, message):
     assert cache.stats.num_bytes == 0
 
 
-def test_the_last_token_of_the_vocabulary(texting, saved, tmp_path):
+def test_the_last_token_of_the_vocabulary_is_accepted(texting, saved, tmp_path):
     cache = PrefixCache(texting[0], None, None)
     cache.load(Snapshot.load(damaged(saved, last_token(263), tmp_path / "file"), texting[0]))
     assert cache.stats.snapshots == 1
 
 
 @pytest.mark.parametrize("damage, message", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
-def test_a_conversation(conversation, saved, tmp_path, damage, message):
+def test_a_damaged_conversation_is_refused(conversation, saved, tmp_path, damage, message):
     "".join(conversation.ask("Before"))
     turns = list(conversation.turns)
     with pytest.raises(UserError, match=message) as error:
@@ -255,20 +255,20 @@ def test_a_conversation(conversation, saved, tmp_path, damage, message):
     assert conversation.turns == turns
 
 
-def test_what_is_not_damaged_is_read(conversation, saved, tmp_path):
+def test_an_undamaged_conversation_is_read(conversation, saved, tmp_path):
     """The saved file loads before it is damaged."""
     conversation.load(damaged(saved, says(), tmp_path / "file"))
     assert [turn.user for turn in conversation.turns] == ["Hello", "What else?"]
 
 
-def test_turns_that_would_take_more_than_the_memory(conversation, saved, tmp_path, monkeypatch):
+def test_turns_beyond_the_memory_are_refused(conversation, saved, tmp_path, monkeypatch):
     monkeypatch.setattr("granite4_neuron.system.available_memory.available_bytes", lambda *_: 10**6)
     with pytest.raises(UserError, match=r"the turns in .* need 0.00 GB of memory, and 0.00 GB are available"):
         conversation.load(damaged(saved, longer_than_memory, tmp_path / "file"))
 
 
 def test_a_tensor_larger_than_the_memory_is_not_read(texting, saved, tmp_path, monkeypatch):
-    """A file with a hole in it could claim such a tensor."""
+    """A sparse file can claim such a tensor."""
     file = damaged(saved, changed(".key", lambda key: key.repeat(1, 1000, 1)), tmp_path / "file")
     before = [name for name in saved[0] if name.endswith(".key")]
     assert before
@@ -291,7 +291,7 @@ def irregular_files(folder):
     return ["pipe", "zeros", "null", "socket", "folder"]
 
 
-def test_other_files_than_regular_ones(texting_folder, refuses, tmp_path):
+def test_irregular_files_are_refused(texting_folder, refuses, tmp_path):
     for name in irregular_files(tmp_path):
         said = refuses("generate", "--model", texting_folder, "--prompt-cache", tmp_path / name, PROMPT)
         assert said == f"{tmp_path / name} is not a regular file."
@@ -322,8 +322,8 @@ class Lines:
         return self._lines.pop(0) if self._lines else None
 
 
-def test_a_chat_goes_on(conversation, tmp_path, capsys, monkeypatch):
-    """Each command that cannot be done gives one sentence, and the conversation is still there."""
+def test_a_chat_survives_failed_commands(conversation, tmp_path, capsys, monkeypatch):
+    """A command that fails prints one sentence, and the conversation is still there."""
     monkeypatch.setattr("granite4_neuron.commands.chat_session.Session._answer", lambda self, text: None)
     "".join(conversation.ask("Hello"))
     names = irregular_files(tmp_path)
@@ -338,7 +338,7 @@ def test_a_chat_goes_on(conversation, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=repr)
-def test_a_system_that_refuses_does_not_end_the_chat(conversation, capsys, monkeypatch, error):
+def test_errors_of_the_system_do_not_end_the_chat(conversation, capsys, monkeypatch, error):
     def fail(*_):
         raise error
 
@@ -368,7 +368,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_a_file_says_does_not_reach_the_terminal_raw(conversation, monkeypatch):
+def test_control_characters_of_a_file_do_not_reach_the_terminal(conversation, monkeypatch):
     "".join(conversation.ask("\x1b[31mHello"))
     conversation.system = "\x1b]0;title\x07Be brief."
     for name in ("stdout", "stderr"):
@@ -376,6 +376,6 @@ def test_what_a_file_says_does_not_reach_the_terminal_raw(conversation, monkeypa
     guard_streams()
     assert Session(conversation, Lines("/system", "/undo"), is_terminal=True).run() == 0
     shown = sys.stdout.getvalue() + sys.stderr.getvalue()
-    for mark in ("\x1b[?2004h", "\x1b[?2004l"):  # of the chat itself, for pasted text
+    for mark in ("\x1b[?2004h", "\x1b[?2004l"):  # the chat's own, for bracketed paste
         shown = shown.replace(mark, "")
     assert "Be brief." in shown and "Hello" in shown and "\x1b" not in shown

@@ -76,8 +76,8 @@ def at_terminal(monkeypatch):
     return run
 
 
-def test_a_models_text(hostile_folder, at_terminal, capfdbinary):
-    """A file has every byte of it, and a terminal has the text without what it would obey."""
+def test_a_models_text_is_shown_without_controls(hostile_folder, at_terminal, capfdbinary):
+    """A file gets every byte. A terminal gets the text without the control characters that it would obey."""
     arguments = ("generate", "--model", hostile_folder, *RANDOM, "A")
     assert main(list(map(str, arguments))) == 0
     text = capfdbinary.readouterr().out.decode()
@@ -87,8 +87,8 @@ def test_a_models_text(hostile_folder, at_terminal, capfdbinary):
     assert shown.endswith(visible(text)) and len(visible(text)) < len(text) - 40
 
 
-def test_escape_sequences_in_pieces(monkeypatch, capsys):
-    """Text comes as a model generates it, and a sequence may be of several tokens."""
+def test_escape_sequences_in_pieces_are_caught(monkeypatch, capsys):
+    """Text arrives as a model generates it, and one escape sequence may be several tokens."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     terminal.guard_streams()
@@ -125,7 +125,7 @@ def test_escape_sequences_in_pieces(monkeypatch, capsys):
     ],
     ids=lambda arguments: repr(" ".join(map(str, arguments)).replace(HOSTILE, "HOSTILE"))[:60],
 )
-def test_names(arguments, hostile_folder, at_terminal, tmp_path):
+def test_names_are_shown_without_controls(arguments, hostile_folder, at_terminal, tmp_path):
     (tmp_path / NAME).write_text("Some text with \x1b[2J in it.")
     places = {"MODEL": hostile_folder, "FILE": tmp_path / NAME, "NEW": tmp_path / f"new{NAME}"}
     shown = at_terminal(*(places.get(each, each) for each in arguments))
@@ -135,7 +135,7 @@ def test_names(arguments, hostile_folder, at_terminal, tmp_path):
 
 
 @pytest.mark.skipif(build.load_kernels() is not None, reason="the fused kernels need a C++ compiler")
-def test_tuned_parameters(hostile_folder, at_terminal, monkeypatch, tmp_path):
+def test_tune_shows_a_name_without_controls(hostile_folder, at_terminal, monkeypatch, tmp_path):
     values = {"chunk_size": 64, "heads_per_task": 4, "torch_chunk_size": 64}
     choices = [Choice(name, {value: 1.0}, value) for name, value in values.items()]
     monkeypatch.setattr("granite4_neuron.runtime.tuning.tune", lambda config, dtype, progress: choices)
@@ -143,7 +143,7 @@ def test_tuned_parameters(hostile_folder, at_terminal, monkeypatch, tmp_path):
     assert "wrote" in shown and not foreign_controls(shown)
 
 
-def test_what_is_printed_beside_a_progress_bar(monkeypatch, at_terminal):
+def test_prints_beside_a_progress_bar_lose_their_controls(monkeypatch, at_terminal):
     def run(options):
         with ProgressBar("weights", "bytes") as progress:
             progress(1, 3)
@@ -159,7 +159,7 @@ def test_what_is_printed_beside_a_progress_bar(monkeypatch, at_terminal):
     assert "\x1b[35;41m" not in shown and "weights" in shown
 
 
-def test_the_time_that_a_compiler_takes(monkeypatch, at_terminal):
+def test_prints_beside_the_compilers_clock_lose_their_controls(monkeypatch, at_terminal):
     def run(options):
         with build._elapsed_time():
             print(HOSTILE, file=sys.stderr)
@@ -170,7 +170,7 @@ def test_the_time_that_a_compiler_takes(monkeypatch, at_terminal):
     assert "compiling" in shown and "\x1b[2K" in shown and SHOWN in shown and not foreign_controls(shown)
 
 
-def test_bars_of_tqdm(monkeypatch, at_terminal):
+def test_bars_of_tqdm_lose_their_controls(monkeypatch, at_terminal):
     """They move the cursor, and their descriptions are the names of files."""
     from tqdm import tqdm
 
@@ -196,7 +196,7 @@ sys.exit(__main__.main())
 """
 
 
-def test_a_traceback():
+def test_a_traceback_is_shown_without_controls():
     with PseudoTerminal(sys.executable, "-c", PROGRAM, "info") as at:
         status = at.ended()
         shown = at.written
@@ -204,7 +204,7 @@ def test_a_traceback():
     assert not foreign_controls(shown) and "\x1b" not in shown
 
 
-def test_serve(hostile_folder):
+def test_the_server_shows_names_without_controls(hostile_folder):
     pytest.importorskip("uvicorn", reason="the server's packages are not installed")
     options = ("--port", 0, "--served-model-name", f"model {HOSTILE}", "--adapter", f"{HOSTILE}=x")
     with PseudoTerminal(*COMMAND, "--log-level", "info", "serve", "--model", hostile_folder, *options[:4]) as at:
@@ -226,6 +226,6 @@ def test_other_streams_are_left_alone(capsys):
     assert capsys.readouterr().out == f"{HOSTILE}\n"
 
 
-def test_the_oracle_sees_what_is_foreign():
+def test_the_oracle_finds_foreign_controls():
     assert len(foreign_controls("a\x1b[31m b \x1b]0;x\x07 c\x9b \u202e\x00")) == 5
     assert not foreign_controls("\x1b[1;34mblue\x1b[0m\r\x1b[2K\x1b[1A\n\ttext")

@@ -13,7 +13,8 @@ from test.vllm.drafter import KnownTexts
 
 
 def run(engine: LLMEngine, requests: list[dict], acceptance: str) -> dict:
-    """Return {"alone": [per request [token, ...]], "tokens": those among others, "cached": how many found a prefix}."""
+    """Return {"alone": [per request [token, ...]], "tokens": the same when served together, "cached": the number
+    that found a prefix}."""
     longest: dict[tuple[int, ...], int] = {}
     for request in requests:
         prompt = tuple(request["prompt"])

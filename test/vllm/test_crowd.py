@@ -23,7 +23,7 @@ SMALL_STATES = dict(
 )
 LONGEST = 200
 CROWD = 60
-FEW_TOKENS = dict(max_num_batched_tokens=40)  # of a step
+FEW_TOKENS = dict(max_num_batched_tokens=40)  # per step
 FEW_BLOCKS = dict(num_gpu_blocks_override=60)
 NO_PREFIXES = dict(enable_prefix_caching=False)
 
@@ -75,14 +75,14 @@ SINGLE_TOKENS = [
     request(TEXT[:40], 40, 0),
     *(request([token], 12, step) for step, token in zip((4, 7, 10, 10), (5, 17, 99, 150), strict=True)),
 ]
-# In blocks of 32 tokens: all but two tokens of a prompt are cached, and beside it all but one of another.
+# With blocks of 32 tokens, all but two tokens of the first prompt are cached, and all but one of the second.
 TAILS = [request(prompt, 12, step) for step in (50, 100) for prompt in (TEXT[:98], TEXT[100:133])]
 # Long prompts leave so little of a step that sequences which have begun have to pause.
 PAUSES = [
     *(request(prompt, 4, 120) for prompt in (TEXT[1:], TEXT[2:])),
     *(request([token, token], 24, 121) for token in range(10, 18)),
 ]
-START = 180  # of the crowd
+START = 180  # the step at which the crowd begins to arrive
 
 
 def crowd(seed, drafts):
@@ -102,7 +102,7 @@ def crowd(seed, drafts):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Return a function from the name of a case to the folder of a small random checkpoint that has its traits."""
+    """Return a function that takes a case's name and returns the folder of a small random checkpoint of that case."""
     folder, made = tmp_path_factory.mktemp("models"), {}
 
     def make(name):
@@ -116,7 +116,7 @@ def checkpoint(tmp_path_factory):
 
 
 class PlainTorch(Greedy):
-    """Greedy text by the definition, in float32. transformers before 5.23 has one norm over all groups of a layer."""
+    """Greedy text from this package's plain torch in float32. transformers before 5.23 normalises over all groups."""
 
     def __init__(self, folder):
         self.model = load_model(folder, torch.float32)
@@ -142,7 +142,7 @@ def check(engine, result):
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_among_others(checkpoint, tmp_path, name):
+def test_texts_among_others_are_those_of_each_alone(checkpoint, tmp_path, name):
     model, drafts, acceptance, options = {**FAST, **SLOW}[name]
     one = engine(checkpoint(model), model, drafts, acceptance, options)
     environment = dict(CXX="false", XDG_CACHE_HOME=str(tmp_path / "cache")) if "no compiler" in name else {}
@@ -155,7 +155,7 @@ def test_among_others(checkpoint, tmp_path, name):
 
 
 def test_placeholders_of_sampled_requests():
-    """Placeholders are rejected, whatever the value of the token before them in memory, the last of another row."""
+    """Placeholders are rejected, whatever token lies before them in memory, where another row ends."""
     from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils
 

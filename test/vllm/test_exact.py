@@ -16,7 +16,7 @@ COMPILED = dict(enforce_eager=False)
 
 
 def crowded(blocks, **options):
-    """Give so little cache that not all prompts have room to the end."""
+    """Return options with so little cache that some sequences are preempted."""
     return dict(options, max_model_len=512, num_gpu_blocks_override=blocks)
 
 
@@ -54,7 +54,7 @@ RANKS = {
 REPLICAS = {**EVERYTHING, "data_parallel_size": 2, "skip_tokenizer_init": True}
 FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
 A_PROCESSOR_EACH = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # the machine may have one NUMA node
-# pytest -m "not slow" leaves these, so that each part of this package is tested.
+# pytest -m "not slow" runs these, which together test each part of this package.
 FAST = {
     "alone", "prefix caching, n-gram, chunked prefill", "preempted, prefix caching, n-gram, chunked prefill",
     "tensor parallel", "nemotron_dense",
@@ -77,7 +77,7 @@ def selected(request, test):
 
 
 def random_checkpoint(name, where):
-    """Write a small model that has the traits of the case of this name, and return its folder."""
+    """Write a small model with the traits of the named case, and return its folder."""
     (case,) = (case for case in (*CASES, *NEMOTRON_CASES) if case.name == name)
     if case in NEMOTRON_CASES:
         config = nemotron_config(**{**case.changes, **WIDE, "head_dim": 32})
@@ -110,7 +110,9 @@ def prompts(greedy):
 def served(request, folder, prompts, tmp_path_factory):
     engines = {name: engine(options, folder, ALL) for name, options in OPTIONS.items()}
     engines |= {name: engine(options, folder, CROWDED) for name, options in PREEMPTED.items()}
-    wanted = selected(request, test_one_process) | selected(request, test_preemption)
+    wanted = selected(request, test_texts_in_one_process_are_greedy) | selected(
+        request, test_preempted_texts_are_greedy
+    )
     engines = {name: engine for name, engine in engines.items() if name in wanted}
     return run_engines(engines, prompts, tmp_path_factory.mktemp("one process"), **ONE_PROCESS)
 
@@ -130,12 +132,12 @@ def check(result, greedy, prompts, options):
 
 
 @pytest.mark.parametrize("name", cases(OPTIONS))
-def test_one_process(served, greedy, prompts, name):
+def test_texts_in_one_process_are_greedy(served, greedy, prompts, name):
     check(served[name], greedy, prompts[: len(ALL)], OPTIONS[name])
 
 
 @pytest.mark.parametrize("name", cases(PREEMPTED))
-def test_preemption(served, greedy, prompts, name):
+def test_preempted_texts_are_greedy(served, greedy, prompts, name):
     check(served[name], greedy, prompts[len(ALL) :], PREEMPTED[name])
     assert served[name]["metrics"]["preemptions"] > 0
 
@@ -166,7 +168,7 @@ def test_two_ranks_within_rounding(folder, prompts, tmp_path):
 def family(request, tmp_path_factory):
     """Return (folders, prompts, results) of random checkpoints that together have the traits of the family."""
     where = tmp_path_factory.mktemp("family")
-    folders = {name: random_checkpoint(name, where) for name in selected(request, test_family)}
+    folders = {name: random_checkpoint(name, where) for name in selected(request, test_texts_of_the_family_are_greedy)}
     prompts = prompts_of(small_config().vocab_size)
     options = {**EVERYTHING, "skip_tokenizer_init": True}
     engines = {name: engine(options, folder, ALL) for name, folder in folders.items()}
@@ -174,13 +176,13 @@ def family(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", cases(FAMILY))
-def test_family(family, name):
+def test_texts_of_the_family_are_greedy(family, name):
     folders, prompts, results = family
     check(results[name], Greedy(folders[name]), prompts[: len(ALL)], EVERYTHING)
 
 
 @pytest.mark.slow
-def test_data_parallel(folder, tmp_path):
+def test_texts_of_replicas_are_greedy(folder, tmp_path):
     """A model without experts has replicas. vLLM cannot spread experts over a CPU's processes, and an error says so."""
     dense = random_checkpoint("dense", tmp_path)
     prompts = prompts_of(small_config().vocab_size)

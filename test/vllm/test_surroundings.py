@@ -64,25 +64,25 @@ def served(folder, prompts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["custom_class", "custom_class, prefix caching"])
-def test_a_hybrid_draft_model(served, greedy, prompts, name):
+def test_drafts_of_a_hybrid_model_change_no_text(served, greedy, prompts, name):
     assert greedy.right(prompts, served[name]) == [len(prompts)]
     metrics = served[name]["metrics"]
-    assert metrics["accepted"] > 0.9 * metrics["drafts"] > 0  # it is the model itself
+    assert metrics["accepted"] > 0.9 * metrics["drafts"] > 0  # the draft model is the model itself
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(served, name):
+def test_unsupported_options_are_refused(served, name):
     _, sentence = REFUSED[name]
     assert sentence in served[name]["error"]
 
 
-def test_temperatures_of_sampled_drafts(served, greedy, prompts):
-    """The temperature is so low that the text is the greedy one. vLLM's own temperatures are whatever is in memory."""
+def test_sampled_drafts_have_their_temperature(served, greedy, prompts):
+    """The temperature is so low that the text is the greedy one. vLLM itself reads temperatures from unset memory."""
     assert greedy.right(prompts, served["sampled"]) == [len(prompts)]
 
 
-def test_seeds(served):
-    """Seeded texts are those of each request alone, beside any others and in any cuts. vLLM's own engine ends."""
+def test_seeded_texts_do_not_depend_on_others(served):
+    """A seeded request gets the same text alone and beside others, however prompts are cut. vLLM's own engine ends."""
     assert "error" not in served["seeds, together"], served["seeds, together"]["error"]
     (alone,), (together,) = (served[f"seeds, {how}"]["tokens"] for how in ("alone", "together"))
     assert [alone[number] for number in SEEDED] == [together[number] for number in SEEDED]
@@ -90,7 +90,7 @@ def test_seeds(served):
 
 
 @pytest.mark.slow
-def test_without_a_compiler(folder, greedy, prompts, tmp_path):
+def test_plain_torch_gives_the_same_without_a_compiler(folder, greedy, prompts, tmp_path):
     """Plain torch computes the same, and one line says so."""
     options = dict(enable_prefix_caching=True, speculative_config=NGRAM)
     environment = dict(ONE_PROCESS, CXX="false", XDG_CACHE_HOME=str(tmp_path / "cache"))
@@ -121,8 +121,8 @@ def register():
 """
 
 
-def test_a_layer_of_another_plugin(folder, greedy, prompts, tmp_path):
-    """The layers are left to vLLM, with this package's mixer in them, and one line says so."""
+def test_layers_of_another_plugin_are_kept(folder, greedy, prompts, tmp_path):
+    """vLLM keeps that plugin's layers, with this package's mixer in them, and one line says so."""
     engine = dict(model=folder, options=dict(enable_prefix_caching=True, speculative_config=NGRAM))
     results = run_engines({"other": engine}, prompts, tmp_path, **ONE_PROCESS, **plugin(OTHER_LAYER, tmp_path))
     assert greedy.right(prompts, results["other"]) == [len(prompts)]
@@ -140,7 +140,7 @@ def register():
 
 
 @pytest.mark.slow
-def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
+def test_an_unknown_vllm_starts_without_speculation_only(folder, greedy, prompts, tmp_path):
     """vLLM's own mixer is right without speculation. With speculation it would be wrong, so no engine starts."""
     engines = {"plain": {}, "n-gram": dict(speculative_config=NGRAM)}
     engines = {name: dict(model=folder, options=options) for name, options in engines.items()}
@@ -152,8 +152,8 @@ def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
     assert "mamba_get_block_table_tensor has the parameters block_table, and not" in results["n-gram"]["error"]
 
 
-def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
-    """Mean errors of log probabilities are at most vLLM's for prompts, and at most twice for texts, which differ."""
+def test_bfloat16_errors_are_bounded_by_vllms(folder, greedy, prompts, tmp_path_factory):
+    """Mean errors of log-probabilities are at most vLLM's for prompts, and at most twice vLLM's for texts."""
     plain = dict(dtype="bfloat16")
     drafts = dict(plain, enable_prefix_caching=True, speculative_config=NGRAM)
     errors = {}

@@ -36,7 +36,7 @@ DEFAULTS = dict(
 
 
 def logprobs_of(output) -> list[float]:
-    """Return the log-probabilities of a prompt's tokens but the first, then of the generated ones, where asked for."""
+    """Return the log-probabilities of a prompt's tokens except the first, then of the generated ones, if requested."""
     generated = output.outputs[0]
     pairs = [
         *zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [None])[1:], strict=False),
