@@ -38,8 +38,8 @@ def test_bodies_of_requests_have_the_settings():
     assert GenerationBody.model_fields.keys() >= SETTINGS
 
 
-def test_the_page_of_the_server_names_each_field():
-    assert GenerationBody.model_fields.keys() - {"model"} <= named_in("serving.md")
+def test_the_page_of_the_api_names_each_field():
+    assert GenerationBody.model_fields.keys() - {"model"} <= named_in("http-api.md")
 
 
 def test_the_page_of_the_engine_names_what_turns_sampling_on():

@@ -47,7 +47,7 @@ def events(node):
     return [(tag, attributes.get("href")), *within, tag]
 
 
-@pytest.mark.parametrize("file", [DOCS / "serving.md", DOCS / "architecture.md"], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [DOCS / "http-api.md", DOCS / "architecture.md"], ids=lambda file: file.name)
 def test_the_renderer_says_the_same(file):
     text = file.read_text(encoding="utf-8").replace("![", "[")
     parser = MarkdownIt("js-default", {"html": False, "breaks": True})
