@@ -1,6 +1,6 @@
 """A few lines make a new sampling option, or a new option of the cpu backend: a copy of the package gets both.
 
-The rest of the package does not know of them. The files are those that docs/architecture.md names.
+The rest of the package does not know of them. The files are those that docs/extending.md names.
 """
 
 import json
