@@ -9,7 +9,9 @@ the next step; a step ends when the host has the tokens of the one before. The t
 tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws them by logits, or the device does so by
 noise that the host has drawn before. Times are medians, after the steps that compile.
 
-Launches are those of graphs, which torch.compile has made, or which were captured on a GPU.
+Launches are those of graphs, which torch.compile has made, or which were captured on a GPU. A token's share is that of
+the memory bound: the time in which the device reads its weights, states and caches, at the rate at which it adds up a
+tensor of 2 GiB, divided by the token's time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +30,13 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.errors import reports_errors
+from benchmarks.latency.bound import decode_bytes
 from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.commands.output import write
+from granite4_neuron.config import published_config
+from granite4_neuron.config.published import published_names
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.runtime.backends.torch_device import DEVICES
 from granite4_neuron.runtime.cuda_graph import CudaGraph
@@ -39,28 +44,41 @@ from granite4_neuron.runtime.interface import CHOSEN, Decoded, Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
+_READ_BYTES, _READS = 2**31, 10
 
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit code."""
     options = _parser().parse_args(arguments)
-    config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    config = published_config(options.random_weights)
+    if options.layers is not None:
+        kinds = config.layer_types[: options.layers]
+        config = replace(config, layer_types=kinds, num_hidden_layers=len(kinds))
     model = random_model(config, dtype=torch.bfloat16)
     choices = dict(device=options.device, graphs=options.graphs, batch_invariant=options.batch_invariant)
     runtime = CountingRuntime(model, GenerationConfig(), **choices)
-    table = Table("", "ms, median", "launches", "copies to device", "bytes", "copies to host", "bytes")
+    rate = _bytes_per_second(runtime)
+    write(f"{options.random_weights}, {config.num_hidden_layers} layers; memory is read at {rate / 1e12:.2f} TB/s")
+    table = Table("", "ms, median", "share", "launches", "copies to device", "bytes", "copies to host", "bytes")
 
-    def add(name: str, digits: int, ms: float) -> None:
+    def add(name: str, digits: int, ms: float, read: float | None = None) -> None:
         count = runtime.count_of_step
         copies = [f"{number:,}" for number in (count.to_device, count.bytes_in, count.to_host, count.bytes_out)]
-        table.add_row(name, f"{ms:.{digits}f}", f"{count.launches}", *copies)
+        share = "" if read is None else f"{1e3 * read / rate / ms:.0%}"
+        table.add_row(name, f"{ms:.{digits}f}", share, f"{count.launches}", *copies)
 
     for batch_size in options.batch_size:
-        add(f"a token, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps))
-        add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps))
-        add(f"sampled here, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps, samples=True))
-        add(f"sampled there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps, samples=True))
+        read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT)
+        add(f"a token, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps), read)
+        add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps), read)
+        add(f"sampled here, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps, samples=True), read)
+        add(
+            f"sampled there, batch {batch_size}",
+            2,
+            _chosen_token_ms(runtime, batch_size, options.steps, samples=True),
+            read,
+        )
     for length in options.prompt_length:
         add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
     Console(width=120).print(table)
@@ -113,6 +131,17 @@ class CountingRuntime(TorchRuntime):
     def _count_output(self, output: torch.Tensor) -> None:
         self.count_of_step.to_host += 1
         self.count_of_step.bytes_out += output.nbytes
+
+
+def _bytes_per_second(runtime: TorchRuntime) -> float:
+    """Return the median rate at which the device reads memory."""
+    numbers = torch.ones(_READ_BYTES // 4, device=runtime.device)
+    times = []
+    for _ in range(_READS):
+        started = time.perf_counter()
+        numbers.sum().item()
+        times.append(time.perf_counter() - started)
+    return _READ_BYTES / statistics.median(times)
 
 
 def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
@@ -182,7 +211,8 @@ def _median_ms(runtime: CountingRuntime, step: Callable[[], object], steps: int)
 
 def add_model_and_device(parser: argparse.ArgumentParser) -> None:
     """Add the options of the model, the device and the numbers of sequences."""
-    parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member, in bfloat16")
+    names = ", ".join(published_names())
+    parser.add_argument("--random-weights", metavar="NAME", required=True, help=f"in bfloat16, one of {names}")
     parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
     parser.add_argument("--batch-size", type=at_least(1), nargs="+", default=[1], metavar="N", help="default: 1")
 
@@ -191,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_and_device(parser)
     parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="the model's first N layers (default: all)")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
     parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
     parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")

@@ -103,8 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts = _prompts(config.vocab_size, options)
         for numbers in options.numbers:
             _compare(folder, numbers, prompts, options)
-    for dtype in ("float32", "bfloat16"):
-        print_table(_products(config, dtype))
+    if options.backend == "cpu":
+        for dtype in ("float32", "bfloat16"):
+            print_table(_products(config, dtype))
     return 0
 
 

@@ -2,11 +2,13 @@
 
     python -m benchmarks.serving.soak
     python -m benchmarks.serving.soak --requests 2000 --clients 32 --hostile 16
+    python -m benchmarks.serving.soak --seconds 100 -- --backend torch --device cuda --batch-invariant
 
-It starts a server process with the bundled model in float32, a prefix cache and speculation, and sends requests of
-mixed kinds. It compares each text with that of an idle engine without cache and drafts. Meanwhile hostile clients
-(`hostile_clients.py`) do what they can to stop it, and another asks for /health. Before and after, while the server is
-idle, it compares the process's slots in use, snapshots, file descriptors and memory.
+It starts a server process with the bundled model in float32, or with the model and backend that follow `--`. The server
+has a prefix cache and speculation, and gets requests of mixed kinds. The test compares each text with that of an idle
+engine without cache and drafts. Meanwhile hostile clients (`hostile_clients.py`) do what they can to stop the server,
+and another asks for /health. Before and after, while the server is idle, it compares the process's slots in use,
+snapshots, file descriptors and memory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -24,17 +27,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
-import torch
 
 from benchmarks.serving.hostile_clients import CHAT, COMPLETIONS, KINDS, attack
-from granite4_neuron import load
+from granite4_neuron.commands.options import add_model, add_runtime, load_runtime, model_checkpoint
 from granite4_neuron.engine import Engine
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, parse
@@ -42,6 +44,7 @@ from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
 MAX_LENGTH, NUM_SEQUENCES, MAX_QUEUE = 512, 4, 64
 DISCONNECT_SHARE, MALFORMED_SHARE = 0.1, 0.05
+MODEL = ("--dtype", "float32")
 JSON = {"Content-Type": "application/json"}
 TOLERANCE = 0.05
 
@@ -130,21 +133,48 @@ class Report:
         return not (self.mismatches or has_5xx or has_lost or self.log) and self.after.is_like(self.before)
 
 
-def soak(num_requests: int, num_clients: int, num_hostile: int = 0, seed: int = 0) -> Report:
-    """Run the test. The server process ends with it."""
-    kinds = _kinds()
-    expected = _alone(kinds)
+@dataclass(frozen=True)
+class Load:
+    """The load of a test: its last request begins `num_requests` after the first, or `seconds` after it."""
+
+    num_requests: int
+    num_clients: int
+    num_hostile: int = 0
+    seed: int = 0
+    seconds: float = math.inf
+
+    def jobs(self, num_kinds: int, chance: random.Random) -> Iterator[int]:
+        """Draw the kinds of the requests, for all clients together."""
+        started = time.perf_counter()
+        for _ in range(self.num_requests):
+            if time.perf_counter() - started > self.seconds:
+                return
+            yield chance.randrange(num_kinds)
+
+
+def soak(load: Load, model: Sequence[str] = MODEL) -> Report:
+    """Run the test. The server process ends with it.
+
+    Args:
+        model: the options of `serve` for the backend, and for another model than the bundled one.
+    """
+    kinds, model = _kinds(), ["--model", str(bundled_checkpoint()), *model]
+    expected = _alone(kinds, model)
     with tempfile.TemporaryFile("w+") as log:
-        with _server(log) as (address, pid):
-            report = asyncio.run(_soak(address, pid, kinds, expected, num_requests, num_clients, num_hostile, seed))
+        with _server(log, model) as (address, pid):
+            report = asyncio.run(_soak(address, pid, kinds, expected, load))
         log.seek(0)
         report.log = log.read()
     return report
 
 
-def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
+def _alone(kinds: list[tuple[str, Body]], model: Sequence[str]) -> list[list[str]]:
     """Generate the texts of each kind's choices, one by one in an idle engine."""
-    runtime, tokenizer = load(dtype=torch.float32)
+    parser = argparse.ArgumentParser(prog="serve")
+    add_model(parser)
+    add_runtime(parser)
+    options = parser.parse_args(model)
+    runtime, tokenizer = load_runtime(options, model_checkpoint(options))
     limits = Limits(MAX_LENGTH, None, NUM_SEQUENCES + MAX_QUEUE)
     maker = SequenceMaker(runtime, tokenizer, limits)
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
@@ -165,11 +195,10 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
 
 
 @contextmanager
-def _server(log: TextIO) -> Iterator[tuple[str, int]]:
+def _server(log: TextIO, model: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Start a server process; yield its address and its process id. Its standard error goes to `log`."""
     limits = [f"--max-num-seqs={NUM_SEQUENCES}", f"--max-queue={MAX_QUEUE}", f"--max-model-len={MAX_LENGTH}"]
     reuse = ["--prefix-cache", "256MiB", "--speculate", "ngram:4"]
-    model = ["--model", str(bundled_checkpoint()), "--dtype", "float32"]
     command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *model, *limits, *reuse]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         try:
@@ -184,24 +213,21 @@ async def _soak(
     pid: int,
     kinds: list[tuple[str, Body]],
     expected: list[list[str]],
-    num_requests: int,
-    num_clients: int,
-    num_hostile: int,
-    seed: int,
+    load: Load,
 ) -> Report:
-    report, chance = Report(), random.Random(seed)
-    limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=0)
+    report, chance = Report(), random.Random(load.seed)
+    limits = httpx.Limits(max_connections=load.num_clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
         # Each kind twice, with as many clients as later: one-time allocations happen before the measurement.
         jobs = iter(list(range(len(kinds))) * 2)
-        clients = [_client(client, jobs, kinds, expected, Report(), None) for _ in range(num_clients)]
-        await asyncio.gather(*clients, *[_hostile(address, Counter(), chance, 1) for _ in range(num_hostile)])
+        clients = [_client(client, jobs, kinds, expected, Report(), None) for _ in range(load.num_clients)]
+        await asyncio.gather(*clients, *[_hostile(address, Counter(), chance, 1) for _ in range(load.num_hostile)])
         report.before = await _surroundings(client, pid)
         started = time.perf_counter()
-        jobs = iter([chance.randrange(len(kinds)) for _ in range(num_requests)])
-        others = [asyncio.create_task(_hostile(address, report.hostile, chance)) for _ in range(num_hostile)]
+        jobs = load.jobs(len(kinds), chance)
+        others = [asyncio.create_task(_hostile(address, report.hostile, chance)) for _ in range(load.num_hostile)]
         others.append(asyncio.create_task(_ask_for_health(address, report.health_seconds)))
-        await asyncio.gather(*[_client(client, jobs, kinds, expected, report, chance) for _ in range(num_clients)])
+        await asyncio.gather(*[_client(client, jobs, kinds, expected, report, chance) for _ in range(load.num_clients)])
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -309,9 +335,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--hostile", type=int, default=8, metavar="N", help="hostile clients (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="end after so many seconds, if --requests is larger",
+    )
+    parser.add_argument("model", nargs="*", default=MODEL, metavar="-- OPTION", help="of serve: the model, the backend")
     options = parser.parse_args(arguments)
-    report = soak(options.requests, options.clients, options.hostile, options.seed)
-    print(f"{options.requests} requests from {options.clients} clients in {report.seconds:.1f} s")
+    load = Load(options.requests, options.clients, options.hostile, options.seed, options.seconds)
+    report = soak(load, options.model)
+    num_requests = sum(report.statuses.values()) + report.disconnected
+    print(f"{num_requests} requests from {options.clients} clients in {report.seconds:.1f} s")
     print(f"answers by status: {dict(sorted(report.statuses.items()))}")
     print(f"gone away: {report.disconnected}, malformed: {report.malformed}")
     print(f"texts compared: {report.compared_texts}, not as they are alone: {len(report.mismatches)}")
