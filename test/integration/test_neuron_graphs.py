@@ -187,7 +187,8 @@ def most_indices(graph, config):
     most = tokens * max(config.num_key_value_heads, config.num_experts_per_tok)
     if not config.num_local_experts:
         return most
-    path = expert_path(tokens, config.num_experts_per_tok, config.num_local_experts, config.intermediate_size)
+    sizes = config.num_experts_per_tok, config.num_local_experts, config.intermediate_size
+    path = expert_path(tokens, *sizes, has_gate=config.has_gated_mlp)
     return max(most, path.capacity * max(config.num_local_experts, path.num_blocks))
 
 

@@ -59,7 +59,14 @@ class ExpertPath:
         return f"{self.capacity} tokens per expert, {self.num_blocks} further blocks of {self.capacity}"
 
 
-def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: int, gathers: bool = True) -> ExpertPath:
+def expert_path(
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    intermediate_size: int,
+    gathers: bool = True,
+    has_gate: bool = True,
+) -> ExpertPath:
     """Choose the path that takes the least time on a device, for `tokens` tokens that choose `top_k` experts each.
 
     A step takes as long as its data movement or its multiplications, whichever is longer. "all" multiplies most and
@@ -69,26 +76,27 @@ def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: in
     Args:
         intermediate_size: an expert's width on one rank.
         gathers: whether few tokens may fetch the weights that they choose.
+        has_gate: whether an expert has a matrix for its gate, a third one of this width.
     """
-    choices = tokens * top_k
+    choices, columns = tokens * top_k, intermediate_size * (3 if has_gate else 2)
     # At this capacity the further blocks' weights and the experts' own rows are equally much to move.
-    best = math.sqrt(_FETCHED * choices * 3 * intermediate_size / (_MOVES_OF_ROW * num_experts))
+    best = math.sqrt(_FETCHED * choices * columns / (_MOVES_OF_ROW * num_experts))
     capacity = max(1, round(best / _CAPACITY_STEP)) * _CAPACITY_STEP
     paths = [ExpertPath(ALL), with_capacity(choices, capacity)]
     if gathers:
         paths.insert(0, ExpertPath(CHOSEN))
-    times = [_time(path, tokens, choices, num_experts, intermediate_size) for path in paths]
+    times = [_time(path, tokens, choices, num_experts, columns) for path in paths]
     return paths[times.index(min(times))]
 
 
-def _time(path: ExpertPath, tokens: int, choices: int, num_experts: int, intermediate_size: int) -> float:
-    """Estimate the time, in units of moving one expert's weights: 3 * intermediate_size * hidden_size numbers."""
+def _time(path: ExpertPath, tokens: int, choices: int, num_experts: int, columns: int) -> float:
+    """Estimate the time, in units of moving one expert's weights: `columns` * hidden_size numbers."""
     if path.name == CHOSEN:
         return _FETCHED * choices
     if path.name == ALL:
         return num_experts * max(1, tokens / _PRODUCTS_PER_MOVE)
     rows = path.capacity * (num_experts + path.num_blocks)
-    moved_rows = (_MOVES_OF_ROW * rows + _MOVES_OF_CHOICE * choices) / (3 * intermediate_size)
+    moved_rows = (_MOVES_OF_ROW * rows + _MOVES_OF_CHOICE * choices) / columns
     return max(num_experts + _FETCHED * path.num_blocks + moved_rows, rows / _PRODUCTS_PER_MOVE)
 
 
@@ -122,7 +130,7 @@ def fused_experts(
     """
     tokens, top_k = topk_ids.shape
     weights = _Weights(w1, w2, input_first)
-    path = path or expert_path(tokens, top_k, weights.num_experts, weights.width, gathers)
+    path = path or expert_path(tokens, top_k, weights.num_experts, weights.width, gathers, weights.has_gate)
     if path.name == CHOSEN:
         return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
     if path.name == ALL:
@@ -157,6 +165,10 @@ class _Weights:
     def width(self) -> int:
         """intermediate_size."""
         return self.w2.shape[1 if self.input_first else 2]
+
+    @property
+    def has_gate(self) -> bool:
+        return self.w1.shape[2 if self.input_first else 1] != self.width
 
     def of(self, experts: torch.Tensor) -> _Weights:
         return _Weights(self.w1.index_select(0, experts), self.w2.index_select(0, experts), self.input_first)

@@ -199,3 +199,35 @@ class TestPath:
         x, weights, ids = torch.randn(1, HIDDEN), torch.ones(1, 1), torch.tensor([[2]])
         assert moe.fused_experts(x, w1, w2, weights, ids).isfinite().all()
         assert moe.fused_experts(x, w1, w2, weights, ids, path=ExpertPath(ALL)).isnan().all()
+
+    def test_experts_without_a_gate_have_two_matrices_of_three(self):
+        """Nemotron 3 Nano 30B-A3B chooses 6 of 128 experts of a width of 1,856. Lighter experts are cheaper to fetch
+        than rows, so blocks are smaller, and on a rank of four they are worth their rows only for longer prompts.
+        """
+        choices, numbers = 2048 * 6, 1856 * 2  # numbers of an expert, by hidden_size
+        times = {capacity: self.moves(capacity, choices, numbers) for capacity in range(8, 2048, 8)}
+        path = expert_path(2048, 6, 128, 1856, has_gate=False)
+        assert path == with_capacity(choices, 520) and times[520] <= 1.01 * min(times.values())
+        assert times[expert_path(2048, 6, 128, 1856).capacity] > 1.01 * min(times.values())
+        assert expert_path(512, 6, 128, 464).name == BLOCKS
+        assert expert_path(512, 6, 128, 464, has_gate=False).name == ALL
+
+    @staticmethod
+    def moves(capacity, choices, numbers):
+        """Return the numbers that blocks move, by hidden_size: 128 experts' weights once, further blocks' 3 times, rows
+        4 times, and 6 for each choice.
+        """
+        blocks = (choices + 1) // capacity
+        return (128 + 3 * blocks) * numbers + 4 * capacity * (128 + blocks) + 6 * choices
+
+    @pytest.mark.parametrize("input_first", [False, True])
+    @pytest.mark.parametrize("has_gate", [False, True])
+    def test_weights_say_whether_there_is_a_gate(self, has_gate, input_first, monkeypatch):
+        x, (w1, w2), (weights, ids) = torch.randn(3, HIDDEN), weights_of_experts(), routed(3, 2, UNIFORM)
+        w1 = w1 if has_gate else w1[:, :WIDTH]
+        if input_first:
+            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+        asked = []
+        monkeypatch.setattr(moe, "expert_path", lambda *sizes: asked.append(sizes) or ExpertPath(ALL))
+        moe.fused_experts(x, w1, w2, weights, ids, input_first=input_first)
+        assert asked == [(3, 2, EXPERTS, WIDTH, True, has_gate)]
