@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.loading import load_model
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support import nxdi
-from test.support.checkpoints import CASES
+from test.support.checkpoints import CASES, granite_names
 
 pytestmark = pytest.mark.versions
 
@@ -61,7 +61,7 @@ def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", granite_names())
 def test_shapes_of_a_rank(name, degree, tmp_path):
     """Shapes of weights and state match, or one sentence names the degrees that do divide the model."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM

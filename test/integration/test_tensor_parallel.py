@@ -20,7 +20,7 @@ from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
@@ -35,7 +35,7 @@ from granite4_neuron.state.fingerprint import facts_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
 from granite4_neuron.system import available_memory
-from test.support.checkpoints import DENSE, small_config
+from test.support.checkpoints import DENSE, granite_names, small_config
 from test.support.engines import generate_one
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts
@@ -473,7 +473,7 @@ def test_memory_for_one_rank_only_is_refused(monkeypatch):
         load(backend="torch", tp_degree=2)
 
 
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", granite_names())
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_rank_holds_its_share(name, degree):
     """Parameters and state of a rank, for every family member at its real size, are counted without allocating them."""

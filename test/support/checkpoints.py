@@ -15,8 +15,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerFast
 
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, NemotronHConfig
+from granite4_neuron.config.published import published_names
 
 MIXED = ("mamba", "attention", "mamba", "mamba", "attention", "mamba")
+
+
+def granite_names() -> list[str]:
+    """Return the names of the published Granite 4.0 checkpoints."""
+    return [name for name in published_names() if name.startswith("granite-")]
 
 
 def small_config(**changes) -> GraniteMoeHybridConfig:

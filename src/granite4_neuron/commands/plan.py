@@ -20,7 +20,7 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
-from granite4_neuron.config import ModelConfig, family_names
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.published import published_names
 from granite4_neuron.errors import UserError
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Add up the memory that a model needs on each core of an instance: weights, state, cache and "
         "logits, and estimates, with upper bounds, of what a step and each compiled graph need besides. The exit "
         "status is 0 if all of it fits, 1 if it does not, and 3 if that is open. Without --model: a line for each "
-        "member of the family. With --latency: predicted times of steps, which are no measurements. With --traffic or "
+        "published model. With --latency: predicted times of steps, which are no measurements. With --traffic or "
         "--rate: the number of replicas that some traffic needs.",
     )
     planner.add_argument(
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         return plan_traffic(options, lambda config: _graph_options(options, config))
     if options.draft_model is not None and not (options.model and options.verify):
         raise UserError("--draft-model needs --model, and --verify: the number of tokens to verify.")
-    return _plan_family(options) if options.model is None else _plan_model(options)
+    return _plan_all(options) if options.model is None else _plan_model(options)
 
 
 def _plan_latency(options: argparse.Namespace) -> int:
@@ -318,17 +318,17 @@ def _counted_graphs(count: int, kind: str = "") -> str:
     return f"{count} {kind}{' ' if kind else ''}graph{'' if count == 1 else 's'}"
 
 
-def _plan_family(options: argparse.Namespace) -> int:
-    """Print a line for each member: what fits at its whole context, or at the requested one."""
+def _plan_all(options: argparse.Namespace) -> int:
+    """Print a line for each published model: what fits at its whole context, or at the requested one."""
     from rich.table import Table
 
     table = Table(
-        *("model", "weights", "context", "state and cache of a sequence", "graphs", "sum", "at most", ""),
+        *("model", "backend", "weights", "context", "state and cache of a sequence", "graphs", "sum", "at most", ""),
         "largest batch",
     )
     table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GiB per logical core"
     refusals, outcomes = [], {}
-    for name in family_names():
+    for name in published_names():
         try:
             planned = _planned(name, options)
         except UserError as error:
@@ -339,6 +339,7 @@ def _plan_family(options: argparse.Namespace) -> int:
         outcomes[short_name] = _fit(planned)
         table.add_row(
             short_name,
+            _backend_of(planned.options),
             _gibibytes(planned.weights),
             f"{planned.context:,}",
             _gibibytes(sequence),

@@ -11,7 +11,7 @@ from typing import Any
 
 from granite4_neuron.config.aliases import ATTENTION, MAMBA
 from granite4_neuron.config.dense import DENSE_MODEL_TYPE
-from granite4_neuron.config.granite_moe_hybrid import ARCHITECTURE, MODEL_TYPE, GraniteMoeHybridConfig, family_names
+from granite4_neuron.config.granite_moe_hybrid import ARCHITECTURE, MODEL_TYPE, GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import EXPERT_NUMBER, LayerParts, ModelConfig, RankDimensions
 from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE, NemotronHConfig
@@ -31,7 +31,6 @@ __all__ = [
     "RankDimensions",
     "config_from_dict",
     "config_from_file",
-    "family_names",
     "published_config",
 ]
 

@@ -17,7 +17,7 @@ from granite4_neuron.config.checks import require, require_one_of, require_posit
 from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import LayerParts, ModelConfig, layers_to_read
-from granite4_neuron.config.published import published_names, published_values
+from granite4_neuron.config.published import published_values
 from granite4_neuron.errors import UserError
 
 MODEL_TYPE = "granitemoehybrid"
@@ -128,8 +128,3 @@ class GraniteMoeHybridConfig(ModelConfig):
             **values,
             "layer_types": list(self.layer_types),
         }
-
-
-def family_names() -> list[str]:
-    """Return the names that `GraniteMoeHybridConfig.from_family` knows."""
-    return [name for name in published_names() if name.startswith("granite-")]

@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import GraniteMoeHybridConfig as ReferenceConfig
 
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
-from test.support.checkpoints import CASES, small_config
+from test.support.checkpoints import CASES, granite_names, small_config
 
 pytestmark = pytest.mark.versions
 
@@ -33,8 +33,8 @@ def published():
 
 
 def test_every_family_member_is_there():
-    assert len(family_names()) == 9
-    for name in family_names():
+    assert len(granite_names()) == 9
+    for name in granite_names():
         config = GraniteMoeHybridConfig.from_family(name)
         assert GraniteMoeHybridConfig.from_dict(config.to_dict()) == config
         assert config.vocab_size > 0 and config.torch_dtype == "bfloat16" and config.time_step_limit == (0.0, math.inf)

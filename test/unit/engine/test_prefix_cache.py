@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.prefix_cache import common_length
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, Multiples, Pieces
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot
+from test.support.checkpoints import granite_names
 from test.support.engines import (
     CHUNK,
     ENGINE_MODELS,
@@ -426,7 +427,7 @@ def test_the_longest_common_prefix_of_sequences_of_any_type():
 def test_the_documented_sizes_are_those_of_the_state():
     text = (Path(__file__).parents[3] / "docs" / "engine.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (granite\S+)" + 3 * r" \| ([\d,]+) bytes" + r" \|$", text, re.MULTILINE)
-    assert {name for name, *_ in rows} == set(family_names())
+    assert {name for name, *_ in rows} == set(granite_names())
     for name, *documented in rows:
         config = GraniteMoeHybridConfig.from_family(name)
         recurrent, small, with_keys = (

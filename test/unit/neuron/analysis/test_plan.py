@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names, published_config
+from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.config.published import published_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
@@ -26,7 +27,7 @@ from granite4_neuron.neuron.compiled_graphs import (
 )
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from granite4_neuron.state.hybrid_state import HybridState
-from test.support.checkpoints import nemotron_config, small_config
+from test.support.checkpoints import granite_names, nemotron_config, small_config
 
 ROOT = Path(__file__).parents[4]
 FEWEST = GraphOptions(context_buckets=(512,), token_buckets=(131072,))
@@ -40,7 +41,7 @@ def planned(name, **changes):
     return plan.plan(config, torch.bfloat16, **{**values, **changes})
 
 
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", granite_names())
 def test_bytes_are_those_of_the_tensors(name):
     config, result = GraniteMoeHybridConfig.from_family(name), planned(name, batch_size=3, context=1000)
     with torch.device("meta"):
@@ -165,7 +166,7 @@ TABLE = re.findall(
 
 
 def test_the_published_table_has_the_family():
-    assert {f"granite-4.0-{row[0]}" for row in TABLE} == set(family_names())
+    assert {f"granite-4.0-{row[0]}" for row in TABLE} == set(granite_names())
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
@@ -281,7 +282,8 @@ def test_command(capsys):
     output = capsys.readouterr().out
     assert "h-small" in output and "can be split by" in output
     assert main(["plan"]) == 0
-    assert "fits with fewer graphs" in re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    output = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert "fits with fewer graphs" in output and output.startswith(f"10 of {len(published_names())} models fit")
     arguments = ["plan", "--model", "h-tiny", "--context", "4096"]
     assert main([*arguments, "--verify", "4", "--draft-model", "micro"]) == 0
     output = capsys.readouterr().out
@@ -295,6 +297,24 @@ def test_command(capsys):
     assert main(["plan", "--model", "h-small", "--context", "0"]) == 2
     assert main(["plan", "--tp-degree", "8"]) == 2
     assert "has 4 logical cores" in capsys.readouterr().err
+
+
+def test_all_published_models(capsys, monkeypatch):
+    """Each is planned with a backend that runs it, and has a row or a reason."""
+    monkeypatch.setenv("COLUMNS", "200")
+    nemotron = {name for name in published_names() if name not in granite_names()}
+    granite = {name.removeprefix("granite-4.0-") for name in granite_names()}
+    assert nemotron and _planned_names(capsys) == {"nxdi": granite, "torch": nemotron}
+    assert _planned_names(capsys, "--backend", "torch") == {"torch": granite | nemotron}
+    assert _planned_names(capsys, "--backend", "nxdi") == {"nxdi": granite}
+
+
+def _planned_names(capsys, *options):
+    assert main(["plan", "--context", "4096", *options]) == 0
+    names = {}
+    for name, backend in re.findall(r"^│ (\S+) +│ (nxdi|torch) +│", capsys.readouterr().out, re.MULTILINE):
+        names.setdefault(backend, set()).add(name)
+    return names
 
 
 def test_a_config_without_weights(tmp_path, capsys):

@@ -7,16 +7,17 @@ import torch
 
 from benchmarks.kernels.command import experts_hbm_bytes
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from granite4_neuron.ops.expert_slots import expert_slots, num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode, experts_decode, experts_decode_torch
 from granite4_neuron.ops.nki.launch import launch
+from test.support.checkpoints import granite_names
 from test.support.nki_cases import error, experts_arguments, experts_inputs, experts_oracle
 from test.support.nki_checks import last_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-MOES = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
+MOES = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
 H_SMALL = dict(hidden=4096, width=192, top_k=10)  # a rank of four
 
 

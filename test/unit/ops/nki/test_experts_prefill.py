@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from granite4_neuron.ops.expert_blocks import BLOCK_ROWS, combine_choices, expert_blocks, num_blocks
 from granite4_neuron.ops.nki.experts_prefill import check_experts_prefill, experts_prefill, experts_prefill_torch
 from granite4_neuron.ops.nki.launch import launch
+from test.support.checkpoints import granite_names
 from test.support.nki_cases import error, experts_inputs, experts_oracle, nbytes
 from test.support.nki_checks import last_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-MOES = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
+MOES = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
 
 
 def run(inputs, programs=1):

@@ -5,10 +5,11 @@ import contextlib
 import pytest
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.nki.limits import check_convolution, check_mamba_decode, check_scan
+from test.support.checkpoints import granite_names
 
-HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 SCAN = dict(num_heads=8, head_dim=64, n_groups=2, d_state=128, programs=2)
 
 

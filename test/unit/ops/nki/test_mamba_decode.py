@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.limits import check_mamba_decode
 from granite4_neuron.ops.nki.mamba_decode import mamba_decode, mamba_decode_torch
+from test.support.checkpoints import granite_names
 from test.support.nki_cases import error, mamba_decode_inputs, mamba_decode_oracle, nbytes
 from test.support.nki_checks import check, last_launch
 
-HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 H_SMALL = dict(heads=32, head_dim=64, d_state=128)
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill, conv1d_prefill_torch
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
 from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
+from test.support.checkpoints import granite_names
 from test.support.nki_cases import (
     conv_inputs,
     conv_oracle,
@@ -20,7 +21,7 @@ from test.support.nki_checks import check, last_launch
 
 SCANS = {"ssd": ssd_chunk_scan, "scan": tensor_tensor_scan}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 
 scans = pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS.keys())
 
