@@ -161,6 +161,6 @@ def test_what_notices_them(run):
     )
     failed = re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)
     assert failed == [
-        "test_the_page_of_the_server_names_each_field",
+        "test_the_page_of_the_api_names_each_field",
         "test_the_page_of_the_engine_names_what_turns_sampling_on",
     ], done.stdout
