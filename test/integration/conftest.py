@@ -20,7 +20,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def server(tiny):
     """Serve that model."""
-    from test.support.serving import serving  # needs what may not be installed
+    from test.support.serving import serving  # needs packages that may be absent
 
     with serving(*tiny) as server:
         yield server
@@ -38,7 +38,7 @@ def byte_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def byte_server(byte_model):
     """Serve that model, with drafts."""
-    from test.support.serving import serving  # needs what may not be installed
+    from test.support.serving import serving  # needs packages that may be absent
 
     with serving(*byte_model, max_length=4096, drafter=NgramDrafter(1, 3)) as server:
         yield server
@@ -46,20 +46,20 @@ def byte_server(byte_model):
 
 @pytest.fixture(scope="session")
 def hasty(byte_model):
-    """Return biases with which that model brings JSON to an end."""
+    """Return a logit bias with which that model soon closes JSON."""
     ids = map(byte_model[1].convert_tokens_to_ids, '"}],')
     return {**{str(token): 4 for token in ids}, "1": 20}
 
 
 @pytest.fixture
 def say(byte_model, monkeypatch):
-    """Return a function that sets what that model answers, one text after the other; None is a failure."""
+    """Return a function that scripts that model's answers as one text after another; None raises an error."""
 
     def script(*texts):
         tokens = [token for text in texts for token in ([None] if text is None else byte_model[1].encode(text))]
 
         def choose(_, logits, past):
-            begin = len(past) - past[::-1].index(3)  # behind the last <|assistant|>
+            begin = len(past) - past[::-1].index(3)  # after the last <|assistant|>
             token = [*tokens, 1][len(past) - begin]
             if token is None:
                 raise UserError("the logits are wrong.")

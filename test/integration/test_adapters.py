@@ -1,4 +1,4 @@
-"""Adapters beside the base model in one batch: the logits are PEFT's, and a sequence's text is one, however served."""
+"""Adapters beside the base model in one batch: logits are PEFT's, and no way of serving changes a sequence's text."""
 
 import itertools
 from dataclasses import replace
@@ -82,8 +82,8 @@ def test_logits_are_those_of_peft(adapted):
         torch.testing.assert_close(logits[slot - 1], adapted.expected(name, TOKENS[slot]), atol=1e-4, rtol=0)
 
 
-def test_a_long_prompt(adapted):
-    """It has more tokens than are added to at a time."""
+def test_a_long_prompts_logits_are_those_of_peft(adapted):
+    """The prompt has more tokens than an adapter's products take at a time."""
     runtime, tokens = adapted.runtime(), [token for row in TOKENS for token in row]
     whole, pieces = (runtime.allocate(1, 240) for _ in range(2))
     logits = runtime.step(whole, [Row(1, 0, tokens, 1)], all_logits=True)[0]
@@ -106,8 +106,8 @@ def alone(runtime, tokens, adapter):
 @pytest.mark.parametrize(
     "cuts, adapters", [([50], [1, 0, 2, 1]), ([13, 1, 20, 16], [1, 0, 2, 1]), ([50], [1, 1, 0, 1])], ids=str
 )
-def test_beside_others_and_in_any_steps(runtime, cuts, adapters):
-    """Four rows with the base model and one or two adapters, of which one may be that of all rows but one."""
+def test_logits_do_not_depend_on_other_rows_and_steps(runtime, cuts, adapters):
+    """Four rows run with the base model and one or two adapters. One adapter may serve three of the rows."""
     expected = torch.stack([alone(runtime, tokens, number) for tokens, number in zip(TOKENS, adapters, strict=True)])
     assert not torch.equal(expected[0], alone(runtime, TOKENS[0], 0))
     state, start = runtime.allocate(4, 60), 0
@@ -174,12 +174,12 @@ def texts_alone(served, requests):
 
 
 class TestEngine:
-    """Texts alone are compared with texts beside others, from a cache, and with drafts; log-probabilities too."""
+    """Texts and log-probabilities are the same alone, beside others, from a cache, and with drafts."""
 
-    def test_beside_others(self, served, requests, texts_alone):
+    def test_texts_beside_others_are_those_alone(self, served, requests, texts_alone):
         assert serve(served, requests)[0] == texts_alone
 
-    def test_with_drafts(self, served, requests, texts_alone):
+    def test_drafts_change_no_text(self, served, requests, texts_alone):
         texts, engine = serve(served, requests, drafter=Oracle(texts_alone), draft_tokens=4)
         assert texts == texts_alone
         assert engine.stats.accepted_tokens > 12
@@ -191,7 +191,7 @@ class TestEngine:
 
     @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]], ids=str)
     def test_a_prefix_cache_mixes_no_adapters(self, served, requests, texts_alone, order):
-        """Each request runs twice; the second time nothing but its own state is restored, and nothing is run."""
+        """Each request runs twice. The second time its own state is restored, and no prompt token is run."""
         cache = PrefixCache(served, None, 32, at_branches=True)
         for place in range(2):
             for number in order:
@@ -200,21 +200,21 @@ class TestEngine:
                 if place:
                     assert engine.stats.prompt_tokens == 0
 
-    def test_all_at_once_from_one_cache(self, served, requests, texts_alone):
+    def test_texts_from_one_cache_are_those_alone(self, served, requests, texts_alone):
         cache = PrefixCache(served, None, 32)
         for _ in range(2):
             assert serve(served, requests, prefix_cache=cache)[0] == texts_alone
 
-    def test_an_adapter_that_is_not_there(self, served):
+    def test_an_unknown_adapter_is_refused(self, served):
         with pytest.raises(UserError, match="no adapter 'other'; there are all, some, activated, also activated"):
             Engine(served, 1).add(Request([1], adapter="other"))
 
 
 class TestActivated:
-    """Before its invocation an activated LoRA leaves a text to the base model, and shares its states."""
+    """Tokens before the invocation of an activated LoRA run in the base model and share its states."""
 
     def test_logits_are_those_of_peft(self, adapted):
-        """The invocation that counts is the last one; what comes before it is the base model's."""
+        """The last invocation counts. Tokens before it run in the base model."""
         runtime = adapted.runtime()
         prompt = [*INVOCATION, *TOKENS[0][:30], *INVOCATION, *TOKENS[1][:10]]
         request = Request(prompt, max_tokens=1, logprobs=0, prompt_logprobs=0, adapter="activated")
@@ -246,14 +246,14 @@ class TestActivated:
             _, engine = serve(runtime, [replace(second, tokens=[*INVOKED[:63], *TOKENS[2]])], prefix_cache=cache)
             assert engine.stats.cached_tokens == 60
 
-    def test_what_is_behind_an_invocation_is_not_the_base_models(self, adapted):
+    def test_the_base_model_uses_no_state_after_an_invocation(self, adapted):
         runtime = adapted.runtime()
         cache = PrefixCache(runtime, None, None)
         serve(runtime, [Request(INVOKED, 3, adapter="activated")], prefix_cache=cache)
         _, engine = serve(runtime, [Request(INVOKED, 3)], prefix_cache=cache)
         assert engine.stats.cached_tokens == 60
 
-    def test_several_at_once_run_the_prompt_once(self, adapted):
+    def test_several_requests_at_once_run_the_prompt_once(self, adapted):
         runtime = adapted.runtime()
         invocations = {"activated": INVOCATION, "also activated": OTHER_INVOCATION, None: [9]}
         requests = [Request([*TOKENS[0], *tokens], 5, adapter=name) for name, tokens in invocations.items()]
@@ -264,7 +264,7 @@ class TestActivated:
 
 
 class Oracle:
-    """A drafter that knows the texts, and drafts them with a mistake now and then."""
+    """A drafter that knows the texts and makes a mistake now and then."""
 
     def __init__(self, texts):
         self._texts = [[*INVOKED, *(token for token, _ in text)] for text in texts]

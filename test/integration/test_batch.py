@@ -87,7 +87,7 @@ def results_of(path):
 
 
 def without_chance(answer):
-    """Return an answer without what differs from one time to the next."""
+    """Return an answer without the fields that differ between runs."""
     if isinstance(answer, dict):
         return {name: without_chance(value) for name, value in answer.items() if name not in CHANCE}
     return list(map(without_chance, answer)) if isinstance(answer, list) else answer
@@ -132,8 +132,8 @@ def test_an_error_is_the_result_of_its_line(run, tmp_path):
         assert message is None or message in response["body"]["error"]["message"]
 
 
-def test_prompts(texting, run, tmp_path):
-    """Each has the seed of its place; other columns are kept."""
+def test_each_prompt_has_the_seed_of_its_place(texting, run, tmp_path):
+    """Each prompt's seed depends on its place in the file. Other columns are kept."""
     rows = [{"prompt": "One", "number": 1}, {"prompt": "Another"}, {"prompt": ""}, {"prompt": 7}, {"prompt": "One"}]
     given = write_lines(tmp_path / "in.jsonl", rows)
     given.write_bytes(given.read_bytes() + b'{"prompt": "", "x": [1e400, 1e40]}\n')
@@ -151,7 +151,7 @@ def test_prompts(texting, run, tmp_path):
 
 
 def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
-    """Every line once, none lost: the bytes are those of a run that nobody ended."""
+    """No line is lost or repeated: the bytes are those of an uninterrupted run."""
     requests = [request(number, *each) for number, each in enumerate(BODIES)]
     sampled = dict(temperature=1.0, stream=False)  # without a seed
     requests += [
@@ -163,7 +163,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
     assert run(given, whole) == 0
     expected = whole.read_bytes()
     ends = [number + 1 for number, byte in enumerate(expected) if byte == 10]
-    torn = [b"\0" * 3, b'{"prompt\0\0\0"}\n{"prompt": "y"}\n']  # what a machine that loses power may leave
+    torn = [b"\0" * 3, b'{"prompt\0\0\0"}\n{"prompt": "y"}\n']  # as after a power failure
     for size in [0, 1, ends[0] - 1, *ends[:2], *random.Random(1).sample(range(len(expected)), 12), len(expected) - 1]:
         cut.write_bytes(expected[:size])
         assert run(given, cut) == 0
@@ -177,8 +177,8 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
     assert whole.read_bytes() == expected
 
 
-def test_lines_are_read_only_so_far_ahead(model):
-    """And prefixes that prompts share are computed once, though they come in turns."""
+def test_lines_are_read_a_limited_way_ahead(model):
+    """Shared prefixes are computed once, although their prompts alternate."""
     read = 0
     systems = [f"System message number {number} " * 4 for number in range(7)]
 
@@ -211,7 +211,7 @@ def test_parts_have_each_line_once(tmp_path):
         assert list(lines.read(place)) == expected[number:] and last == (expected[number - 1] if number else None)
 
 
-def test_parquet(run, tmp_path):
+def test_parquet_files_are_answered(run, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
@@ -236,7 +236,7 @@ def test_parquet(run, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
-def test_what_the_command_says(run, tmp_path, capsys, monkeypatch):
+def test_the_command_reports_lines_and_errors(run, tmp_path, capsys, monkeypatch):
     closed = []
     monkeypatch.setattr(Batch, "close", lambda batch: closed.append(batch))
     given, empty = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), write_lines(tmp_path / "empty.jsonl", [])
@@ -254,7 +254,7 @@ def test_only_one_process_writes_a_file(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path, texting_folder):
+def test_twenty_kills_lose_no_line(tmp_path, texting_folder):
     given = write_lines(tmp_path / "in.jsonl", [request(number, *BODIES[number % 7]) for number in range(4000)])
     output, moments = tmp_path / "out.jsonl", random.Random(3)
     arguments = ["--model", texting_folder, "--served-model-name", MODEL, "--threads", "1"]

@@ -1,6 +1,8 @@
-"""A token's logits have the same bits whatever else is in a step: any slots and neighbours, and as one of several that
-are verified. On a GPU only; the interpreter of Triton, which has not its bits, runs the same of single kernels in
-test/unit/ops/gpu.
+"""A token's logits have the same bits whatever else is in a step: in any slot, with any neighbours, and in a
+verification of several tokens.
+
+These tests need a GPU, because Triton's interpreter computes other bits. test/unit/ops/gpu checks single kernels in
+the interpreter.
 """
 
 import dataclasses
@@ -16,8 +18,8 @@ from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import small_config
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here, and these are its bits")
-TOKENS, MAX_LENGTH, LONG = 6, 3000, 1500  # beyond the shortest cache
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here, whose bits are compared")
+TOKENS, MAX_LENGTH, LONG = 6, 3000, 1500  # LONG is beyond the shortest bucket of the cache
 
 
 @pytest.fixture(
@@ -34,7 +36,7 @@ def runtime(request):
 
 @pytest.fixture(scope="module")
 def expected(runtime):
-    """For each of 32 sequences the logits of its tokens, and its recurrent state behind them."""
+    """Return the logits of each of 32 sequences' tokens, and its recurrent state after them."""
     return decoded(runtime, 32, range(32))
 
 
@@ -81,22 +83,22 @@ def assert_same(outcomes, expected):
 @needs_gpu
 class TestBits:
     @pytest.mark.parametrize("slots", [1, 2, 8])
-    def test_slots(self, slots, runtime, expected):
+    def test_the_number_of_slots_changes_no_bits(self, slots, runtime, expected):
         assert_same(decoded(runtime, slots, range(slots)), expected)
 
     @pytest.mark.parametrize("slots", [8, 32])
-    def test_busy_among_idle(self, slots, runtime, expected):
+    def test_idle_slots_change_no_bits(self, slots, runtime, expected):
         assert_same(decoded(runtime, slots, [5]), expected)
 
-    def test_another_place(self, runtime, expected):
+    def test_other_slots_give_the_same_bits(self, runtime, expected):
         assert_same(decoded(runtime, 8, range(9, 1, -1)[:8]), expected)
 
-    def test_a_neighbour_in_a_longer_cache(self, runtime, expected):
+    def test_a_neighbour_in_a_longer_cache_changes_no_bits(self, runtime, expected):
         assert_same(decoded(runtime, 8, range(8), long_slot=8), expected)
 
     @pytest.mark.parametrize("slots", [1, 8])
     @pytest.mark.parametrize("accepted", [(4, 2), (1, 3, 2)], ids=str)
-    def test_verified(self, accepted, slots, runtime, expected):
+    def test_verified_tokens_have_the_same_bits(self, accepted, slots, runtime, expected):
         state = runtime.allocate(slots, MAX_LENGTH)
         for slot in range(1, slots + 1):
             begin(state, slot, slot - 1)
@@ -115,6 +117,6 @@ class TestBits:
         assert_same({slot: (by_row[slot], recurrent(state, slot + 1)) for slot in range(slots)}, expected)
 
 
-def test_it_is_for_a_gpu():
+def test_other_devices_refuse_it():
     with pytest.raises(UserError, match="batch_invariant is for a GPU"):
         TorchRuntime(random_model(small_config()), GenerationConfig(), batch_invariant=True)

@@ -30,8 +30,8 @@ NUM_LINES = 800
         ([{"CPU": 8, "GPU": 1}], 2, {"GPU": 1}, None),
     ],
 )
-def test_one_processor_is_left(nodes, workers, devices, expected):
-    """Ray would wait for ever without it."""
+def test_one_cpu_is_left_for_ray(nodes, workers, devices, expected):
+    """Without it Ray would wait for ever."""
     if expected is not None:
         assert cpus_of_a_worker(nodes, workers, devices) == expected
         return
@@ -50,7 +50,7 @@ def test_one_processor_is_left(nodes, workers, devices, expected):
         ("", "RuntimeError"),
     ],
 )
-def test_what_a_worker_said_is_found(said, expected):
+def test_a_workers_error_is_found(said, expected):
     assert reason_of(RuntimeError(said)) == expected
 
 
@@ -71,7 +71,7 @@ def workers_of(process):
 
 @pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_bytes(address, tmp_path, texting_folder, capsys):
-    """Also one of them is killed, and after a run that was cut."""
+    """Also if one of them is killed, and if the run continues one that was cut off."""
     given, model = tmp_path / "in.jsonl", ["--model", str(texting_folder)]
     with open(given, "w") as file:
         for number in range(NUM_LINES):

@@ -145,7 +145,7 @@ class TestLlamaCpp:
             (("--openvino", "x"), "--openvino, the folder of the exported model, go together"),
         ],
     )
-    def test_bad_input(self, arguments, message, capsys):
+    def test_bad_input_is_refused(self, arguments, message, capsys):
         assert benchmark_latency.main(arguments) == 2
         assert message in capsys.readouterr().err
 
@@ -183,14 +183,14 @@ def test_reuse(arguments, expected):
         (("--tuned-configs", "/no/such/folder"), "not a folder"),
     ],
 )
-def test_bad_input(arguments, message, capsys):
+def test_bad_input_is_refused(arguments, message, capsys):
     assert benchmark_latency.main([str(argument) for argument in arguments]) == 2
     output, error = capsys.readouterr()
     assert output == "" and message in error
 
 
 def test_random_weights_for_a_device_are_not_written():
-    """The process that runs them draws them, so there is the config only, and a dtype."""
+    """The process that runs the model draws its weights. The folder has the config only, and a dtype is chosen."""
     options = parser("").parse_args(["--random-weights", "h-350m", "--backend", "torch", "--device", "cuda"])
     with benchmark_latency._checkpoint(options) as folder:
         assert [file.name for file in folder.iterdir()] == ["config.json"]
@@ -201,7 +201,7 @@ def test_random_weights_for_a_device_are_not_written():
 
 
 def test_a_random_checkpoint_of_some_layers(tmp_path, capsys):
-    """They are as wide as the family member's, and its texts are those of the bundled tokenizer."""
+    """Its layers are as wide as the family member's, and its tokenizer is the bundled one."""
     arguments = ["h-350m", str(tmp_path / "model"), "--layers", "attention", "mamba"]
     assert random_checkpoint.main(arguments) == 0
     checkpoint, member = open_checkpoint(tmp_path / "model"), GraniteMoeHybridConfig.from_family("h-350m")
@@ -221,7 +221,7 @@ def test_a_random_checkpoint_of_parts_of_a_nemotron_model(tmp_path, capsys):
     assert "--vocabulary is 1000; the tokenizer has 1024 tokens" in capsys.readouterr().err
 
 
-def test_the_options_of_a_backend_come_to_its_runtime(monkeypatch, texting_folder):
+def test_a_backends_options_reach_its_runtime(monkeypatch, texting_folder):
     given = []
 
     def runtime(model, generation_config, **options):
@@ -238,7 +238,7 @@ def test_the_options_of_a_backend_come_to_its_runtime(monkeypatch, texting_folde
     } - {"dtype", "tp_degree"}
 
 
-def test_a_backend_that_it_does_not_run(capsys):
+def test_an_unsupported_backend_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmark_latency.main(["--backend", "xla"])
     assert "invalid choice: 'xla'" in capsys.readouterr().err
@@ -291,7 +291,7 @@ class TestResult:
         assert line == "machine, at batch 3 and prompt 100: 200 GFLOP/s, 40.0 GB/s"
 
     def test_the_bound(self, texting_folder):
-        """The bound has the weights' arithmetic at the machine's FLOP/s, and weights and state at its bytes/s."""
+        """A prompt's bound is its arithmetic at the machine's FLOP/s. Decode's is weights and state at its bytes/s."""
         config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
         options = argparse.Namespace(dtype=None, quantize=None, state_dtype=None)
         rates = Rates(flops=2e9, bytes=3e9)
@@ -324,7 +324,7 @@ class TestStates:
         whole = result_of("x", Point(1, 100, 2), [run], (0.0, 0.0))
         return dataclasses.replace(whole, samples=[Sample(*each) for each in samples])
 
-    def test_each_state_for_itself(self):
+    def test_each_state_is_compared_by_itself(self):
         ours = self.result((100, 10, self.NEAR), (300, 40, self.FAR), (1e6, 1e6, self.CHANGED), (1e6, 1, (None, 60.0)))
         theirs = self.result((450, 100, self.FAR), (200, 15, self.NEAR), (200, 15, self.NEAR))
         near, far = compare_in_states(ours, theirs)
@@ -336,7 +336,7 @@ class TestStates:
         (state,) = compare_in_states(ours, theirs)
         assert (state.prefill, state.decode) == (2, 3)
 
-    def test_what_only_one_of_them_has_seen_is_not_compared(self):
+    def test_a_state_that_only_one_has_seen_is_not_compared(self):
         assert not compare_in_states(self.result((1, 1, self.NEAR)), self.result((1, 1, self.FAR)))
         assert not compare_in_states(self.result((1, 1, (None, None))), self.result((1, 1, (None, None))))
 

@@ -17,10 +17,10 @@ def test_rows(monkeypatch, capsys):
     assert [row[:2] for row in rows] == [
         [f"batch {number}", name] for number in (1, 3) for name in ("cpu", "CPU, bfloat16")
     ]
-    # Of bfloat16, whose numbers have 8 bits; float32's would be thousands of times smaller.
+    # Errors of bfloat16, which has 8 bits of mantissa. Errors of float32 would be thousands of times smaller.
     assert all(1e-4 < float(mean) < float(largest) < 0.3 for *_, largest, mean, _ in rows)
 
 
-def test_a_name_that_is_none(capsys):
+def test_an_unknown_model_is_refused(capsys):
     assert device_logits.main(["--random-weights", "h-7"]) == 2
     assert "h-7" in capsys.readouterr().err

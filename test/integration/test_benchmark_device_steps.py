@@ -47,7 +47,7 @@ def test_the_first_layers(monkeypatch, capsys):
     assert "h-350m, 2 layers" in capsys.readouterr().out
 
 
-def test_a_name_that_is_none(capsys):
+def test_an_unknown_model_is_refused(capsys):
     assert device_steps.main(["--random-weights", "h-7"]) == 2
     assert "h-7" in capsys.readouterr().err
 
@@ -55,6 +55,6 @@ def test_a_name_that_is_none(capsys):
 @pytest.mark.parametrize(
     "option", [["--device", "tpu"], [], ["--random-weights", "h-350m", "--steps", "0"], ["--layers", "0"]]
 )
-def test_bad_options(option):
+def test_bad_options_are_refused(option):
     with pytest.raises(SystemExit):
         device_steps.main(option)

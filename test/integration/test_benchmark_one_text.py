@@ -1,4 +1,4 @@
-"""benchmarks/one_text: what it counts, and that it counts nothing for this package."""
+"""benchmarks/one_text counts differences right, and finds none for this package."""
 
 import importlib.util
 import re
@@ -22,7 +22,7 @@ SMALL = ("--sequences", "2", "--prompt-length", "40", "--output-length", "6")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Take no time for products, and leave the number of threads as it was."""
+    """Measure products for no time, and restore the number of threads."""
     monkeypatch.setattr(products, "_SECONDS", 0)
     # Threads of two tests would wait for each other; test_one_text.py runs this package on several.
     monkeypatch.setattr(one_text, "WAYS", [way for way in one_text.WAYS if way.threads == 1])
@@ -81,13 +81,13 @@ def test_llama_cpp(tmp_path, capsys, monkeypatch):
     ],
     ids=str,
 )
-def test_bad_input(options, message, capsys):
+def test_bad_input_is_refused(options, message, capsys):
     assert one_text.main([*SMALL, *options]) == 2
     assert message in capsys.readouterr().err
 
 
 class FakePipeline:
-    """OpenVINO's engine as far as it is used. Log-probabilities are those of its options; its cache has all prompts."""
+    """A stand-in for OpenVINO's engine. Log-probabilities depend on its options, and its cache has all prompts."""
 
     def __init__(self, folder, scheduler, device, properties):
         self.scheduler, self.threads, self.seen = scheduler, properties["INFERENCE_NUM_THREADS"], []
@@ -144,7 +144,7 @@ def test_openvino(fake_openvino, capsys, monkeypatch):
 
 
 def test_openvino_without_a_hit(fake_openvino, capsys, monkeypatch):
-    """It is seen by a step more: the prompt's last token does not fit into the first one."""
+    """A miss shows as one more step, because the prompt's last token does not fit into the first."""
     monkeypatch.setattr(one_text, "measure_products", lambda *_: ())
     monkeypatch.setattr(FakePipeline, "seen", property(lambda self: [], lambda self, value: None), raising=False)
     assert one_text.main([*SMALL, "--compare", "openvino", "--openvino", str(fake_openvino)]) == 0

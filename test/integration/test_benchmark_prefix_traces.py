@@ -1,4 +1,4 @@
-"""benchmarks/prefix_traces: its traces, what it counts without a model, and that the engine finds the same."""
+"""benchmarks/prefix_traces: its traces, its counts without a model, and the engine's equal counts."""
 
 import re
 
@@ -24,7 +24,7 @@ def small(name, sessions=12, lengths=0.25, seed=0):
 
 @pytest.mark.parametrize("name", TRACES)
 def test_traces(name):
-    """They are the same each time, in order, and have prompts with beginnings in common."""
+    """Traces are reproducible and in order, and their prompts have common beginnings."""
     turns = small(name)
     assert turns == small(name) != trace(name, Sizes(12, 0.25, 8, 1000), seed=1)
     assert [turn.time for turn in turns] == sorted(turn.time for turn in turns)
@@ -67,7 +67,7 @@ def test_the_engine_finds_what_the_replay_counts(monkeypatch):
 
 
 def test_llama_cpp(tmp_path, capsys, monkeypatch):
-    """A prompt finds what the server says. The fake one knows whole prompts, which the next turns of a session have."""
+    """Hits are those that the server reports. The fake server finds earlier prompts that a prompt begins with."""
     monkeypatch.setattr(prefix_engines, "gguf_of", lambda *_: tmp_path / "model.gguf")
     write_llama_server(tmp_path)
     turns, prompts = small("conversations", sessions=2, lengths=0.1), {}
@@ -88,7 +88,7 @@ def test_llama_cpp(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [["--compare", "llama.cpp"], ["--llama-cpp", "."]], ids=" ".join)
-def test_bad_input(options, capsys):
+def test_bad_input_is_refused(options, capsys):
     assert prefix_traces.main(options) == 2
     assert "--compare llama.cpp needs --llama-cpp, the folder of llama-server" in capsys.readouterr().err
 

@@ -113,7 +113,7 @@ def test_lengths():
     ],
     ids=str,
 )
-def test_bad_input(capsys, arguments, message):
+def test_bad_input_is_refused(capsys, arguments, message):
     if "x.docx" in arguments:
         pytest.importorskip("matplotlib")
     assert benchmark.main(arguments) == 2

@@ -110,7 +110,7 @@ def test_chat_answers_and_stops(bundled):
 
 
 def drop_state_before_decode(monkeypatch, kind, names):
-    """Zero the named state before every step of one token."""
+    """Zero the named state tensors before every step of one token."""
     original = CPURuntime.step
 
     def step(self, state, rows, all_logits=False):

@@ -52,7 +52,7 @@ def first_off(reports):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 class TestCpu:
-    def test_a_right_model(self, texting_folder, kernels):
+    def test_a_right_model_passes(self, texting_folder, kernels):
         found = reports(texting_folder, cpu_kernels=kernels)
         assert [report.kind for report in found] == ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
         for report in found:
@@ -64,7 +64,7 @@ class TestCpu:
         "layer, weight",
         [(0, "mamba.D"), (3, "mamba.A_log"), (4, "self_attn.v_proj.weight"), (5, "post_attention_layernorm.weight")],
     )
-    def test_a_wrong_weight(self, texting_folder, tmp_path, kernels, layer, weight):
+    def test_a_wrong_weight_is_found_in_its_layer(self, texting_folder, tmp_path, kernels, layer, weight):
         wrong = wrong_copy(texting_folder, tmp_path / "wrong", f"model.layers.{layer}.{weight}", 1.01)
         found = reports(texting_folder, of=wrong, cpu_kernels=kernels)
         assert first_off(found) == layer and all(report.is_off for report in found[layer:])
@@ -77,7 +77,7 @@ class TestCpu:
         found = reports(texting_folder, of=wrong, **options)
         assert first_off(found) == 2 and found[1].r_ratio < 1.2 < found[2].r_ratio
 
-    def test_a_wrong_step_of_decode(self, texting_folder, kernels, monkeypatch):
+    def test_a_wrong_decode_is_found_in_its_layer(self, texting_folder, kernels, monkeypatch):
         """Prompts are right, but a layer carries a wrong state from step to step."""
         runtime, _ = load(texting_folder, cpu_kernels=kernels)
         step = type(runtime).step
@@ -133,7 +133,7 @@ class TestCommand:
         assert "ops.cpu.functions.linear" in output
         assert "the fused decoder layers are not used: they have their own scan" in output
 
-    def test_a_layer_that_is_off(self, check, texting_folder, monkeypatch):
+    def test_a_wrong_layer_is_named(self, check, texting_folder, monkeypatch):
         def with_a_wrong_norm(*arguments, **options):
             model = load_model(*arguments, **options)
             model.model.layers[1].post_attention_layernorm.weight.mul_(1.1)
@@ -148,22 +148,22 @@ class TestCommand:
         values = [value for gap in (report.prefill, report.decode) for value in (gap.maximum, gap.relative)]
         assert marked.replace("│", " ").split() == ["1", "attention", *(f"{v:.1e}" for v in values), "1.0e-04", "<-"]
 
-    def test_not_judged(self, check, texting_folder):
+    def test_quantized_weights_are_reported_without_a_verdict(self, check, texting_folder):
         status, output, _ = check(texting_folder, "--cpu-kernels", "torch", "--quantize", "int8")
         assert status == 0 and "not judged" in output
 
-    def test_compiled_graphs_of_nxdi(self, check, texting_folder):
+    def test_compiled_graphs_of_nxdi_are_refused(self, check, texting_folder):
         status, output, error = check(texting_folder, "--backend", "nxdi")
         assert status == 2 and output == "" and "--backend nxdi gives no hidden states" in error
 
-    def test_a_split_model(self, check, texting_folder, monkeypatch):
+    def test_a_split_model_is_refused(self, check, texting_folder, monkeypatch):
         monkeypatch.setattr("granite4_neuron.commands.check.load_runtime", lambda *_: pytest.fail("it was loaded"))
         status, output, error = check(texting_folder, "--backend", "torch", "--tp-degree", "2")
         assert status == 2 and output == "" and "--tp-degree splits it; leave out one of them" in error
 
 
 class TestOperatorsThatRan:
-    """They are noted as they run, or as their graph is traced: nothing lists them by hand."""
+    """Operators are recorded as they run or as their graph is traced; no list is written by hand."""
 
     def torch_runtime(self, monkeypatch, base=LOOPS, graphs="layer", **options):
         monkeypatch.setattr(torch_device, "LOOPS", base)

@@ -37,13 +37,13 @@ LICENSE = bundled_checkpoint() / "LICENSE.txt"
 
 
 def is_projection(name, tensor):
-    """Tell whether the library takes the tensor for Linear. Its users leave out routers and the head."""
+    """Return whether the library quantizes the tensor as Linear. Its users leave out routers and the head."""
     is_left_out = any(part in name for part in ("conv1d", "block_sparse_moe", "embed_tokens", "lm_head"))
     return name.endswith(".weight") and tensor.dim() == 2 and not is_left_out
 
 
 def projections(scheme):
-    """Return a function that gives the scheme for every projection with whole groups."""
+    """Return a function that gives the scheme for each projection whose rows are whole groups."""
 
     def scheme_of(name, tensor):
         return scheme if is_projection(name, tensor) and not tensor.shape[-1] % (scheme.group_size or 1) else None
@@ -61,7 +61,7 @@ def write_plain(folder, to, tensors):
 
 
 def assert_stands_for(folder, meaning, kernels, tmp_path):
-    """Check that each weight is exactly what it was written from and that the model computes with it."""
+    """Check that each weight has exactly the values it was written from, and that the model computes with them."""
     for name, weight in load_model(folder, torch.float32).named_weights():
         is_whole = isinstance(weight, torch.Tensor)
         assert torch.equal(weight if is_whole else weight.dequantize(torch.float32), meaning[name]), name
@@ -76,7 +76,7 @@ def assert_stands_for(folder, meaning, kernels, tmp_path):
 
 @every_scheme
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
-def test_a_model_of_projections(case, scheme, random_checkpoints, kernels, tmp_path):
+def test_compressed_projections_are_read_exactly(case, scheme, random_checkpoints, kernels, tmp_path):
     meaning = compress(random_checkpoints(case), tmp_path / "model", projections(scheme))
     model = load_model(tmp_path / "model")
     formats = {weight.format.name for _, weight in model.named_weights() if isinstance(weight, QuantizedWeight)}
@@ -85,7 +85,7 @@ def test_a_model_of_projections(case, scheme, random_checkpoints, kernels, tmp_p
 
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
-def test_schemes_beside_one_another(case, random_checkpoints, kernels, tmp_path):
+def test_several_schemes_in_a_model_are_read_exactly(case, random_checkpoints, kernels, tmp_path):
     """The head, the embedding, the router and the experts are quantized too, and some projections are not."""
     schemes = {
         "in_proj": INT4,
@@ -106,7 +106,7 @@ def test_schemes_beside_one_another(case, random_checkpoints, kernels, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
+def test_scales_of_other_dtypes_are_read(dtype, random_checkpoints, tmp_path):
     """int8 keeps such scales; int4 rounds them to bfloat16."""
     folder = random_checkpoints(MODELS[0])
     for scheme, error in ((INT8, 0.0), (INT4, 2.0**-8)):
@@ -119,8 +119,8 @@ def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("size", [2**30, 2**75, 32 * 10**400], ids=["2**30", "2**75", "32 * 10**400"])
-def test_a_group_of_more_columns_than_there_are(size):
-    """Such a group is one group, and takes no more memory than that."""
+def test_a_group_wider_than_a_row_is_read(size):
+    """A row is then one group, and padding takes no memory."""
     shape = torch.Size([3, 70])
     numbers, scales = Scheme(4).quantize(torch.randn(shape), torch.bfloat16)
     tensors = {f"a.{name}": tensor for name, tensor in Scheme(4).tensors(numbers, scales).items()}
@@ -133,8 +133,8 @@ def test_a_group_of_more_columns_than_there_are(size):
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 66, 70])
 @pytest.mark.parametrize("num_bits", [4, 8])
-def test_columns_of_any_number(num_bits, columns):
-    """Columns that only fill up an int4 group are zeros, whatever is stored. Those that fill up a word are left out."""
+def test_any_number_of_columns_is_read(num_bits, columns):
+    """Columns that pad an int4 group are zeros, whatever is stored. Those that pad a word are left out."""
     scheme, shape = Scheme(num_bits), torch.Size([3, columns])
     numbers, scales = scheme.quantize(torch.randn(shape), torch.bfloat16)
 
@@ -199,11 +199,11 @@ class TestCommands:
             (["generate", "A", "--backend", "xla"], "compressed-tensors weights are for the backend cpu; xla runs"),
         ],
     )
-    def test_refusals(self, command, words, folder, capsys):
+    def test_commands_refuse_what_they_cannot_do(self, command, words, folder, capsys):
         assert cli.main([*command, "--model", str(folder)]) != 0
         assert words in capsys.readouterr().err
 
-    def test_another_backend(self, folder):
+    def test_another_backend_refuses_them(self, folder):
         with pytest.raises(UserError, match="are in compressed-tensors, which is for the backend cpu"):
             FolderCheckpoint(folder).check_plain(GraniteMoeHybridConfig.from_file(folder / "config.json"))
         with pytest.raises(UserError, match="compressed-tensors weights are for the backend cpu"):
@@ -257,7 +257,7 @@ def test_other_schemes_are_refused(changes, words):
     "changes",
     [dict(weights=dict(actorder="static")), dict(sparsity_config=dict(format="dense")), dict(quantization_status="x")],
 )
-def test_what_changes_nothing_is_read(changes):
+def test_settings_without_effect_are_accepted(changes):
     GraniteMoeHybridConfig.from_dict(config_with(changes))
 
 
@@ -278,31 +278,31 @@ class TestTensorsThatDoNotFit:
         return load_changed
 
     @pytest.mark.parametrize("parameter", ["weight_scale", "weight_shape"])
-    def test_one_is_missing(self, change, parameter):
+    def test_a_missing_tensor_is_named(self, change, parameter):
         with pytest.raises(UserError, match=f"missing: {self.MODULE}.{parameter}"):
             change(lambda tensors: tensors.pop(f"{self.MODULE}.{parameter}"))
 
-    def test_one_too_many(self, change):
+    def test_an_extra_tensor_is_named(self, change):
         index = {f"{self.MODULE}.weight_g_idx": torch.arange(64, dtype=torch.int32)}
         with pytest.raises(UserError, match=f"not of this model: {self.MODULE}.weight_g_idx"):
             change(lambda tensors: tensors.update(index))
 
-    def test_groups_of_another_size(self, change):
+    def test_scales_of_another_group_size_are_refused(self, change):
         name = f"{self.MODULE}.weight_scale"
         with pytest.raises(UserError, match=rf"{name} is \[296, 1\] instead of \[296, 2\]"):
             change(lambda tensors: tensors.update({name: tensors[name][:, :1].contiguous()}))
 
-    def test_packed_from_another_shape(self, change):
+    def test_a_wrong_stored_shape_is_refused(self, change):
         name = f"{self.MODULE}.weight_shape"
         with pytest.raises(UserError, match=rf"{name} says \[296, 63\] instead of \[296, 64\]"):
             change(lambda tensors: tensors.update({name: torch.tensor([296, 63])}))
 
-    def test_experts_of_two_formats(self, change):
+    def test_experts_of_two_formats_are_refused(self, change):
         with pytest.raises(UserError, match=r"two formats in the experts of model\.layers\.0; both matrices must"):
             change(lambda _: None, lambda name, _: INT8 if "block_sparse_moe.input" in name else None)
 
 
-def test_a_checkpoint_of_ours_that_is_not_what_its_config_says(tmp_path):
+def test_plain_weights_under_a_quantized_config_are_refused(tmp_path):
     """The config announces quantized weights, but no weight is quantized."""
     save_model(random_model(CASES[0].config()), tmp_path / "model")
     file = tmp_path / "model" / "config.json"

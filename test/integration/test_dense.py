@@ -96,7 +96,7 @@ def test_logits(dense, kernels):
     assert error(load_model(folder, operators=kernels).bind(kernels), tokens, expected) <= TOLERANCE
 
 
-def test_shards(tmp_path):
+def test_shards_may_split_a_weight(tmp_path):
     """Parts of one weight may be in different files."""
     tokens, expected = reference(save_dense(tmp_path, max_shard_size="20KB"))
     files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
@@ -105,7 +105,7 @@ def test_shards(tmp_path):
     assert error(load_model(tmp_path), tokens, expected) <= TOLERANCE
 
 
-def test_converted_it_is_a_granite_4(dense, tmp_path, capsys):
+def test_a_converted_checkpoint_is_a_granite_4(dense, tmp_path, capsys):
     """All layers of the converted checkpoint are attention layers, for transformers too."""
     folder, tokens, expected = dense
     assert main(["convert", "--model", str(folder), "--output", str(tmp_path / "new")]) == 0
@@ -118,7 +118,7 @@ def test_converted_it_is_a_granite_4(dense, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_quantized(name, texting, tmp_path, capsys):
-    """Quantizing on loading gives the same as `convert`, and most tokens are those of the unquantized model."""
+    """Quantizing on loading gives the same as `convert`, and most tokens equal the unquantized model's."""
     assert main(["convert", "--model", str(texting), "--quantize", name, "--output", str(tmp_path / "new")]) == 0
     tokens = random_tokens(264, 2, 120)
     plain, converted, quantized = (
@@ -166,7 +166,7 @@ def test_a_published_config():
 
 
 def test_commands(texting, capsys):
-    """The text is that of transformers, with and without drafts by a dense model. `check` and `info` take it too."""
+    """`generate` gives transformers' text, also with a dense draft model. `check` and `info` take the folder too."""
     theirs = AutoModelForCausalLM.from_pretrained(texting, dtype=torch.float32).eval()
     tokenizer = load(texting)[1]
     prompt = tokenizer("some text", return_tensors="pt")["input_ids"]

@@ -17,7 +17,7 @@ from test.support import nxdi
 
 pytestmark = pytest.mark.versions
 
-# Each model, and the model it stands for. Each has one layer of every kind in that model.
+# Family members, each cut to one layer of every kind it has, and the parts that tell them apart.
 MODELS = {"h-small": "experts", "h-micro": "dense", "micro": "attention only"}
 CONTEXT_BUCKETS, CACHE_BUCKETS = [128, 512], [1024, 2048]
 FLASH_ATTENTION = "attention_cte"
@@ -106,9 +106,8 @@ def sdk_custom_calls(text):
 def check_state(traced, expected_to_pass=0):
     """Check that the aliases given to the compiler pair each state tensor with its own new value.
 
-    They are compared with the graph itself: the new value has the old one's shape and dtype, and is made of it. It may
-    also depend on other state, but what is as large as it all along the way, like a cache that tokens are added to, is
-    the old value.
+    The pairs are compared with the graph itself: the new value has the old one's shape and dtype and depends on it. It
+    may depend on other state too, but the path on which every tensor is as large as the state leads to the old value.
     """
     # Placeholders have no values for pytest to print, so the comparison uses printable ones.
     first, count = len(traced.results), len(traced.states)
@@ -234,8 +233,8 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("name", ["h-1b"])
-def test_what_a_verification_costs(name, batch_size):
-    """Three drafts are verified, beside decode. The models are dense, because more tokens would read more experts."""
+def test_a_verification_costs_little_more_than_decode(name, batch_size):
+    """Verifying three drafts costs little more than decode in a dense model. More tokens would read more experts."""
     from granite4_neuron.neuron.nxdi.graph_costs import report
 
     config = GraniteMoeHybridConfig.from_family(name)
@@ -280,7 +279,7 @@ def test_kernels_of_this_package(tmp_path):
         assert sdk_custom_calls(text) == expected
 
 
-def test_the_kernel_moves_states_as_often_as_it_must():
+def test_the_kernel_moves_states_no_more_than_necessary():
     """Verifying four tokens writes no state and moves no more than decoding one. A commit moves little but states."""
     from granite4_neuron.neuron.nxdi.graph_costs import report
 
@@ -320,7 +319,7 @@ def test_expert_kernels_of_nxd(kernel, tmp_path):
 
 
 def test_expert_path_nxd_needs_no_further_option(tmp_path, monkeypatch):
-    """It takes a kernel that is in the SDK. NxD's own default is not."""
+    """This package chooses a kernel that the SDK has. NxD's default is not in the SDK."""
     from granite4_neuron.neuron.nxdi import config
 
     folder = one_layer_of_each_kind("h-small", tmp_path)

@@ -1,16 +1,16 @@
-"""Many requests with faults at random places; benchmarks/engine/faults.py runs any number."""
+"""Many requests with faults at random places. benchmarks/engine/faults.py runs any number of them."""
 
 from benchmarks.engine.faults import fuzz
 
 
-def test_whatever_fails_all_other_texts_are_those_of_the_sequence_alone():
+def test_a_fault_changes_no_other_text():
     report = fuzz(2000)
     assert not report.wrong, report.wrong[:3]
     assert report.compared > 600 and report.failed > 300 and report.mixed > 30, report
     assert len(report.faults) > 15 and report.faults.total() > 600, report.faults
 
 
-def test_on_a_device_that_runs_ahead():
+def test_a_fault_changes_no_other_text_on_an_asynchronous_device():
     report = fuzz(250, on_device=True)
     assert not report.wrong, report.wrong[:3]
     assert report.compared > 100 and report.ahead > 800 and report.stopped > 5, report

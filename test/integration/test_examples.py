@@ -15,7 +15,7 @@ PACKAGES = {
     "batch_over_ray": ["ray"],
     "serve_lora": ["openai", "peft"],
 }
-# The small model knows its text by heart, and takes greedy tokens.
+# The small model recites its training text, because the examples choose greedy tokens.
 EXPECTED = {
     "batch_over_ray": r"0 An assignment statement evaluates the expression.*\n3 The assert statement.",
     "chat_with_tools": r'^length_of\(\{"word": "(assert|import)"\}\) = 6\n\S',
@@ -26,12 +26,12 @@ EXPECTED = {
 }
 
 
-def test_all_are_here():
+def test_every_example_is_tested():
     assert {file.stem for file in EXAMPLES.glob("*.py")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_example(name, capfd, monkeypatch):
+def test_an_example_prints_what_it_should(name, capfd, monkeypatch):
     for package in PACKAGES.get(name, []):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -40,5 +40,5 @@ def test_example(name, capfd, monkeypatch):
     assert re.search(EXPECTED[name], capfd.readouterr().out, re.DOTALL)
 
 
-def test_each_is_short():
+def test_each_example_is_short():
     assert all(file.read_text(encoding="utf-8").count("\n") < 40 for file in EXAMPLES.glob("*.py"))

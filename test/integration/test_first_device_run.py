@@ -1,7 +1,7 @@
 """The commands of docs/first-device-run.md and docs/trainium.md, in a shell, as far as they go without a device.
 
-Programs of the machine are stand-ins. pytest collects the tests and the probe parses its options; this package's
-commands run, up to the sentence that the Neuron SDK or a download is missing.
+The machine's own programs are replaced by stand-ins. pytest only collects the tests, and the probe only parses its
+options. This package's commands run until they say that the Neuron SDK or a download is missing.
 """
 
 import os
@@ -45,7 +45,7 @@ def blocks():
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """Run the pages; return the folder, what was printed, and a line for each of this package's commands."""
-    # In a process of its own, as the commands: this one may have stand-ins for the SDK.
+    # In another process, as the commands run: this one may have stand-ins for the SDK.
     require = [sys.executable, "-c", "from granite4_neuron import neuron_sdk; neuron_sdk.require()"]
     if subprocess.run(require, capture_output=True).returncode == 0:
         pytest.skip("the Neuron SDK is here, and the commands would do their work")
@@ -105,7 +105,7 @@ def test_the_tests_it_names_exist(done):
     assert "command not found" not in printed and "No such file" not in printed, printed
 
 
-def test_the_archive(done):
+def test_the_archive_holds_the_results(done):
     with tarfile.open(done[0] / "results.tgz") as archive:
         assert {"results/machine.txt", "results/real_models.txt", "results/vllm.txt"} <= set(archive.getnames())
         assert {"results/check.txt", "results/layers.txt", "results/serve.txt"} <= set(archive.getnames())

@@ -33,11 +33,11 @@ from test.support.stepping import random_tokens, reference_logits, run_cuts
 
 pytestmark = pytest.mark.versions
 
-# GGUF has no place for these: biases of Mamba's projections, and limits of time steps.
+# GGUF cannot store biases of Mamba's projections or limits of time steps.
 HELD = [case for case in CASES if case.name not in ("projection_bias", "time_step_limit")]
 WITHOUT_EFFECT = {"mamba_chunk_size"}
-VOCABULARY = 1024  # of the bundled checkpoint's tokenizer
-MATRICES = 1 + 2 + 4 + 2 * 4  # embedding; of the Mamba layer; of the attention layer; of experts and shared MLPs
+VOCABULARY = 1024  # the size of the bundled checkpoint's tokenizer
+MATRICES = 1 + 2 + 4 + 2 * 4  # embedding, Mamba layer, attention layer, experts and shared MLPs
 
 
 def named(name):
@@ -101,7 +101,7 @@ def test_logits_of_a_dense_model_equal_those_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("type", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
 def test_logits_of_rounded_weights_equal_those_of_transformers(tmp_path, wide, wide_file, type):
-    """The reference has each matrix as gguf rounds it, under its published name and in its published order."""
+    """The reference gets each matrix as gguf rounds it, under its published name and in its published row order."""
     file = rewritten(wide_file, tmp_path / "rounded.gguf", in_type(type))
     weights, kind = load_file(wide / WEIGHTS), Type[type]
     for name, weight in weights.items():
@@ -116,7 +116,7 @@ def test_logits_of_rounded_weights_equal_those_of_transformers(tmp_path, wide, w
 
 @pytest.mark.parametrize("type", TYPES[3:])
 def test_weights_are_those_that_gguf_dequantizes(tmp_path, wide_file, type):
-    """They are read bit by bit as from a file with the values in float32, and rounded once to bfloat16."""
+    """Weights have the bits of a file with the dequantized values in float32, rounded once to bfloat16."""
     file = rewritten(wide_file, tmp_path / "quantized.gguf", in_type(type))
     assert type in {tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
     values = dict(load_model(rewritten(file, tmp_path / "values.gguf")).named_parameters())
@@ -153,7 +153,7 @@ def scales_of_bfloat16(name, values):
 
 
 @pytest.mark.parametrize("tensors, format", [(one_scale_per_row, "int8"), (scales_of_bfloat16, "int4")])
-def test_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, wide_file, tensors, format):
+def test_weights_that_a_format_can_store_are_kept(tmp_path, wide_file, tensors, format):
     file = rewritten(wide_file, tmp_path / "kept.gguf", tensors)
     stored, sentences = open_checkpoint(file).tensors, []
     model = load_model(file, torch.float32, keep_quantized=True, remark=sentences.append)
@@ -171,7 +171,7 @@ def test_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, wide_file,
 
 
 @pytest.mark.parametrize("tensors", [one_scale_per_row, scales_of_bfloat16])
-def test_weights_of_which_the_last_row_has_other_numbers_are_not_kept(tmp_path, wide_file, tensors):
+def test_weights_whose_last_row_no_format_can_store_are_not_kept(tmp_path, wide_file, tensors):
     def change(name, values):
         raw, type = tensors(name, values)
         if type != Type.F32:
@@ -183,7 +183,7 @@ def test_weights_of_which_the_last_row_has_other_numbers_are_not_kept(tmp_path, 
     assert not [name for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)]
 
 
-def test_what_a_file_leaves_out_is_llama_cpp_s_default(tmp_path, random_checkpoints):
+def test_missing_metadata_has_llama_cpps_defaults(tmp_path, random_checkpoints):
     file = written(shutil.copytree(random_checkpoints(named("attention_only_rope")), tmp_path / "model"))
     scales = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
     architecture = open_gguf(file).get("general.architecture")
@@ -206,8 +206,8 @@ def test_experts_are_kept_together_or_not_at_all(tmp_path, wide_file):
         assert isinstance(weights[f"model.layers.0.block_sparse_moe.{which}_linear.weight"], torch.Tensor)
 
 
-def test_rows_are_in_the_order_of_neighbours_that_rotate():
-    """Rotating neighbours of the file's rows gives the scores of rotating halves of the original rows."""
+def test_rows_are_ordered_so_that_neighbours_rotate():
+    """Rotating neighbouring rows of the file gives the same scores as rotating halves of the original rows."""
     config = small_config(position_embedding_type="rope")
     generator = torch.Generator().manual_seed(0)
     angle = torch.rand(config.head_dim // 2, generator=generator)

@@ -19,7 +19,7 @@ from test.support.checkpoints import HAS_NEMOTRON, NemotronCase
 from test.support.gguf_files import nemotron_file, rewritten
 from test.support.stepping import random_tokens, reference_logits, run_cuts
 
-# Files have no place for experts and MLPs in one model, and for a lower limit of time steps.
+# GGUF cannot store experts and MLPs in one model, or a lower limit of time steps.
 EXPERTS = NemotronCase("nemotron_experts", dict(layer_types=("mamba", "moe", "mamba", "attention", "moe")))
 DENSE = NemotronCase(
     "nemotron_mlps",
@@ -57,7 +57,7 @@ def test_every_config_and_weight_comes_back(tmp_path, random_checkpoints, case):
     folder = random_checkpoints(case)
     file = nemotron_file(folder, tmp_path / "model.gguf")
     config, expected = open_checkpoint(file).config, open_checkpoint(folder).config
-    # llama.cpp's converter has the same length for all of them.
+    # llama.cpp's converter writes one length for all of them.
     unused = () if case is EXPERTS else ("intermediate_size", "shared_intermediate_size")
     same = {one.name: getattr(expected, one.name) for one in dataclasses.fields(config) if one.name not in unused}
     assert {name: getattr(config, name) for name in same} == {
@@ -75,7 +75,7 @@ def test_every_config_and_weight_comes_back(tmp_path, random_checkpoints, case):
 
 
 @both
-def test_the_writer_of_benchmarks_writes_the_same_tensors(tmp_path, random_checkpoints, case):
+def test_the_benchmarks_writer_writes_the_same_tensors(tmp_path, random_checkpoints, case):
     folder = random_checkpoints(case)
     write_gguf(folder, tmp_path / "ours.gguf")
     ours, theirs = open_gguf(tmp_path / "ours.gguf"), open_gguf(nemotron_file(folder, tmp_path / "theirs.gguf"))
@@ -86,13 +86,13 @@ def test_the_writer_of_benchmarks_writes_the_same_tensors(tmp_path, random_check
     assert dataclasses.replace(ours, max_position_embeddings=2**20) == theirs
 
 
-def test_the_writer_of_benchmarks_refuses_experts_beside_mlps(tmp_path, random_checkpoints):
+def test_the_benchmarks_writer_refuses_experts_beside_mlps(tmp_path, random_checkpoints):
     folder = random_checkpoints(NemotronCase("nemotron"))
     with pytest.raises(UserError, match="has no place for a Nemotron model with experts and with layers"):
         write_gguf(folder, tmp_path / "model.gguf")
 
 
-def test_layers_that_predict_tokens_are_left_out_with_a_sentence(tmp_path, random_checkpoints, file):
+def test_multi_token_prediction_is_left_out_with_a_sentence(tmp_path, random_checkpoints, file):
     more = nemotron_file(random_checkpoints(EXPERTS), tmp_path / "more.gguf", predicting=True)
     remarks = []
     weights = dict(load_model(more, remark=remarks.append).named_parameters())
@@ -101,7 +101,7 @@ def test_layers_that_predict_tokens_are_left_out_with_a_sentence(tmp_path, rando
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-def test_what_a_file_leaves_out_is_llama_cpp_s_default(tmp_path, file):
+def test_missing_metadata_has_llama_cpps_defaults(tmp_path, file):
     left_out = (
         "expert_group_count",
         "expert_group_used_count",
@@ -117,8 +117,8 @@ def test_what_a_file_leaves_out_is_llama_cpp_s_default(tmp_path, file):
     assert config == dataclasses.replace(before, **router)
 
 
-def test_quantized_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, random_checkpoints):
-    """Also experts, whose matrices have no gate beside them."""
+def test_quantized_weights_that_a_format_can_store_are_kept(tmp_path, random_checkpoints):
+    """Experts too, which have no gate."""
     folder = random_checkpoints(NemotronCase("nemotron_wide", dict(EXPERTS.changes, intermediate_size=64)))
 
     def one_scale_per_row(name, values):
@@ -158,7 +158,7 @@ def test_quantized_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, 
         ({"expert_used_count": None}, "num_experts_per_tok is 0"),
     ],
 )
-def test_others_are_refused(tmp_path, file, metadata, message):
+def test_unsupported_metadata_is_refused(tmp_path, file, metadata, message):
     changed = {f"nemotron_h_moe.{name}": value for name, value in metadata.items()}
     with pytest.raises(UserError, match=message):
         open_checkpoint(rewritten(file, tmp_path / "other.gguf", metadata=changed))

@@ -72,7 +72,7 @@ def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
     assert {graph.state_bytes for graph in graphs} == {sum(tensor.nbytes for tensor in state.tensors())}
 
 
-def test_decode_advances_the_recurrent_state_where_it_lies():
+def test_decode_advances_the_recurrent_state_in_place():
     """A copy of one layer's state would be half of the whole; other temporaries of a step are an eighth."""
     _, decode = graphs_of(small_config(layer_types=("mamba",) * 2, mamba_d_state=128, **DENSE), batch_size=8)
     assert decode.temporary_bytes < decode.state_bytes / 4
@@ -120,7 +120,7 @@ def test_temporaries_of_a_long_context_are_those_of_a_chunk():
 
 
 @pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
-def test_nothing_that_the_neuron_compiler_handles_badly(case):
+def test_graphs_avoid_what_the_neuron_compiler_handles_badly(case):
     for graph in graphs_of(case.config(), batch_size=3, buckets=(300,), dtype=torch.bfloat16, max_length=1500):
         assert graph.findings == ()
 
@@ -211,7 +211,7 @@ class TestWholeGraphs:
             assert all(part.bytes_accessed > 0 and part.instructions > 0 for part in parts)
 
     def test_products_with_weights_are_those_of_the_live_set(self, graphs):
-        """Their operands and results have all tokens and are in bfloat16. All experts are one product here."""
+        """The products' operands and results hold all tokens, in bfloat16. All experts are one product here."""
         instructions = instructions_of(hlo_text(graphs["512"].few.proto))
         layouts = {"reshape", "transpose", "convert", "broadcast"}
 
@@ -232,13 +232,13 @@ class TestWholeGraphs:
         assert found == expected | {(4096, query), (4096, key), (4096, all_experts), (width, 4096)}
         assert [graph.live_set is None for graph in graphs.values()] == [False, False, True]
 
-    def test_nothing_that_the_neuron_compiler_handles_badly(self, graphs, fetching):
+    def test_graphs_avoid_what_the_neuron_compiler_handles_badly(self, graphs, fetching):
         assert [graph.findings for graph in graphs.values()] == [(), (), ()]
         assert fetching.findings
 
 
 def test_components_of_layers_of_one_part():
-    """There are MLPs of two widths: one of a layer by itself, two beside experts. Their FLOPs are the products'."""
+    """MLPs have two widths: one is a layer by itself, two are beside experts. Their FLOPs are those of the products."""
     config = nemotron_config()
     prefill, decode, verify, commit = graphs_of(config, verified_tokens=4)
     for graph in (prefill, decode, verify):

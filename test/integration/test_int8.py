@@ -46,14 +46,14 @@ def expected_model(case_folder):
 @pytest.mark.parametrize(
     "cuts", [[100], [60] + [1] * 40, [50, 50], [1, 2, 5, 8, 9, 75]], ids=["prefill", "decode", "halves", "short steps"]
 )
-def test_is_the_model_with_dequantized_weights(quantized_model, expected_model, cuts):
+def test_logits_equal_those_of_dequantized_weights(quantized_model, expected_model, cuts):
     tokens = random_tokens(quantized_model.config.vocab_size, 2, 100)
     expected = run_cuts(expected_model, tokens, [100])
     assert (run_cuts(quantized_model, tokens, cuts) - expected).abs().max() <= 1e-5
 
 
 @torch.inference_mode()
-def test_ragged_batches(quantized_model, expected_model):
+def test_ragged_batches_give_each_rows_logits(quantized_model, expected_model):
     """Rows have any length, one of them is idle, slots are out of order, and memory is poisoned."""
     lengths, slots = [[40, 23, 1, 0], [1, 0, 1, 7], [1, 1, 1, 1]], torch.tensor([4, 2, 1, 3])
     vocab_size = quantized_model.config.vocab_size
@@ -75,7 +75,7 @@ def test_ragged_batches(quantized_model, expected_model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
-    """The error to the float32 model of the same int8 weights is no more than that of a model in this dtype."""
+    """int8 weights add no error: it is at most a plain model's in this dtype, each against its float32 model."""
     folder = random_checkpoints(CASES[1])
     models = [load_model(folder, dtype, quantize="int8"), load_model(folder, dtype)]
     tokens = random_tokens(models[0].config.vocab_size, 4, 100)
@@ -89,7 +89,7 @@ def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
         assert errors[0] <= 1.2 * errors[1]
 
 
-def test_what_is_quantized_and_what_is_not(case_folder):
+def test_the_right_weights_are_quantized(case_folder):
     stored = dict(load_model(case_folder).named_parameters())
     model = load_model(case_folder, quantize="int8")
     assert model.is_quantized and model.dtype == torch.float32
@@ -123,8 +123,8 @@ def test_packed_while_loading(case_folder, quantize):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc/self/status")
-def test_memory(tmp_path):
-    """The weights but the embedding take half of bfloat16's. Loading adds one stored tensor and its int8 values."""
+def test_loading_takes_little_more_than_the_weights(tmp_path):
+    """All weights except the embedding take half of bfloat16's memory. Loading adds one tensor, stored and in int8."""
     save_model(random_model(large_config(vocab_size=40_000), dtype=torch.bfloat16), tmp_path / "model")
     size, embedding = (tmp_path / "model" / WEIGHTS).stat().st_size, 2 * 40_000 * 512
     program = f"""
@@ -151,7 +151,7 @@ print(peak() - before, sum(sizes))
 
 
 class TestRefusals:
-    def test_what_cannot_run_int8(self, random_checkpoints, texting_folder):
+    def test_other_backends_and_splits_refuse_int8(self, random_checkpoints, texting_folder):
         for backend in ("xla", "nxdi"):
             compiled = "graphs" if backend == "nxdi" else None
             with pytest.raises(UserError, match=f"int8 weights are for the backend cpu; {backend}"):

@@ -1,5 +1,5 @@
 """lm-evaluation-harness asks the server and gets transformers' log-likelihoods."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 

@@ -17,7 +17,7 @@ from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
 from test.support.checkpoints import CASES, HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config, small_config
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
-# An older transformers computes these otherwise: it normalises over all groups at once, or lacks time_step_limit.
+# An older transformers computes these differently: it normalises over all groups at once, or lacks time_step_limit.
 NOT_IN_REFERENCE = set() if HAS_NEMOTRON else {case.name for case in NEMOTRON_CASES}
 if "group_size" not in inspect.signature(GraniteMoeHybridRMSNormGated).parameters:
     NOT_IN_REFERENCE.add("two_groups")
@@ -39,7 +39,7 @@ CUTS = {
 
 def skip_if_not_in_reference(name):
     if name in NOT_IN_REFERENCE:
-        pytest.skip(f"transformers {transformers.__version__} computes something else here; 5.23 is the reference")
+        pytest.skip(f"transformers {transformers.__version__} computes this differently; the reference is 5.23")
 
 
 @pytest.fixture

@@ -24,14 +24,14 @@ from test.support.one_layer import expected, one_layer
 from test.support.stepping import random_tokens
 
 LENGTHS = (1024, 16384)
-WINDOW = 16  # tokens of decode, and as many of a prompt's last piece
-# Root mean square and largest error, relative to the root mean square of what is right.
+WINDOW = 16  # the number of compared tokens, both of decode and of a prompt's last piece
+# Root mean square error and largest error, relative to the root mean square of the exact values.
 TOLERANCES = {torch.float32: (1e-5, 2e-4), torch.bfloat16: (2e-2, 0.5)}
 
 BUCKETS = (512,)
 SIZES = dict(num_attention_heads=2, num_key_value_heads=1, mamba_n_heads=8, mamba_d_head=8, hidden_size=32)
 CONTEXT = 131072
-LAST = CONTEXT - 41  # where the tokens begin
+LAST = CONTEXT - 41  # the position of the first token
 # A slot has 2^27 values of keys.
 WIDE_ATTENTION = dict(
     layer_types=("attention",), num_attention_heads=8, num_key_value_heads=8, hidden_size=1024, **DENSE
@@ -44,7 +44,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch find
 
 @pytest.fixture(scope="module")
 def layers():
-    """A model, tokens, and what is right, for each kind of layer."""
+    """Return a model, tokens and exact results for each kind of layer."""
     [tokens] = random_tokens(160, 1, LENGTHS[-1]).tolist()
     models = {kind: one_layer(small_config(**SIZES), kind, LENGTHS[-1]) for kind in (MAMBA, ATTENTION)}
     return {kind: (model, tokens, list(expected(model, tokens, LENGTHS, 2 * WINDOW))) for kind, model in models.items()}
@@ -98,7 +98,7 @@ class TestErrorsOfGraphs:
     ids=["fused", "torch", "xla"],
 )
 def test_attention_to_131072_keys(operators, index):
-    """Positions have more than 16 bits, and the last tokens' keys and values are written there."""
+    """Positions need more than 16 bits. The last tokens' keys and values are written at the cache's end."""
     torch.manual_seed(0)
     tokens, heads, kv_heads, head_dim = 5, 4, 2, 16
     query = 3 * torch.randn(1, tokens, heads, head_dim)
@@ -141,7 +141,7 @@ def test_the_benchmark(monkeypatch, capsys):
         ["--backend", "torch", "--state-dtype", "bfloat16"],
     ],
 )
-def test_what_the_benchmark_refuses(arguments, capsys):
+def test_the_benchmark_refuses_bad_options(arguments, capsys):
     assert long_context.main(arguments) == 2
     output = capsys.readouterr()
     assert output.err.startswith("error: ")
@@ -149,9 +149,9 @@ def test_what_the_benchmark_refuses(arguments, capsys):
 
 
 class TestMoreThan32Bits:
-    """A sequence in the last slot of a large state computes what it would in a small one, whose memory is all zeros.
+    """A sequence in the last slot of a large zeroed state gives the same as in a small one.
 
-    On a CPU memory is taken as it is written, which is little.
+    A CPU allocates memory only where it is written, and little is.
     """
 
     def step(self, runtime, state, slot, start):
@@ -208,7 +208,7 @@ class TestMoreThan32Bits:
         model = random_model(config, dtype=torch.bfloat16)
         runtime = TorchRuntime(model, GenerationConfig(), (64,), device="cuda")
         outcomes = []
-        for slots in (1, 32):  # the last one's values are beyond the 2^32nd
+        for slots in (1, 32):  # the last slot's values have indices above 2^32
             state = runtime.allocate(slots, CONTEXT)
             for tensor in state.tensors():
                 tensor.zero_()

@@ -44,7 +44,7 @@ STEPS = 16
 PROMPTS = (1, 2, 3, 40, 100, nxdi.BUCKET, 200)  # the last is longer than the bucket
 RAGGED = ((40, 1, 100), (2, nxdi.BUCKET, 3), (200, 1, 130), (17, 90, 64))
 CASE = {case.name: case for case in CASES}
-# The logical cores of a trn2.3xlarge. The Neuron runtime takes one of them or all.
+# The logical cores of a trn2.3xlarge. A program gets one of them or all.
 TP_DEGREE = 4
 TP_CASES = ("moe", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
 
@@ -64,7 +64,7 @@ def cpu_mode():
         from neuronx_distributed.parallel_layers import parallel_state
 
         parallel_state.destroy_model_parallel()
-        parallel_state._SPECULATIVE_DRAFT_GROUP = None  # destroy_model_parallel leaves that one
+        parallel_state._SPECULATIVE_DRAFT_GROUP = None  # destroy_model_parallel does not destroy this group
         torch.distributed.destroy_process_group()
 
 
@@ -90,14 +90,14 @@ def two_ranks(cpu_mode, random_checkpoints, tmp_path_factory):
 
 
 def run_rank(rank: int, folders: list[Path], port: int, results: Path) -> None:
-    """Run one process with the environment that torchrun would give it."""
+    """Run a rank's process with the environment that torchrun would give it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NXD_CPU_MODE="1")
     torch.set_num_threads(1)
     assert nxdi.why_not_importable() is None
     logits = []
     for folder in folders:
         model = nxdi.cpu_model(folder, tp_degree=2, batch_size=3)
-        os.environ.pop("WORLD_SIZE", None)  # where it is set, NxD Inference starts a group for each model
+        os.environ.pop("WORLD_SIZE", None)  # if it is set, NxD Inference starts a group for each model
         tokens = random_tokens(model.config.vocab_size, 3, 200 + STEPS)
         logits.append([nxdi.run(model, tokens, lengths, STEPS) for lengths in RAGGED[:3]])
     one = nxdi.cpu_model(folders[0], tp_degree=2)
@@ -150,7 +150,7 @@ def reference_hidden_states(folder, tokens):
 
 
 def check_captured(output, num_tokens, expected):
-    """Check what leaves and enters each layer in CAPTURE, for the first tokens of a step. The unused tensor is NaN."""
+    """Check the outputs and inputs of the layers in CAPTURE, for a step's first tokens. The unused tensor is NaN."""
     *hidden_states, nothing = output.captured_tensors
     assert nothing.isnan().all()
     for captured, index in zip(hidden_states, (2, 1, 4, 3), strict=True):
@@ -236,8 +236,8 @@ class TestCpuMode:
             assert len(x) == 3 and (slots < 8).sum() <= model.config.granite.num_experts_per_tok
 
     @pytest.mark.parametrize("form", ["kernel", "gather"])
-    def test_experts_of_decoded_tokens(self, form, random_checkpoints):
-        """As for the default, which is all experts at once; prompts of one bucket of few tokens have the form too."""
+    def test_each_form_of_experts_gives_the_logits(self, form, random_checkpoints):
+        """Logits are right in these forms, as in the default, all experts at once. Short prompts use the form too."""
         sizes = dict(layer_types=("attention",), hidden_size=128, mamba_n_heads=16, num_local_experts=24)
         folder = random_checkpoints(Case("forms_of_experts", sizes))
         model = nxdi.cpu_model(folder, {"experts_decode": form})
@@ -294,8 +294,8 @@ class TestCpuMode:
 
     @torch.inference_mode()
     @pytest.mark.parametrize("length", PROMPTS)
-    def test_without_an_attention_mask(self, moe_folder, continuous, length):
-        """In vLLM's way, positions give a prompt's length, and then the number of tokens before the next one."""
+    def test_positions_replace_an_attention_mask(self, moe_folder, continuous, length):
+        """As in vLLM, positions alone tell how long a prompt is and how many tokens precede a decoded one."""
         tokens = random_tokens(continuous.config.vocab_size, 1, length + STEPS, seed=length)
         positions = torch.arange(length + STEPS)[None]
         logits = []
@@ -322,7 +322,7 @@ class TestCpuMode:
         nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
         before = [tensor.clone() for tensor in state_of(continuous)]
         nxdi.decode(continuous, [5], [30], [1])
-        length = continuous.neuron_config.max_length - 1  # the last place is read by no later token
+        length = continuous.neuron_config.max_length - 1  # no later token reads the last position
         for old, new in zip(before, state_of(continuous), strict=True):
             assert torch.equal(old[[0, 2], :, :length], new[[0, 2], :, :length])
             assert not torch.equal(old[1], new[1])
@@ -331,7 +331,7 @@ class TestCpuMode:
         """NxD Inference's generate runs the small trained checkpoint, whose tokens change with a wrong state."""
         folder = bundled_checkpoint()
         tokenizer = open_checkpoint(folder).load_tokenizer()
-        texts = [*TEXTS, "A"]  # a prompt of one token, too
+        texts = [*TEXTS, "A"]  # "A" is one token
         model = nxdi.cpu_model(folder, batch_size=len(texts), enable_bucketing=True, context_encoding_buckets=[16])
         expected = reference_texts(folder, tokenizer, texts, 48)
         assert torch.equal(generated_texts(model, tokenizer, texts, 48), expected)
@@ -352,7 +352,7 @@ class TestCpuMode:
             NeuronRuntime(nxdi.cpu_model(bundled_checkpoint()), ours.generation_config)
 
     def test_runtime_is_as_accurate_as_the_others(self):
-        """The measure is that of the check command. A prompt has logits of its last token only."""
+        """The check command compares them. Logits of a prompt are those of its last token only."""
         from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
@@ -362,7 +362,7 @@ class TestCpuMode:
         assert report.passed() and report.overall().tokens == 3 * 9
         assert report.phase(prefill=True).tokens == 3 and report.positions(0, 1) is None
 
-    def test_runtime_says_what_it_cannot_do(self, continuous):
+    def test_runtime_names_unsupported_calls(self, continuous):
         from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         runtime, row = NeuronRuntime(continuous, GenerationConfig()), Row(1, 0, [1, 2])
@@ -396,7 +396,7 @@ class TestCpuMode:
 
     @torch.inference_mode()
     def test_captured_tensors(self, moe_folder, monkeypatch):
-        """Hidden states of every step are captured. A prompt longer than the bucket has those of its last step."""
+        """Hidden states of every step are captured. A prompt longer than the bucket returns the last step's."""
         from granite4_neuron.neuron.nxdi import application
 
         monkeypatch.setattr(application, "CONTINUATION_TOKENS", 64)
@@ -449,7 +449,7 @@ class TestCpuMode:
 
     @pytest.mark.parametrize("context_length", [nxdi.BUCKET, nxdi.MAX_LENGTH])
     def test_longest_prompts(self, context_length, moe_folder):
-        """Prompts may be as long as the cache. Longer ones are refused and leave nothing; without continuations too."""
+        """Prompts may be as long as the cache, with and without continuations. A refused prompt leaves no state."""
         model = nxdi.cpu_model(moe_folder, batch_size=2, max_context_length=context_length)
         assert (model.prefill_continuation_model is None) == (context_length == nxdi.MAX_LENGTH)
         tokens, lengths = random_tokens(model.config.vocab_size, 2, nxdi.MAX_LENGTH + 1), (nxdi.MAX_LENGTH, 130)
@@ -561,7 +561,7 @@ class TestBugsAreSeen:
         return nxdi.cpu_model(moe_folder)
 
     @pytest.mark.parametrize("bug", BUGS)
-    def test_bug(self, bug, model, moe_folder, monkeypatch):
+    def test_a_planted_bug_fails(self, bug, model, moe_folder, monkeypatch):
         assert difference(moe_folder, model, [40]) <= TOLERANCE
         bug(model, monkeypatch)
         assert difference(moe_folder, model, [40]) > 3 * TOLERANCE
@@ -634,8 +634,8 @@ class TestGraphs:
             assert (tensor - expected[1:]).abs().max() <= 1e-5
 
     @pytest.mark.parametrize("graph", GRAPHS)
-    def test_what_the_compiler_sees_of_the_mamba_layers(self, graph, cpu_mode, tmp_path):
-        """The graph is traced from a model that was made for CPU mode."""
+    def test_mamba_layers_have_no_findings(self, graph, cpu_mode, tmp_path):
+        """The graph is traced from a model in CPU mode."""
         import torch_xla
 
         config = small_config(layer_types=("mamba",) * 2, mamba_n_groups=2, **DENSE)
@@ -679,7 +679,7 @@ class TestNeuronDevice:
 
     @torch.inference_mode()
     def test_hidden_states(self, tmp_path):
-        """Hidden states after each layer but the last, of prefill and decode, show which layer goes wrong."""
+        """Hidden states after each layer except the last, in prefill and decode, show which layer is wrong."""
         from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder = bundled_checkpoint()

@@ -33,7 +33,7 @@ def folder(random_checkpoints):
 
 @pytest.fixture
 def copy(folder, tmp_path):
-    """Return a folder whose tensors may be changed, and a function that writes them."""
+    """Return a copy of the folder, its tensors, and a function that writes them back after a change."""
     shutil.copytree(folder, tmp_path / "copy")
     tensors = load_file(tmp_path / "copy" / WEIGHTS)
     return tmp_path / "copy", tensors, lambda: save_file(tensors, tmp_path / "copy" / WEIGHTS)
@@ -48,7 +48,7 @@ def assert_same(weights, expected):
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-def test_published_names(folder):
+def test_published_names_are_read_and_written(folder):
     """Each expert has tensors of its own, and transformers writes the same names and numbers."""
     from transformers import AutoModelForCausalLM
 
@@ -60,8 +60,8 @@ def test_published_names(folder):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_other_names(folder, copy):
-    """transformers has "model." in memory where the files have "backbone."; its lists have had another spelling."""
+def test_other_spellings_of_names_are_read(folder, copy):
+    """transformers' names in memory begin with "model.", not "backbone.", and older configs spell lists differently."""
     other, tensors, write = copy
     for name in [name for name in tensors if name.startswith("backbone.")]:
         tensors[name.replace("backbone.", "model.")] = tensors.pop(name)
@@ -105,7 +105,7 @@ def has_a_wide_norm(tensors):
         (has_a_wide_norm, r"backbone.layers.3.norm.weight is \[65\] instead of \[64\]"),
     ],
 )
-def test_damaged(copy, damage, message):
+def test_a_damaged_checkpoint_is_refused(copy, damage, message):
     folder, tensors, write = copy
     damage(tensors)
     write()
@@ -114,7 +114,7 @@ def test_damaged(copy, damage, message):
 
 
 def test_the_router_stays_in_float32(folder, tmp_path):
-    """As in transformers: its weights in 16 bits would choose other experts."""
+    """As in transformers. In 16 bits the router would choose other experts."""
     half = load_model(folder, torch.bfloat16)
     router = half.get_submodule("model.layers.1.block_sparse_moe.router")
     assert router.layer.weight.dtype == router.e_score_correction_bias.dtype == torch.float32
@@ -127,7 +127,7 @@ def test_the_router_stays_in_float32(folder, tmp_path):
         assert torch.equal(again[name], whole[name])
 
 
-def test_quantized_and_written(tmp_path, folder):
+def test_quantized_experts_are_written_and_read(tmp_path, folder):
     """Experts are quantized whole, stored each by itself, and read as they were."""
     quantized = load_model(folder, torch.bfloat16, quantize="int8")
     save_model(quantized, tmp_path / "int8")
@@ -142,8 +142,8 @@ def test_quantized_and_written(tmp_path, folder):
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, None, "int-quantized")], ids=["int4", "int8"])
 def test_experts_of_compressed_tensors(folder, tmp_path, scheme):
-    """Each expert's numbers, scales and shape are tensors of their own; together they are one weight."""
-    is_expert = re.compile(r".*\.experts\.\d+\.up_proj\.weight").fullmatch  # whose rows are whole groups
+    """Each expert's numbers, scales and shape are separate tensors, and all experts become one weight."""
+    is_expert = re.compile(r".*\.experts\.\d+\.up_proj\.weight").fullmatch  # their rows are whole groups
     meaning = compress(folder, tmp_path / "small", lambda name, _: scheme if is_expert(name) else None)
     stored = StoredTensors(tmp_path / "small", nemotron_config())
     name = "model.layers.1.block_sparse_moe.input_linear.weight"
@@ -172,7 +172,7 @@ def test_state_after_prefill_and_decode(folder, kernels):
             assert_state_is_that_of(cache, state, stop)
 
 
-def test_a_dense_model_with_biases(random_checkpoints, kernels):
+def test_a_dense_model_with_biases_equals_transformers(random_checkpoints, kernels):
     folder = random_checkpoints(NEMOTRON_CASES[1])
     model = load_model(folder, torch.float32).bind(kernels)
     tokens = random_tokens(model.config.vocab_size, 2, 60)
@@ -194,7 +194,7 @@ def assert_state_is_that_of(cache, state, length):
 
 
 def test_an_adapter_of_a_projection(tmp_path, folder):
-    """Adapters have PEFT's names, which are those that transformers has in memory."""
+    """PEFT names an adapter's tensors by transformers' names in memory."""
     down, up = torch.randn(4, 64), torch.randn(392, 4)
     prefix = "base_model.model.model.layers.0.mixer.in_proj"
     tmp_path.joinpath("adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", r=4, lora_alpha=8)))
@@ -207,7 +207,7 @@ def test_an_adapter_of_a_projection(tmp_path, folder):
 
 
 def test_a_small_time_step_counts_the_same_in_prefill_and_decode():
-    """transformers has the lower limit in prompts; here it holds for each token, however a sequence is cut."""
+    """transformers applies the lower limit to prompts only. Here it holds for every token, in prefill and decode."""
     config = nemotron_config(layer_types=("mamba", "mlp"), time_step_limit=(0.2, float("inf")))
     assert isinstance(config, NemotronHConfig)
     model, tokens = random_model(config), random_tokens(config.vocab_size, 1, 30)

@@ -56,7 +56,7 @@ def saved(path, **options):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """Stand in for the SDK: compiling saves only the config, and models run in CPU mode. Return the loaded models."""
+    """Replace the SDK: compiling saves only the config, and models run in CPU mode. Return the loaded models."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM, loading
     from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
 
@@ -111,7 +111,7 @@ def graphs(command, tmp_path):
     return compiled
 
 
-def test_a_draft_model(generate, graphs, draft_folder, device):
+def test_a_draft_model_changes_no_text(generate, graphs, draft_folder, device):
     expected = generate(PROMPT)[1]
     with_draft = graphs("--verify", VERIFIED, "--draft-model", draft_folder)
     assert {path.name for path in with_draft[-1].iterdir()} == {"draft", "neuron_config.json"}
@@ -161,13 +161,13 @@ def test_buckets_and_jobs(generate, graphs, device, monkeypatch):
         (("--decode-kernel", "nki"), dict(decode_kernel="nki")),
     ],
 )
-def test_kernels_by_one_name_and_by_each(graphs, options, expected):
+def test_kernels_are_chosen_by_one_name_or_each(graphs, options, expected):
     config = json.loads((graphs(*options)[-1] / "neuron_config.json").read_text())
     chosen = {name: config.get(name, KERNELS["torch"][name]) for name in KERNELS["torch"]}
     assert chosen == KERNELS["torch"] | expected
 
 
-def test_attention_in_torch(graphs):
+def test_attention_torch_turns_the_kernel_off(graphs):
     for options, enabled in (((), None), (("--attention", "torch"), False)):
         config = json.loads((graphs(*options)[-1] / "neuron_config.json").read_text())
         assert config["neuron_config"]["attn_kernel_enabled"] is enabled
@@ -218,7 +218,7 @@ def test_states_of_16_bits(generate, graphs, device, monkeypatch):
     assert [states[place].dtype for place in (0, 1, 4, 5)] == [torch.float32, torch.bfloat16] * 2
 
 
-def test_what_is_refused(command, generate, graphs, draft_folder, tmp_path):
+def test_what_the_compiled_graphs_cannot_do_is_refused(command, generate, graphs, draft_folder, tmp_path):
     compiled, other = graphs(), tmp_path / "other"
     sizes = ("--tp-degree", 1, "--max-context-length", 128, "--seq-len", LONGEST, "--output", other)
     wide = saved(tmp_path / "wide", vocab_size=300)

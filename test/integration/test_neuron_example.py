@@ -45,7 +45,7 @@ class TestScores:
         return nxdi.cpu_model(bundled_checkpoint(), batch_size=self.BATCH_SIZE, **sizes)
 
     @pytest.mark.parametrize("length", [1, 40, MAX_CONTEXT_LENGTH + 20])
-    def test_are_the_expected_ones(self, model, length):
+    def test_scores_are_the_expected_ones(self, model, length):
         """NxD Inference's accuracy check makes the expected ones with transformers. A prompt may be longer than the
         largest graph for context encoding.
         """

@@ -52,7 +52,7 @@ def prompts_of(tokenizer):
 
 
 def noisy(folder, share):
-    """Write the bundled checkpoint with noise in its weights, so that its drafts are right as often as not."""
+    """Write the bundled checkpoint with noise in its weights, so that only some of its drafts are right."""
     model, generator = load_model(bundled_checkpoint(), torch.float32), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -131,7 +131,7 @@ def one_by_one(model, prompts):
     return [new[0] for new, _ in runs], [count for _, counts in runs for count in counts]
 
 
-def test_every_count_of_accepted_tokens(draft, tokenizer, texts):
+def test_texts_are_right_for_every_count_of_accepted_tokens(draft, tokenizer, texts):
     new, counts = one_by_one(fused_model(draft), prompts_of(tokenizer))
     assert new == texts
     assert set(counts) == set(range(1, TOKENS + 1))
@@ -201,7 +201,7 @@ def test_generate_of_nxd_inference(draft, tokenizer, texts):
 
 
 def test_its_prefix_of_weights_is_not_left_on_the_class(draft):
-    """NxD Inference sets it on the class, where every later model would have it."""
+    """NxD Inference sets the prefix on the class, and every later model would have it."""
     model = fused_model(draft)
     assert "_FUSED_PREFIX" not in vars(type(model)) and model._FUSED_PREFIX == ""
     assert "lm_head.weight" in nxdi.cpu_model(draft).checkpoint_loader_fn()
@@ -248,7 +248,7 @@ def test_a_bug_is_seen(bug, draft, tokenizer, texts, monkeypatch):
         (dict(on_device_sampling_config=dict(do_sample=False), output_logits=True), "output_logits is set"),
     ],
 )
-def test_refused(options, message):
+def test_unsupported_sampling_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         nxdi.make_config(bundled_checkpoint(), speculation_length=TOKENS, enable_fused_speculation=True, **options)
 
@@ -278,13 +278,13 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("changes", "message"), OTHER.values(), ids=OTHER)
-def test_a_draft_model_that_does_not_fit(changes, message):
+def test_a_draft_model_of_other_sizes_is_refused(changes, message):
     draft = bundled_checkpoint()
     with pytest.raises(UserError, match=message):
         application(draft, nxdi.make_config(draft, **{**GREEDY, **SLOTS, **changes}), **GREEDY, **SLOTS)
 
 
-def test_models_that_cannot_verify():
+def test_models_that_cannot_verify_are_refused():
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
     from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
@@ -295,7 +295,7 @@ def test_models_that_cannot_verify():
         NeuronGraniteMoeHybridForCausalLM(str(draft), config)
 
 
-def test_a_draft_model_of_another_vocabulary(tmp_path):
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
     save_model(random_model(replace(config, vocab_size=config.vocab_size + 1)), tmp_path / "draft")
     with pytest.raises(UserError, match="they must have the same"):

@@ -53,13 +53,13 @@ def bundled():
 
 
 def experts():
-    """As many experts as h-small has: some steps fetch the chosen ones, some compute all, and some compute blocks."""
+    """With h-small's number of experts, some steps fetch the chosen ones, some compute all, and some compute blocks."""
     return small_config(layer_types=KINDS, num_local_experts=72, num_experts_per_tok=3, intermediate_size=1024)
 
 
 @dataclass(frozen=True)
 class Case:
-    """steps: what is traced, in order: each takes up the sequences that a prefill began."""
+    """steps: the traced steps in order; each continues the sequences that a prefill began."""
 
     name: str
     config: GraniteMoeHybridConfig
@@ -85,7 +85,7 @@ CASES = [
 class Run:
     """The steps of a case on a TorchRuntime and on a CPURuntime.
 
-    graphs: all graphs of the former, which have run. differences: of logits, for each step.
+    graphs: all graphs that the TorchRuntime has run. differences: of logits, for each step.
     """
 
     def __init__(self, case: Case):
@@ -98,7 +98,7 @@ class Run:
         self.runtimes = runtimes
         self.states = [runtime.allocate(SEQUENCES, 1024) for runtime in runtimes]
         for tensor in self.states[0].tensors():
-            tensor.zero_()  # slots that nothing uses are computed too, and compared
+            tensor.zero_()  # unused slots are computed and compared too
         self.tokens = random_tokens(case.config.vocab_size, 2, 600).tolist()
         self.done = [0, 0]
         for step in case.steps:
@@ -181,7 +181,10 @@ def test_nothing_is_forbidden(run):
 
 
 def most_indices(graph, config):
-    """One for each key head of a token, for each expert that it chose, or for each row of a block of experts."""
+    """Return the most indices that an operator may have.
+
+    They are one for each key head of a token, for each expert that it chose, or for each row of a block of experts.
+    """
     kind, size = graph.step.split()
     tokens = int(size) if kind in ("prefill", "decode") else SEQUENCES * int(size)
     most = tokens * max(config.num_key_value_heads, config.num_experts_per_tok)
@@ -204,13 +207,13 @@ def lowered(run):
 
 
 class TestStableHLO:
-    """The same graphs as torch-mlir lowers them."""
+    """The same graphs, lowered by torch-mlir to StableHLO."""
 
     def test_nothing_is_forbidden(self, run, lowered):
         for graph, module in lowered:
             assert stablehlo_findings(module.text, most_indices(graph, run.config)) == [], (graph.step, graph.function)
 
-    def test_numbers_are_torchs(self, lowered):
+    def test_numbers_equal_torchs(self, lowered):
         for graph, module in lowered:
             results = execute(module.text, graph.arguments)
             for ours, expected in zip(results, graph.results, strict=True):
@@ -245,7 +248,7 @@ class TestExpertsOfDecodedTokens:
 
 
 class TestReport:
-    """`granite4-neuron graphs --backend torch`."""
+    """`granite4-neuron graphs --backend torch` reports the graphs that run."""
 
     @pytest.mark.parametrize("run", CASES[:1], indirect=True, scope="module", ids=lambda case: case.name)
     def test_its_graphs_are_those_that_the_runtime_runs(self, run):

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.versions
 def arguments(*options: str) -> list[str]:
     """Return arguments for the bundled model in CPU mode.
 
-    The prompt goes through a continuation. It is unlike the text that the model knows by heart, which a model with
-    wrong attention continues too.
+    The prompt is long enough to need a continuation. It is not from the training text, which even a model with wrong
+    attention recites.
     """
     model = ["--model-type", "granitemoehybrid", "--task-type", "causal-lm", "run"]
     sizes = ["--torch-dtype", "float32", "--max-context-length", "16", "--seq-len", "96", "--on-cpu"]
@@ -37,7 +37,7 @@ def test_accuracy_check(tmp_path):
     assert "depend on whether the name occurs" in result.stdout
 
 
-def test_what_the_model_is_not_made_for_is_one_sentence(monkeypatch, tmp_path):
+def test_an_unsupported_option_gives_one_sentence(monkeypatch, tmp_path):
     nxdi.skip_unless_importable()
     unsupported = ["--compiled-model-path", str(tmp_path), "--enable-prefix-caching"]
     monkeypatch.setattr(sys, "argv", ["inference_demo", *arguments(*unsupported)])

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 
 @pytest.mark.parametrize("kind", ["mamba", "attention"])
 def test_errors_are_those_of_float32(kind, capsys):
-    """The state is the model's own, and the prompt's logits are of its last token."""
+    """NxD Inference's model keeps its own state, and gives logits of a prompt's last token only."""
     options = f"--backend nxdi --layers {kind} --dtype float32 --lengths 256 640 --window 64 --buckets 128"
     assert long_context.main(options.split()) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(kind)]

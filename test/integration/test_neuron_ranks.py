@@ -1,4 +1,4 @@
-"""A model split over Neuron cores, with a stand-in for TorchNeuron: who starts what, and in which order.
+"""A model split over Neuron cores, with a stand-in for TorchNeuron: which process takes which cores, and when.
 
 The stand-in's device is the CPU and its process group is gloo, see test/support/neuron_stand_in.
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a program with the stand-in: it gives the process and the cores that were used."""
+    """Return a function that runs a program with the stand-in and returns the process and the cores it used."""
 
     def run(*command, **variables):
         (tmp_path / "log").mkdir()
@@ -42,7 +42,7 @@ ON_NEURON = ("--backend", "torch", "--device", "neuron")
 
 
 def test_the_probes_process_group(run):
-    """A process for each core, among those that are visible."""
+    """The probe starts one process for each visible core."""
     command = ("-m", "benchmarks.probe", "--step", "ranks group 2", "--device", "neuron")
     done, cores = run(*command, NEURON_RT_VISIBLE_CORES="2-3")
     assert (done.returncode, cores) == (0, ["core2", "core3"]), done.stderr
@@ -69,8 +69,8 @@ def test_generate(run, capsys):
     ],
     ids=["generate on one", "evaluate", "check", "benchmark", "benchmark on one"],
 )
-def test_commands(run, command, used):
-    """A model on one device takes all visible cores: no other process of the command may have touched one."""
+def test_commands_use_the_right_cores(run, command, used):
+    """A model on one device takes all visible cores, so no other process of the command may use one."""
     done, cores = run(*command)
     assert done.returncode == 0, done.stderr
     assert cores == [f"core{core}" for core in range(used)]
@@ -102,7 +102,7 @@ load(backend="torch", device="neuron", tp_degree=2)
     ],
     ids=["used", "too few", "absent"],
 )
-def test_refusals(run, command, variables, sentence):
+def test_unusable_cores_are_reported(run, command, variables, sentence):
     done, _ = run(*command, **variables)
     assert done.returncode != 0 and sentence in done.stderr
 

@@ -19,7 +19,7 @@ from test.support.checkpoints import CASES, granite_names
 pytestmark = pytest.mark.versions
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
-NEURON_NAMES = {  # our name: NxD Inference's, and whether the weight is transposed there
+NEURON_NAMES = {  # our name: (NxD Inference's name, whether it stores the weight transposed)
     "self_attn.q_proj": ("self_attn.qkv_proj.q_proj", False),
     "self_attn.k_proj": ("self_attn.qkv_proj.k_proj", False),
     "self_attn.v_proj": ("self_attn.qkv_proj.v_proj", False),
@@ -35,7 +35,7 @@ def nxd_inference():
 
 
 def neuron_name(name: str) -> tuple[str, bool]:
-    """Return NxD Inference's name of one of our parameters, and whether it is transposed there."""
+    """Return NxD Inference's name of our parameter, and whether it stores the weight transposed."""
     name = name.removeprefix("model.")
     for ours, (theirs, is_transposed) in NEURON_NAMES.items():
         if f".{ours}." in name:
@@ -44,7 +44,7 @@ def neuron_name(name: str) -> tuple[str, bool]:
 
 
 def compared(parallel_model: HybridForCausalLM, theirs: dict[str, torch.Tensor]):
-    """Yield (name, our parameter of a rank, NxD's) for all but the embedding, which NxD splits by columns."""
+    """Yield (name, a rank's parameter of ours, NxD's) for all except the embedding, which NxD splits by columns."""
     for name, parameter in parallel_model.named_parameters():
         if name != "model.embed_tokens.weight":
             their_name, is_transposed = neuron_name(name)

@@ -83,7 +83,7 @@ def with_kernels(cpu_mode, random_checkpoints):  # noqa: F811
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Record the kernels that a Mamba layer launches from here on: name, whether it has a gate and whether counts."""
+    """Record each kernel launch of a Mamba layer: its name, and whether it got a gate and counts."""
     from granite4_neuron.ops.nki import launch as launching
 
     seen, correct = [], launching.launch
@@ -115,7 +115,7 @@ def step_error(runtime, uncut, row, number):
 
 
 def copy_error(runtime, tokens, uncut, length):
-    """Return the error of a copy that goes on by several tokens and then single ones, and of its original."""
+    """Return the largest error of a copied slot and its original as both continue, by several tokens and by one."""
     poison(runtime)
     runtime.step(None, [Row(2, 0, tokens[0][:length])])
     runtime.copy(None, 2, 3, length)
@@ -135,12 +135,12 @@ PREFIXES = ((20, 1, 7), (0, 40, 2))
 
 class TestVerification:
     @pytest.mark.parametrize("rounds", EVERY_COUNT + RAGGED)
-    def test_it_is_as_step(self, rounds, runtime, sequences):
+    def test_verification_equals_step(self, rounds, runtime, sequences):
         for prefixes in PREFIXES:
             assert verification_error(runtime, sequences[1], prefixes, rounds) <= TOLERANCE
 
     @pytest.mark.parametrize("case", ["rope", "conv3_no_bias", "untied_head", "attention_only"])
-    def test_models(self, case, random_checkpoints):
+    def test_every_kind_of_model_verifies(self, case, random_checkpoints):
         cases = {**CASE, "attention_only": Case("attention_only", dict(layer_types=("attention",) * 2))}
         folder = random_checkpoints(cases[case])
         assert verification_error(runtime_of(folder), tokens_and_logits(folder)[1], PREFIXES[0], RAGGED[0]) <= TOLERANCE
@@ -189,14 +189,14 @@ class TestVerification:
             row = Row(slot, start, tokens[slot - 1][start : start + 1])
             assert step_error(runtime, uncut, row, slot) <= TOLERANCE
 
-    def test_more_tokens_than_the_graph_takes(self, runtime, sequences):
+    def test_more_tokens_than_the_graph_takes_are_refused(self, runtime, sequences):
         with pytest.raises(ValueError, match="at most 4 can"):
             runtime.verify(None, [Row(1, 0, sequences[0][0][:5])])
 
 
 class TestCopies:
     @pytest.mark.parametrize("length", [1, 2, 3, 40, 100])
-    def test_a_copy_goes_on(self, length, runtime, sequences):
+    def test_a_copy_and_its_original_continue(self, length, runtime, sequences):
         assert copy_error(runtime, *sequences, length) <= TOLERANCE
 
     def test_further_tokens_of_a_prompt(self, runtime, sequences, folder):
@@ -215,7 +215,7 @@ class TestCopies:
         assert runtime.model.prefill_continuation_model is None
         assert copy_error(runtime, *sequences, 40) <= TOLERANCE
 
-    def test_refusals(self, folder, runtime):
+    def test_unsupported_calls_are_refused(self, folder, runtime):
         assert set(runtime.cannot) == {"all_logits", "snapshot", "decode", "adapters"}
         single = runtime_of(folder, batch_size=1, speculation_length=0)
         for ability, attempt in {
@@ -281,7 +281,7 @@ class TestEngine:
         return [[output.token for output in outputs[id]] for id in ids]
 
     def test_numbers_do_not_depend_on_others(self, runtime, expected):
-        """With a fixed number of slots, tokens and log-probabilities are the same bit by bit, whoever else runs."""
+        """With a fixed number of slots, tokens and log-probabilities have the same bits whatever else runs."""
         prompts, _ = expected
 
         def served(prompts, arrivals=0, **options):
@@ -368,7 +368,7 @@ def test_a_bug_of_verification_is_seen(bug, folder, sequences, monkeypatch):
 
 
 def change_arguments(change, patch):
-    """Launch the kernel of a few tokens with other values of its last arguments: z and the counts."""
+    """Launch mamba_decode with its last two arguments, z and the counts, changed."""
     from granite4_neuron.ops.nki import launch as launching
 
     correct = launching.launch

@@ -1,4 +1,4 @@
-"""A module and a header make a new quantisation. The rest of the package does not know of it."""
+"""A module and a header add a quantization format. No other file of the package changes."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from granite4_neuron.ops import cpu
 
 ROOT = Path(__file__).parents[2]
 FP8 = ROOT / "test" / "support" / "fp8"
-# Besides fp8's own checks, run those of every format, and of what refuses others.
+# fp8's own checks, the checks of every format, and the tests of refusals.
 TESTS = (
     FP8 / "fp8_checks.py",
     "test/unit/ops/test_quantization.py",

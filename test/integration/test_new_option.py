@@ -1,6 +1,6 @@
-"""A few lines make a new sampling option, or a new option of the cpu backend: a copy of the package gets both.
+"""A few lines add a sampling option or an option of the cpu backend. A copy of the package gets both.
 
-The rest of the package does not know of them. The files are those that docs/extending.md names.
+No other file of the package changes. The changed files are those that docs/extending.md names.
 """
 
 import json
@@ -49,7 +49,7 @@ CPU_OPTION = {
 IN_THE_RUNTIME = (r"        survive_forks\(\)\n", "        self.spare_cores = spare_cores\n")
 
 
-# What a user does with them, in one process; each answer is printed as JSON by its name.
+# Uses both options in one process and prints the answers as a JSON object.
 PROGRAM = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -121,33 +121,33 @@ def answers(run):
 
 
 class TestSamplingOption:
-    def test_of_the_command_line(self, answers):
+    def test_the_command_line_has_it(self, answers):
         assert "--typicality" in answers["help"] and answers["typical text"] != answers["text"]
         assert "typicality is 1.0, and must be a number above 0 and below 1" in answers["refused"]
 
-    def test_of_a_chat(self, answers):
+    def test_a_chat_has_it(self, answers):
         assert "typicality is 0.5." in answers["chat"]
         assert {"typicality 0.5", "min_p -"} <= set(answers["chat"].splitlines())
 
-    def test_of_the_server(self, answers):
+    def test_the_server_has_it(self, answers):
         value, refusal = answers["bodies"]
         assert value == 0.25 and "typicality is 3.0, and must be a number above 0 and below 1" in refusal
 
-    def test_of_checkpoints(self, answers):
+    def test_checkpoints_may_set_it(self, answers):
         assert answers["is of checkpoints"]
 
 
 class TestCpuOption:
-    def test_of_load(self, answers):
+    def test_load_has_it(self, answers):
         assert answers["spare cores"] == 2
 
-    def test_of_the_command_line(self, answers):
+    def test_the_command_line_has_it(self, answers):
         assert "--spare-cores" in answers["help"]
         assert "spare_cores is an option of the backend cpu; the backend here is xla." in answers["another backend"]
 
 
-def test_what_notices_them(run):
-    """The pages lack the sampling option, which a test says; the other tests of options pass."""
+def test_only_the_pages_test_notices_them(run):
+    """A test reports that the pages lack the sampling option. The other tests of options pass."""
     tests = [ROOT / "test" / "unit" / name for name in ("test_sampling_options.py", "test_backends.py")]
     done = run(
         "-m",

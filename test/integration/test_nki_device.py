@@ -80,7 +80,7 @@ def test_convolution(device, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_experts(device, tokens, dtype):
-    """The kernel also gets tokens that choose nothing: the last slots are skipped, and some from the start."""
+    """The kernel also gets tokens without experts: it skips the last slots, and some at the start."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
 
     inputs = experts_inputs(tokens, 32, 4096, 192, 10, dtype)

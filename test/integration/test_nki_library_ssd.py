@@ -81,6 +81,6 @@ def test_report(nkilib_ssd, capsys):
     assert output.count("nkilib_ssd") == output.count("ssd_chunk_scan") == len(nki_library.TP_DEGREES) * 3
 
 
-def test_folder_without_the_kernel(capsys, tmp_path):
+def test_a_folder_without_the_kernel_is_reported(capsys, tmp_path):
     assert nki_library.main([str(tmp_path)]) == 2
     assert "has no kernel ssd" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The fused kernels give a sequence the same logits bit by bit, beside any others, in any steps, on any threads."""
+"""The fused kernels give a sequence logits of the same bits beside any others, in any steps and with any threads."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def tokens(runtime):
 
 @pytest.fixture(scope="module")
 def alone(runtime, tokens):
-    """Run the first sequences alone, and return logits after each prompt and after each token behind it."""
+    """Run the first sequences alone, and return logits after each prompt and after each later token."""
     return [serve_alone(runtime, tokens[number]) for number in range(3)]
 
 
@@ -125,7 +125,9 @@ def test_beside_others(runtime, tokens, sequences):
 
 def test_an_order_of_sums_that_depends_on_the_rows_would_be_seen():
     """The planted product comes from another library for more than eight rows."""
-    config = small_config(vocab_size=1000, position_embedding_type="rope")  # without it, a step is one call
+    config = small_config(
+        vocab_size=1000, position_embedding_type="rope"
+    )  # without rotary positions, a step is one call
     runtime = CPURuntime(random_model(config), GenerationConfig())
 
     def planted(x, weight, scaling):
@@ -147,7 +149,7 @@ def test_a_prompt_in_any_steps(runtime, tokens, alone, cuts):
 
 @pytest.mark.parametrize("pieces", [[40, 1, 70, 39], [1, 2, 3, 100, 44]])
 def test_pieces_of_a_prompt_beside_tokens_of_others(runtime, tokens, alone, pieces):
-    """A prompt runs in pieces, in steps with other sequences' next tokens: one of each, then two at a time."""
+    """A prompt's pieces run in the same steps as other sequences' tokens: one of each first, then two at a time."""
     state = runtime.allocate(3, PROMPT + STEPS)
     poison(state)
     runtime.step(state, [Row(slot, 0, tokens[slot - 1][:PROMPT]) for slot in (1, 2)])
@@ -223,7 +225,7 @@ class TestStatesIn16Bits:
             start += count
         assert torch.equal(logits, expected)
 
-    def test_a_hit_in_a_prefix_cache(self, weights, state_dtype):
+    def test_a_prefix_hit_changes_no_bits(self, weights, state_dtype):
         runtime, tokens = self.runtime_and_tokens(weights, state_dtype)
         state, restored = (runtime.allocate(1, 110) for _ in range(2))
         expected = runtime.step(state, [Row(1, 0, tokens[:100])])
@@ -247,7 +249,7 @@ class TestStatesIn16Bits:
 
 
 class RecordingRuntime(CPURuntime):
-    """A runtime that cuts prompts every 32 tokens and keeps logits by the length and last token of their sequence."""
+    """A runtime that cuts prompts every 32 tokens and keeps logits by their sequence's length and last token."""
 
     tokens_per_step = 32
 
@@ -263,7 +265,7 @@ class RecordingRuntime(CPURuntime):
 
 
 def test_in_the_engine(runtime, tokens):
-    """Sequences run alone, beside others, and after cache hits at a prompt's end, within another's, and in a text."""
+    """Sequences run alone, beside others, and after prefix hits: at a prompt's end, within another, and in a text."""
     recording = RecordingRuntime(runtime.model, runtime.generation_config)
     prompts = [tokens[0][:90], tokens[0][:60] + tokens[1][:50], tokens[2][:70], tokens[0][:90] + tokens[3][:40]]
     requests = [Request(prompt, max_tokens=6, snapshots_at=frozenset([60])) for prompt in prompts]

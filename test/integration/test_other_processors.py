@@ -26,7 +26,7 @@ ARM = "aarch64-linux-gnu-g++"
         pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
     ],
 )
-def test_the_kernels_compile(compiler, processor, capability):
+def test_the_kernels_compile_for_other_processors(compiler, processor, capability):
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler} here")
     if compiler == X86 and platform.machine() not in ("x86_64", "AMD64"):

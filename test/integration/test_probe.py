@@ -1,4 +1,4 @@
-"""The probe of a PyTorch device, on the CPU: what is wrong, crashes or hangs is seen, and its own steps are right."""
+"""The probe of a PyTorch device, on the CPU: it sees wrong numbers, crashes and hangs, and its own steps are right."""
 
 import json
 import pkgutil
@@ -21,7 +21,7 @@ from granite4_neuron.runtime import torch_device
 
 HERE = Path(__file__).parents[2]
 CPU = Place("cpu", "aot_eager")
-# The others take longer, and do the same for other sizes or kinds.
+# The other steps take longer and repeat these with other sizes or kinds.
 SHORT = [
     step
     for step in STEPS
@@ -44,7 +44,7 @@ def planted(tmp_path_factory):
 
 
 class TestProcesses:
-    def test_a_line_for_each_step(self, planted):
+    def test_each_step_prints_a_line(self, planted):
         output, steps = planted
         assert {name: step["result"] for name, step in steps.items()} == {
             "planted_probe hangs": "timed out",
@@ -59,7 +59,7 @@ class TestProcesses:
             (line,) = (line for line in output.splitlines() if name in line)
             assert step["result"] in line and step["message"][:40] in line
 
-    def test_one_that_hangs_says_where_and_leaves_nothing_behind(self, planted):
+    def test_a_step_that_hangs_says_where_and_leaves_nothing_behind(self, planted):
         step = planted[1]["planted_probe hangs"]
         assert step["message"] == "not done after 5 seconds" and step["seconds"] < 60
         assert "about to hang" in step["last_lines"]
@@ -67,7 +67,7 @@ class TestProcesses:
         status = Path("/proc") / str(step["findings"][0]["numbers"]["pid"]) / "stat"
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
-    def test_one_that_crashes_keeps_what_it_found(self, planted):
+    def test_a_step_that_crashes_keeps_its_findings(self, planted):
         step = planted[1]["planted_probe crashes"]
         assert step["message"] == "ended by SIGSEGV" and [each["what"] for each in step["findings"]] == ["before"]
         assert any("Segmentation fault" in line for line in step["last_lines"])
@@ -103,7 +103,7 @@ class TestProcesses:
             (("--out", "no/such/folder/probe.json"), "cannot be written: there is no such folder"),
         ],
     )
-    def test_refusals(self, capsys, options, message):
+    def test_bad_options_are_refused(self, capsys, options, message):
         assert main(["--device", "cpu", *options]) == 2
         assert message in capsys.readouterr().err
 
@@ -111,7 +111,7 @@ class TestProcesses:
 class TestAdvice:
     @staticmethod
     def records(wrong=(), milliseconds=None, kernels=False):
-        """Return a record for each step, with what the steps of a run on a device have."""
+        """Return a record for each step, as a run on a device gives them."""
         for step in STEPS:
             findings = [Finding("value", EQUAL, 1e-6)] if kernels or "kernels" not in step.name else []
             if "kv_write" in step.name:
@@ -145,7 +145,7 @@ class TestAdvice:
     @pytest.mark.parametrize(
         "option", [*dict.fromkeys(remedy.option for remedy in REMEDIES), "--kv-write select", "--compiler x"]
     )
-    def test_everything_takes_it(self, option):
+    def test_every_command_accepts_the_option(self, option):
         arguments = option.split()
         if "--prefill-buckets" not in arguments:  # the probe's steps have lengths of their own
             command.parser().parse_args(["--device", "cpu", *arguments])
@@ -153,7 +153,7 @@ class TestAdvice:
         for name in ("generate", "chat", "serve", "check", "evaluate"):
             cli.parser().parse_args([name, *(["FILE"] if name == "evaluate" else []), "--backend", "torch", *arguments])
 
-    def test_the_steps_are_the_probes(self):
+    def test_remedies_name_steps_of_the_probe(self):
         names = {step.name for step in STEPS}
         assert {name for remedy in REMEDIES for name in (remedy.step, remedy.other) if name} <= names
 
@@ -161,17 +161,17 @@ class TestAdvice:
 class TestSteps:
     @pytest.fixture(autouse=True)
     def alone(self):
-        """In the probe, a step's graphs are the only ones of its process."""
+        """Reset dynamo: in the probe each step has a process and graphs of its own."""
         torch._dynamo.reset()
 
-    def test_names(self):
+    def test_names_are_unique_and_functions_exist(self):
         assert len({step.name for step in STEPS}) == len(STEPS)
         assert all(callable(pkgutil.resolve_name(step.function)) for step in STEPS)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", STEPS_OF_RANKS)
     def test_ranks(self, name, monkeypatch):
-        """Each starts processes, and so it has one of its own here too."""
+        """These steps start processes, so each runs in a process of its own here too."""
         monkeypatch.chdir(HERE)
         (step,) = (step for step in STEPS if step.name == name)
         options = ["--step", name, "--device", "cpu", "--compiler", "aot_eager"]
@@ -211,7 +211,7 @@ class TestSteps:
             assert (finding.verdict, finding.error) == (WRONG, None)
 
     def test_latency(self, monkeypatch):
-        """The command is one that the benchmark takes."""
+        """The benchmark accepts the command, and the finding has its times."""
         written = {"results": [{"batch_size": 8, "prompt_length": 512, "first_token_ms": 3, "token_ms_p50": 1.5}]}
 
         def run(command, check):

@@ -33,7 +33,7 @@ def test_measures(capsys):
 
 
 def measured(folder, options):
-    """As `measure_all`, in the times above."""
+    """Stand in for `measure_all`, with the times above."""
     return [
         [
             result_of(
@@ -70,6 +70,6 @@ def test_beside_others(capsys, tmp_path, monkeypatch):
     ]
 
 
-def test_bad_input(capsys, tmp_path):
+def test_bad_input_is_refused(capsys, tmp_path):
     assert processor_table.main([str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""On a GPU a prompt's logits and state are the same, bit by bit, however it is cut at multiples of a scan's chunk,
-whatever the buckets of its pieces and of the cache.
+"""On a GPU a prompt's logits and state have the same bits however it is cut at multiples of a scan's chunk, and in
+whatever buckets its pieces and the cache are.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def model(request, dtype):
 
 
 def run(model, cuts, max_length, buckets=None):
-    """Return the logits of all tokens, of the last one alone, and what a slot holds after them."""
+    """Return the logits of all tokens, the logits of the last one alone, and the slot's state after them."""
     runtime = TorchRuntime(model, GenerationConfig(), buckets, device="cuda")
     states = [runtime.allocate(1, max_length) for _ in range(2)]
     rows, start = [], 0
@@ -54,12 +54,12 @@ def run(model, cuts, max_length, buckets=None):
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [(600, (1024, 4096)), (1100, (2048, 8192))], ids=str)
-def test_cuts(model, tokens, lengths):
-    """In pieces of its buckets, of 128, and in one; the longer one passes from one bucket of the cache to the next."""
+def test_cuts_and_buckets_change_no_bits(model, tokens, lengths):
+    """A prompt runs in pieces of its buckets, in pieces of 128, and whole. The longer one outgrows a cache bucket."""
     expected = run(model, [tokens], lengths[0])
     pieces = [128] * (tokens // 128) + [tokens % 128]
     for cuts, length in (([512, tokens - 512], lengths[0]), (pieces, lengths[1])):
         torch.testing.assert_close(run(model, cuts, length), expected, rtol=0, atol=0)
     in_one = run(model, [tokens], lengths[0], buckets=(2048,))
-    # The head takes tokens by a divisor of all buckets, and so all logits are not to be compared.
+    # The head's block of tokens divides all buckets, so logits of all tokens may differ in bits.
     torch.testing.assert_close(in_one[1:], expected[1:], rtol=0, atol=0)

@@ -37,7 +37,7 @@ def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels,
 
 
 @pytest.mark.parametrize("quantize", [None, *QUANTIZATIONS])
-def test_no_weight_is_laid_out_that_the_model_does_not_keep(case_folder, kernels, quantize):
+def test_only_weights_that_the_model_keeps_are_laid_out(case_folder, kernels, quantize):
     seen = []
     model = load_model(
         case_folder,
@@ -50,7 +50,7 @@ def test_no_weight_is_laid_out_that_the_model_does_not_keep(case_folder, kernels
     assert seen[-1] == (sum(sizes), sum(sizes)) and len(seen) == len(sizes)
 
 
-def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
+def test_each_weight_may_have_another_format(case_folder, kernels, tmp_path):
     """One projection of a layer is in int8, one is plain, and the others are in int4. Head and embedding are plain."""
     original = load_model(case_folder)
     model = load_model(case_folder)
@@ -67,7 +67,7 @@ def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
 
 
 class Twice(Int8):
-    """A format whose tensors have the shapes and dtypes of int8's but another meaning."""
+    """A format whose tensors have int8's shapes and dtypes but stand for other values."""
 
     name = "twice"
     head = INT8
@@ -130,11 +130,11 @@ def test_lossless12_gives_the_logits_of_bfloat16(kernels):
 
 
 class TestRefusals:
-    def test_lossless12_of_another_dtype(self):
+    def test_lossless12_refuses_another_dtype(self):
         with pytest.raises(UserError, match="keeps the numbers of bfloat16, and the dtype is torch"):
             load_model(bundled_checkpoint(), torch.float32, quantize="lossless12")
 
-    def test_a_weight_that_lossless12_does_not_hold(self, tmp_path):
+    def test_a_weight_that_lossless12_cannot_store_is_refused(self, tmp_path):
         model = load_model(bundled_checkpoint())
         with torch.no_grad():
             model.model.embed_tokens.weight[7, :40] = 1e-30
@@ -148,22 +148,22 @@ class TestRefusals:
         save_model(load_model(original, quantize="int4"), tmp_path / "int4", files_from=original)
         return tmp_path / "int4"
 
-    def test_another_quantization(self, folder):
+    def test_quantizing_again_is_refused(self, folder):
         with pytest.raises(UserError, match="are in int4; int8 is made from the original"):
             load_model(folder, quantize="int8")
 
-    def test_another_backend(self, folder):
+    def test_another_backend_is_refused(self, folder):
         with pytest.raises(UserError, match="int4 weights are for the backend cpu"):
             load(folder, backend="xla")
 
-    def test_a_format_that_nobody_knows(self, folder):
+    def test_an_unknown_format_is_refused(self, folder):
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"]["format"] = "int3"
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match="quantized as 'int3', and must be as one of int4, int8"):
             load_model(folder)
 
-    def test_weights_of_another_format(self, folder):
+    def test_weights_of_another_format_are_refused(self, folder):
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"]["format"] = "int8"
         (folder / "config.json").write_text(json.dumps(config))

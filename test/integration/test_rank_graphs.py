@@ -1,4 +1,4 @@
-"""Ranks of a split model compile one graph: its text in StableHLO has the collectives, and no rank's number."""
+"""All ranks of a split model compile the same graph: its StableHLO has the collectives and no rank's number."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ def graph_of(config, kind, degree):
 
 
 def sent(text):
-    """Return how many collectives of each kind a graph has, by name and dtype; all are among all ranks."""
+    """Return {collective: [(ranks, dtype), ...]} of a graph's text."""
     sums = re.findall(
         r'"stablehlo.all_reduce".*?dense<(\[\[.*?\]\])>.*?\}\) : \(tensor<[\dx]*x(\w+)>\)', text, re.DOTALL
     )
@@ -57,7 +57,7 @@ def test_one_graph_for_all_ranks(name, degree, kind, ranks):
     assert all(other == text for other in others)
     assert text_findings(text) == []
     everyone = str([list(range(degree))]), "f32"
-    # Of a layer one for its mixer, and one for MLP and experts; then the embedding; then the logits.
+    # Sums: one for each mixer, one for each feed-forward block, one for the embedding. A gather for the logits.
     expected = (0, 0) if kind == COMMIT else (config.num_parts + 1, 1)
     assert sent(text) == {"all_reduce": [everyone] * expected[0], "all_gather": [everyone] * expected[1]}
 
@@ -78,8 +78,8 @@ def test_a_rank_as_a_constant_is_seen(monkeypatch):
     assert first != second
 
 
-def test_the_report(monkeypatch):
-    """Collectives are counted; and a layer with more of them than it needs is a finding."""
+def test_the_report_counts_collectives(monkeypatch):
+    """Collectives are counted, and a layer with more of them than it needs is a finding."""
     monkeypatch.setattr(LayerParts, "count", 1)
     (decode,) = report(DENSE_LAYER, torch.bfloat16, 2, 1, (), 64, trace_graph=trace_torch)
     hidden, part = 4 * DENSE_LAYER.hidden_size, 4 * DENSE_LAYER.vocab_size // 2

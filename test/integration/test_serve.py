@@ -1,5 +1,5 @@
 """The server on the bundled model in float32, tested with OpenAI's own client and with bare HTTP."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import math
@@ -99,8 +99,8 @@ class TestCompletions:
         one = client.completions.create(model=MODEL, prompt=prompts[1], max_tokens=12)
         assert one.choices[0].text == answer.choices[1].text
 
-    def test_without_a_limit_of_its_own(self, client, tiny):
-        """The limit is 16 tokens, as with OpenAI, or as many as there is room for."""
+    def test_without_a_limit_it_has_16_tokens(self, client, tiny):
+        """The default limit is 16 tokens, as OpenAI's, or fewer if fewer fit."""
         assert client.completions.create(model=MODEL, prompt=PROMPT).usage.completion_tokens == 16
         near_the_end = tiny[1].encode(PROMPT) * 200
         usage = client.completions.create(model=MODEL, prompt=near_the_end[:505], extra_body={"ignore_eos": True}).usage
@@ -188,14 +188,14 @@ class TestSampling:
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
         others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}
         assert not FieldsWithoutEffect.model_fields.keys() & SAMPLING_OPTIONS.keys()
-        others |= {"response_format", "structured_outputs", "json_schema", "grammar"}  # for `constraint`
+        others |= {"response_format", "structured_outputs", "json_schema", "grammar"}  # they become `constraint`
         others |= {"bad_words", "truncate_prompt_tokens", "priority", "cache_salt"}  # see test_serve_other_fields.py
-        others |= {"return_token_ids", "timings_per_token"}  # of the answer
+        others |= {"return_token_ids", "timings_per_token"}  # they change the answer only
         assert GenerationBody.model_fields.keys() - others <= SAMPLING_OPTIONS.keys(), "others would be ignored"
         assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 
-    def test_minus_one(self, server, tiny):
-        """It is what other servers take for no limit, and for no seed."""
+    def test_minus_one_means_no_limit_and_no_seed(self, server, tiny):
+        """Other servers take -1 as no limit and as no seed."""
         maker, length = server.service.maker, len(tiny[1].encode("x"))
         [request] = maker.completion_requests(CompletionBody(prompt="x", top_k=-1, seed=-1, max_tokens=-1)).requests
         assert (request.top_k, request.seed, request.max_tokens) == (0, None, 512 - length)
@@ -306,7 +306,7 @@ class TestReuse:
 
 
 class TestLoad:
-    def test_many_at_once_are_what_each_is_alone(self, client, tiny):
+    def test_requests_at_once_have_the_texts_of_each_alone(self, client, tiny):
         prompts = [PROMPT, "The import", "Lambda", "A class definition", "The global statement", "Names refer"] * 3
         expected = {prompt: generate(*tiny, prompt, max_tokens=30) for prompt in set(prompts)}
         texts = [None] * len(prompts)
@@ -368,7 +368,7 @@ class TestLoad:
 
     @pytest.mark.parametrize("option", [dict(temperature=1e-42), dict(repetition_penalty=1e-300)], ids=str)
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_options_that_leave_no_token_are_that_requests_matter(self, client, post, tiny, option, stream):
+    def test_options_that_leave_no_token_fail_that_request_alone(self, client, post, tiny, option, stream):
         texts = []
         others = threading.Thread(
             target=lambda: texts.append(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60))
@@ -390,7 +390,7 @@ class TestLoad:
         assert "under the request's sampling options" in json.loads(error)["error"]["message"]
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_logits_that_are_not_finite_are_the_servers_matter(self, tiny, stream, monkeypatch):
+    def test_logits_that_are_not_finite_are_a_server_error(self, tiny, stream, monkeypatch):
         mask = Sampler.mask
         monkeypatch.setattr(Sampler, "mask", lambda sampler, logits: mask(sampler, logits * math.nan))
         with serving(*tiny) as server:
@@ -456,7 +456,7 @@ class TestLoad:
             answer = late.result()
             assert answer.status_code == 500 and "engine has stopped" in answer.json()["error"]["message"]
 
-    def test_a_client_that_goes_away_within_its_request(self, tiny, capfd):
+    def test_a_client_may_go_away_within_its_request(self, tiny, capfd):
         with serving(*tiny) as server:
             with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
                 client.sendall(

@@ -1,5 +1,5 @@
 """A server with adapters: a request names one as its model."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -71,7 +71,7 @@ def test_a_chat_with_an_adapter(tiny, client):
 
 
 @pytest.mark.parametrize("model", ["green", "", "__base__", "red/"])
-def test_a_model_that_is_not_there(client, model):
+def test_an_unknown_model_is_refused(client, model):
     with pytest.raises(openai.NotFoundError, match=f"there is no model {model}; there are {MODEL}, red, blue"):
         client.completions.create(model=model, prompt=PROMPT)
 
@@ -135,7 +135,7 @@ class TestWhileTheServerRuns:
             assert gone.result().status_code == 200
         assert self.text(changing, "b") == expected["b"] and list(changing.engine.runtime.adapters) == ["b"]
 
-    def test_what_is_refused(self, changing, server, tmp_path):
+    def test_bad_requests_to_load_are_refused(self, changing, server, tmp_path):
         for body, message in (
             (dict(lora_name=MODEL, lora_path="x"), "there already is a model tiny"),
             (dict(lora_name="x", lora_path=str(tmp_path / "none")), "is not a folder; an adapter is a folder with"),

@@ -1,5 +1,5 @@
-"""Fields that clients send besides the prompt, and look for in answers."""
-# ruff: noqa: E402 (what may not be installed comes first)
+"""Fields that clients send besides the prompt, and fields that they read from answers."""
+# ruff: noqa: E402 (importorskip comes first)
 
 import logging
 import re
@@ -83,7 +83,7 @@ class TestFieldsThatChangeNoText:
         assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
     def test_continuous_usage(self, client):
-        """Every event counts what its own text has so far, as with vLLM; the last one counts everything."""
+        """Each event counts the tokens of its own text so far, as vLLM does. The last one counts all."""
         usage = {"include_usage": True, "continuous_usage_stats": True}
         options = dict(model=MODEL, prompt=PROMPT, max_tokens=6, n=2, seed=1, temperature=1.0)
         counts = {0: [], 1: []}
@@ -115,7 +115,7 @@ class TestStops:
 class TestControlTokens:
     TEXT = "<|end_of_text|>An assignment"
 
-    def test_in_a_text_they_are_parsed(self, complete, tiny):
+    def test_a_completions_control_tokens_are_parsed(self, complete, tiny):
         parsed = tiny[1].encode(self.TEXT)
         assert 1 in parsed
         choice, usage = complete(self.TEXT)
@@ -132,7 +132,7 @@ class TestControlTokens:
         choice, usage = complete(self.TEXT, split_special_tokens=True)
         assert usage["prompt_tokens"] == len(tokens) and choice["text"] == complete(tokens)[0]["text"]
 
-    def test_in_a_chat_they_stay_text(self, ask):
+    def test_a_chats_control_tokens_stay_text(self, ask):
         for role in ("system", "user", "assistant"):
             messages = [{"role": role, "content": self.TEXT}, USER]
             plain = [{"role": role, "content": ""}, USER]
@@ -152,7 +152,7 @@ class TestContinuing:
         tokens = ask("/tokenize", messages=messages, continue_final_message=True)["tokens"]
         assert tiny[1].decode(tokens) == tiny[1].decode(chat_prompt(tiny[1], QUESTION)) + start
 
-    def test_it_is_transformers_text(self, ask, tiny):
+    def test_the_prompt_is_transformers_text(self, ask, tiny):
         for content in ("The answer", " spaces \n", "ends <|end_of_text|> in one"):
             messages = [USER, {"role": "assistant", "content": content}]
             expected = tiny[1].apply_chat_template(messages, tokenize=False, continue_final_message=True)
@@ -168,7 +168,7 @@ class TestContinuing:
         ]
         assert tokenizer.decode(tokens) == "[a b"
 
-    def test_no_answer_is_begun(self, ask, tiny):
+    def test_a_conversation_without_a_begun_answer_is_refused(self, ask, tiny):
         tokens = ask("/tokenize", messages=[USER], add_generation_prompt=False)["tokens"]
         expected = tiny[1].apply_chat_template([USER], tokenize=False, add_generation_prompt=False)
         assert tiny[1].decode(tokens) == expected
@@ -281,7 +281,7 @@ class TestLog:
             httpx.post(f"{server.address}/v1/completions", json=BODY, headers=headers)
             httpx.post(f"{server.address}/v1/completions", json={**BODY, "stream": True, "n": 2, "seed": 1})
             httpx.post(f"{server.address}/v1/completions", json={"prompt": PROMPT, "max_tokens": -2})
-            while len(caplog.records) < 3:  # a line may come after its answer
+            while len(caplog.records) < 3:  # a line may be logged after its answer is sent
                 httpx.get(f"{server.address}/health")
         first, second, third = (record.getMessage() for record in caplog.records)
         tokens = r"prompt_tokens=\d+ cached_tokens=\d+ completion_tokens"

@@ -1,5 +1,5 @@
 """Clients that stall or leave: the server waits for each for a limited time, and none blocks the server's exit."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_a_body_must_come_in_time(impatient, server):
     assert "body did not come within 0.5 seconds" in json.loads(content)["error"]["message"]
 
 
-def test_a_body_that_nobody_needs_must_come_in_time(impatient, server):
+def test_an_ignored_body_must_come_in_time(impatient, server):
     with connect(server) as client:
         client.sendall(HEAD.replace(b"completions", b"nothing") % 1000)
         assert client.recv(4096).startswith(b"HTTP/1.1 404 ")
@@ -106,7 +106,7 @@ def test_a_stream_must_be_read(impatient, server):
         until(lambda: not server.engine.has_work and not server.server_state.tasks)
 
 
-def test_who_takes_its_time_with_each_part_is_served(server, monkeypatch):
+def test_a_slow_client_within_each_limit_is_served(server, monkeypatch):
     """A client is served even if the whole request takes longer than the limit of any part."""
     monkeypatch.setattr(connection, "SECONDS", dict.fromkeys(connection.SECONDS, 3))
     request = request_of({**LONG, "logprobs": None})
@@ -122,7 +122,7 @@ def test_who_takes_its_time_with_each_part_is_served(server, monkeypatch):
 
 
 def answers_of(content: bytes) -> list[bytes]:
-    """Return the responses in what a server sent, without those that are to be ignored."""
+    """Return the responses that a server sent, except interim ones (100)."""
     return [each for each in content.split(b"HTTP/1.1 ") if each and not each.startswith(b"100 ")]
 
 
@@ -131,8 +131,8 @@ SHORT = {"prompt": "An assignment statement", "max_tokens": 40, "ignore_eos": Tr
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "close"])
-def test_a_client_that_has_nothing_more_to_send_gets_its_answer(server, monkeypatch, stream, more):
-    """Also if the answer takes longer than the server waits before it asks whether the client is still there."""
+def test_a_client_that_closes_its_sending_side_gets_its_answer(server, monkeypatch, stream, more):
+    """Even if the answer takes longer than the server waits before it checks whether the client is still there."""
     monkeypatch.setattr(connection, "PROBE_SECONDS", 0.001)
     request = request_of({**SHORT, "stream": stream}).replace(b"Host:", more + b"Host:")
     with connect(server) as client:
@@ -150,7 +150,7 @@ def test_a_client_that_has_nothing_more_to_send_gets_its_answer(server, monkeypa
     until(lambda: not server.server_state.connections)
 
 
-def test_each_of_several_requests_before_the_end_is_answered(server):
+def test_several_requests_before_the_end_are_all_answered(server):
     with connect(server) as client:
         client.sendall(request_of(SHORT) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + request_of(SHORT))
         client.shutdown(socket.SHUT_WR)
@@ -160,7 +160,7 @@ def test_each_of_several_requests_before_the_end_is_answered(server):
 @pytest.mark.parametrize(
     "start", [b"", HEAD[:40], HEAD % 100 + b"{"], ids=["nothing", "half the headers", "half a body"]
 )
-def test_half_a_request_is_not_waited_for(server, start):
+def test_half_a_request_before_the_end_is_given_up(server, start):
     with connect(server) as client:
         client.sendall(start)
         client.shutdown(socket.SHUT_WR)
@@ -171,7 +171,7 @@ def test_half_a_request_is_not_waited_for(server, start):
 @pytest.mark.parametrize("way", ["closed", "reset", "ended and closed"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_is_gone_is_noticed(tiny, monkeypatch, way, stream):
-    """Also while its request waits: neither an answer nor a part of one has been written then."""
+    """Even while its request waits, when no part of an answer has been written yet."""
     monkeypatch.setattr(connection, "PROBE_SECONDS", 0.01)
     endless = dict(prompt="An assignment statement", ignore_eos=True, max_tokens=8000)
     with serving(*tiny, num_sequences=1, max_length=8192) as server, connect(server) as running:
@@ -189,8 +189,8 @@ def test_a_client_that_is_gone_is_noticed(tiny, monkeypatch, way, stream):
         assert server.engine.num_running, "the other request still runs"
 
 
-def test_a_client_of_http_1_0_is_gone_at_its_end(server):
-    """Nothing may be written to it before the answer."""
+def test_an_http_1_0_client_that_closes_its_sending_side_is_gone(server):
+    """The server may write nothing to such a client before the answer, so it cannot probe it."""
     with connect(server) as client:
         client.sendall(request_of({**LONG, "stream": False}).replace(b"HTTP/1.1", b"HTTP/1.0"))
         until(lambda: server.engine.num_running)
@@ -200,7 +200,7 @@ def test_a_client_of_http_1_0_is_gone_at_its_end(server):
 
 
 @pytest.mark.parametrize("start", [HEAD % 100 + b"{", request_of(LONG)], ids=["half a body", "a stream"])
-def test_the_end_does_not_wait_for_a_client(tiny, monkeypatch, start):
+def test_shutdown_does_not_wait_for_a_client(tiny, monkeypatch, start):
     monkeypatch.setattr(connection, "ENDING_SECONDS", 0.5)
     with serving(*tiny) as server, connect(server) as client:
         client.sendall(start)
@@ -209,7 +209,7 @@ def test_the_end_does_not_wait_for_a_client(tiny, monkeypatch, start):
         until(lambda: not server.server_state.connections, seconds=20)
 
 
-def test_the_end_has_a_limit(tiny):
+def test_shutdown_has_a_limit(tiny):
     with serving(*tiny, max_length=8192, shutdown_timeout=0.5) as server:
         with httpx.stream("POST", f"{server.address}/v1/completions", json={**LONG, "max_tokens": 8000}) as response:
             lines = response.iter_lines()
@@ -219,7 +219,7 @@ def test_the_end_has_a_limit(tiny):
         assert "the server's engine has stopped" in last
 
 
-def test_nothing_is_written_to_a_connection_that_is_lost(server, caplog):
+def test_nothing_is_written_to_a_lost_connection(server, caplog):
     """The client leaves while the loop is busy and several parts of its stream are waiting."""
     is_blocked, may_go_on = threading.Event(), threading.Event()
 

@@ -1,5 +1,5 @@
-"""Requests that are made to delay others: each is answered, and other requests are answered meanwhile."""
-# ruff: noqa: E402 (what may not be installed comes first)
+"""Requests made to delay others: each is answered, and other requests are answered meanwhile."""
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import socket
@@ -17,7 +17,7 @@ from granite4_neuron.serving.answers import CompletionAnswer
 from test.support.serving import serving
 
 JSON = {"Content-Type": "application/json"}
-LONGEST_WAIT = 2  # in seconds; the server should answer within a tenth, and without limits it took 3 to 60
+LONGEST_WAIT = 2  # in seconds; an answer should take 0.1, and without the server's limits it took 3 to 60
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_others_are_answered_while_a_long_text_is_encoded(server):
 
 
 def test_others_are_answered_during_a_body_of_single_bytes(server):
-    """h11 takes seconds for as many chunks as fit into one read of a socket."""
+    """h11 takes seconds to parse the chunks of one byte that fit into one read of a socket."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     head += b"Content-Type: application/json\r\n\r\n"
     content = b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
@@ -142,14 +142,14 @@ def test_others_are_answered_during_a_body_of_single_bytes(server):
 
 
 def test_texts_may_have_any_punctuation(server):
-    """Only text outside strings counts as lists and names."""
+    """Brackets and quotes inside a string do not count as lists and names."""
     prompt = '[{"a\\": 1, \\\\' * 4_000
     answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=60)
     assert answer.status_code == 400 and "at least one new one must fit" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_long_answers_are_written_beside_the_event_loop(server, monkeypatch, stream):
+def test_long_answers_are_written_outside_the_event_loop(server, monkeypatch, stream):
     threads, write = set(), CompletionAnswer._logprobs
 
     def logprobs(self, index, new, prompt):

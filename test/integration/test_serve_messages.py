@@ -2,7 +2,7 @@
 
 Where that client is installed, its types check all that the server sends.
 """
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import importlib.util
 import json
@@ -103,7 +103,7 @@ def post(byte_server):
 
 
 class TestTheRequestIsAChats:
-    """What the engine gets is the same as from a chat."""
+    """The engine gets the same request as from a chat."""
 
     @pytest.mark.parametrize(
         ("asked", "chat"),
@@ -133,7 +133,7 @@ class TestTheRequestIsAChats:
         ],
         ids=["talk", "sampling", "none", "any", "tool", "prefill", "schema"],
     )
-    def test_equal(self, byte_server, asked, chat):
+    def test_the_engine_gets_the_request_of_a_chat(self, byte_server, asked, chat):
         maker = byte_server.service.maker
         body = MessagesBody.model_validate_json(json.dumps({"messages": [USER], "max_tokens": 7, **asked}))
         chat = {"messages": [USER], "max_tokens": 7, **chat}
@@ -202,7 +202,7 @@ class TestAnswers:
         ]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_why_it_stopped(self, post, say, stream):
+    def test_stop_reasons_are_anthropics(self, post, say, stream):
         def reason(text, **options):
             say(text)
             answer = post(messages=[USER], **{"max_tokens": 99, **options}, stream=stream)
@@ -220,7 +220,7 @@ class TestAnswers:
         [block] = post(messages=[USER], tools=TOOLS[1:], max_tokens=99).json()["content"]
         assert (block["name"], block["input"]) == ("time", {})
 
-    def test_calls_that_are_required(self, post, hasty):
+    def test_required_calls_are_made(self, post, hasty):
         body = dict(messages=[USER], tools=TOOLS, tool_choice={"type": "tool", "name": "get-weather"}, max_tokens=800)
         answer = post(**body, temperature=1, logit_bias=hasty).json()
         [block] = answer["content"]
@@ -367,6 +367,6 @@ def rebuilt(events):
 
 
 def without_ids(message):
-    """Return a message without what another one with the same text has otherwise."""
+    """Return a message without the parts that differ between two messages with the same text."""
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
     return {**message, "id": None, "content": content, "usage": message["usage"]["output_tokens"]}

@@ -1,5 +1,5 @@
 """The server's metrics: by vLLM's names, so that dashboards made for vLLM show them, and with the right numbers."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ FIRST = [
     2560,
 ]
 BETWEEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
-TOKENS = [1, 2, 5, 10, 20, 50, 100, 200, 500]  # up to the longest text
+TOKENS = [1, 2, 5, 10, 20, 50, 100, 200, 500]  # the longest text has 512
 # Of vLLM 0.32: types, labels beside model_name and engine, and buckets of histograms.
 VLLMS = {
     "num_requests_running": "gauge",
@@ -120,7 +120,7 @@ def test_names_types_labels_and_buckets_are_vllms(server):
             assert buckets == [*rule, float("inf")], name
 
 
-def test_numbers(server):
+def test_numbers_are_right(server):
     before = values(server)
     body = dict(prompt=[[5, 6, 7, 8] * 5, [9] * 30], max_tokens=8, ignore_eos=True)
     post(server, **body, n=2)
@@ -167,7 +167,7 @@ def test_the_time_to_the_first_token_is_the_sum_of_its_parts(server):
     assert now[first] - before[first] == pytest.approx(sum(now[name] - before[name] for name in parts))
 
 
-def test_texts_that_a_client_leaves(server):
+def test_abandoned_texts_are_counted(server):
     before = values(server)
     post(server, stream=True, prompt="An assignment", max_tokens=400, ignore_eos=True, n=2)
     while (now := values(server))["num_requests_running"]:

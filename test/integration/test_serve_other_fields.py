@@ -1,5 +1,5 @@
 """Fields of requests and answers that vLLM and llama-server have beside OpenAI's."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import itertools
 import json
@@ -22,7 +22,7 @@ COMPLETION = {"prompt": PROMPT, "max_tokens": 8}
 
 @pytest.fixture
 def post(server):
-    """Return a function that posts a body and returns the answer, or what a stream's events have."""
+    """Return a function that posts a body and returns the answer, or the list of a stream's events."""
 
     def send(**body):
         path = "completions" if "prompt" in body else "chat/completions"
@@ -39,7 +39,7 @@ def post(server):
 
 class TestTokens:
     def test_of_completions(self, post, tiny):
-        """Each choice has its prompt's and its own tokens."""
+        """Each choice has its prompt's tokens and its own."""
         body = dict(prompt=[PROMPT, "The import"], max_tokens=8, return_token_ids=True)
         prompts = [tiny[1].encode(text) for text in body["prompt"]]
         choices = post(**body)["choices"]
@@ -56,7 +56,7 @@ class TestTokens:
         assert prompt_only["token_ids"] == [] and prompt_only["prompt_token_ids"] == prompts[0]
 
     def test_of_chats(self, post, tiny):
-        """The prompt's are the answer's, and in a stream those of the first events."""
+        """The answer has the prompt's tokens. In a stream the first events have them."""
         whole = post(**CHAT, return_token_ids=True)
         [choice] = whole["choices"]
         assert tiny[1].decode(choice["token_ids"]) == choice["message"]["content"]
@@ -95,14 +95,14 @@ class TestChoiceOfTokens:
         assert set(choice["token_ids"]) <= set(allowed) and choice["finish_reason"] == "length"
 
     def test_bad_words(self, post, server, tiny):
-        """A word is avoided at the beginning of a text and behind a space."""
+        """A word is avoided at the beginning of a text and after a space."""
         plain = post(**COMPLETION)["choices"][0]["text"]
         word = max(plain.split(), key=len)
         assert word not in post(**COMPLETION, bad_words=[word])["choices"][0]["text"]
         maker = server.service.maker
         both = ("the", " the", "lambda", " lambda")
         assert maker._bad_words(["the", " lambda"]) == [tiny[1].encode(text) for text in both]
-        assert maker._bad_words(["import"]) == [tiny[1].encode("import")], "it has fewer tokens behind a space"
+        assert maker._bad_words(["import"]) == [tiny[1].encode("import")], "it has fewer tokens after a space"
 
 
 class TestPrompts:
@@ -174,6 +174,6 @@ def test_paths_of_vllm(server):
     assert get("/load") == {"server_load": 0}
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
     with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()  # the connection lasts as long as this
+        lines = answer.iter_lines()  # keeps the connection open
         next(lines)
         assert get("/load") == {"server_load": 1}

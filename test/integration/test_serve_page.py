@@ -1,5 +1,5 @@
-"""The chat at /: what the server sends, and what a person finds in a browser."""
-# ruff: noqa: E402 (what may not be installed comes first)
+"""The chat at /: the files that the server sends, and the page in a browser."""
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import re
@@ -64,8 +64,8 @@ def server(tiny):
         yield server
 
 
-def test_files(server):
-    """None needs the key, and the page is made of nothing else."""
+def test_files_need_no_key(server):
+    """The files need no API key, and the page loads nothing else."""
     files = dict(page_files())
     texts = {}
     for path in files:
@@ -128,7 +128,7 @@ def opened(server, page):
 
 
 def set_fields(page, **values):
-    """Put texts into settings, as somebody who types."""
+    """Set settings to texts, with the events that typing causes."""
     for name, value in values.items():
         page.run(
             f"document.getElementById('{name}').value = {json.dumps(value)}; "
@@ -153,7 +153,7 @@ def ask(page, text, **settings):
 
 
 def finished(page):
-    """Wait until no answer is being written; return the messages that are shown, as they are kept."""
+    """Wait until no answer is being written; return the texts of the messages that are shown."""
     page.until("document.getElementById('stop').hidden")
     return said(page)
 
@@ -300,7 +300,7 @@ def test_settings_are_checked(opened):
     assert len(finished(opened)) == 2
 
 
-def test_what_the_server_refuses(opened):
+def test_a_refusal_of_the_server_is_shown(opened):
     assert ask(opened, QUESTION, max_tokens="5000") == [QUESTION]
     assert "max_tokens is 5000" in text_of(opened, ".unanswered")[0]
     opened.type("typed meanwhile")
@@ -337,7 +337,7 @@ def test_the_server_is_away_and_back(opened, server):
     assert opened.run("document.getElementById('text').value") == "typed meanwhile"
 
 
-def test_a_key_that_is_wrong(opened):
+def test_a_wrong_key_is_reported(opened):
     opened.run(
         "document.getElementById('key').value = 'wrong'; "
         "document.getElementById('key').dispatchEvent(new Event('change'))"
@@ -371,8 +371,8 @@ def test_markdown(opened):
     opened.until(f"{find}.textContent === {json.dumps(MARKDOWN)}")
 
 
-def test_markdown_that_grows(opened):
-    """It ends as it would be at once, keeps what is complete, and tells it to screen readers once."""
+def test_growing_markdown_ends_as_if_rendered_at_once(opened):
+    """A growing text ends as if rendered at once, keeps complete blocks, and tells each to screen readers once."""
     found = opened.run(
         """(async () => {
           const { MarkdownView } = await import("/page/markdown.js");
@@ -394,7 +394,7 @@ def test_markdown_that_grows(opened):
         })()"""
     )
     assert found[:2] == [True, True] and found[3] == 6
-    assert found[3] <= found[2] <= found[3] + 1  # a list whose next item came late was told as two
+    assert found[3] <= found[2] <= found[3] + 1  # a list may be told as two if its next item comes late
 
 
 def test_the_list_of_chats(opened):
@@ -438,7 +438,7 @@ def test_two_tabs(opened, server):
 
 
 def test_two_tabs_that_write_at_once(opened):
-    """Neither has heard of the other: both messages stay, the later form of a third, and the new title."""
+    """Neither tab knows of the other's write: both new messages stay, and the third's later form and the new title."""
     keep(opened, [chat_of("c", "Old", "Show it", "An answer")])
     opened.run(
         """(async () => {
@@ -459,7 +459,7 @@ def test_two_tabs_that_write_at_once(opened):
     assert (chat["title"], contents) == ("New", ["An answer that grows", "Show it", "first", "second"])
 
 
-def test_no_room_for_chats(opened, server):
+def test_a_full_storage_is_reported(opened, server):
     opened.call("Storage.overrideQuotaForOrigin", origin=server.address, quotaSize=1)
     try:
         ask(opened, QUESTION, **GREEDY)
@@ -519,7 +519,7 @@ def test_screen_readers_and_motion(opened):
     assert found == ["wait", "none"]
 
 
-def test_a_telephone(opened):
+def test_the_page_fits_a_telephone(opened):
     opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
     wide = "| wide " * 40 + "|\n" + "|---" * 40 + "|\n\n" + "long" * 200
     keep(opened, [chat_of("c", "A chat", "Show it", MARKDOWN + wide)])
@@ -554,8 +554,8 @@ def test_colours(opened):
     assert seen[:2] == seen[3:] and seen[0] != seen[1]
 
 
-def test_nothing_else_is_asked_or_stored(opened, server):
-    """Over all tests of the page."""
+def test_the_page_requests_and_stores_nothing_else(opened, server):
+    """All tests of the page are covered."""
     asked = {each["request"]["url"] for kind, each in opened.events if kind == "Network.requestWillBeSent"}
     assert asked and all(url.startswith((server.address, "about:", "blob:")) for url in asked)
     entries = [each["entry"] for kind, each in opened.events if kind == "Log.entryAdded"]

@@ -1,5 +1,5 @@
-"""Requests before the engine has them: what waits for a grammar delays nothing else, and ends with its client."""
-# ruff: noqa: E402 (what may not be installed comes first)
+"""Requests before they reach the engine: one that waits for a grammar delays no other, and ends with its client."""
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import re
@@ -22,7 +22,7 @@ from test.support.serving import serving
 pytestmark = pytest.mark.versions
 
 GRAMMARS, TOKENIZING = "num_requests_waiting_for_grammar", "num_requests_waiting_for_tokenizing"
-WRONG = {"prompt": "x", "structured_outputs": {"regex": "a("}}  # which its grammar's compilation finds
+WRONG = {"prompt": "x", "structured_outputs": {"regex": "a("}}  # compiling its grammar finds the error
 COSTLY = {"prompt": "x", "structured_outputs": {"json": {"type": "integer", "multipleOf": 1_000_003}}}
 LONG = {"prompt": "An import", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
@@ -46,7 +46,7 @@ def until(condition):
 
 
 class Blocked:
-    """Stands in the place of a method: it notes who calls it, and waits before it goes on."""
+    """Replaces a method: records each call, and waits before it continues."""
 
     def __init__(self, monkeypatch, owner, name):
         self.calls, self.stopped, self.goes_on = [], [], threading.Event()
@@ -73,7 +73,7 @@ def pool():
 
 @pytest.fixture
 def grammars(server, pool, monkeypatch):
-    """Set up after the pool, so that its calls end before the pool waits for them."""
+    """Block compilations. It is set up after the pool, so that its calls end before the pool waits for them."""
     blocked = Blocked(monkeypatch, server.service.maker, "constrained")
     yield blocked
     blocked.goes_on.set()
@@ -107,7 +107,7 @@ def test_nothing_else_waits_for_a_grammar(server, grammars, pool):
     assert {each.result().status_code for each in waiting} == {400}, "one grammar after another is refused"
 
 
-def test_beyond_the_queue(server, grammars, pool):
+def test_a_full_queue_of_grammars_refuses_another(server, grammars, pool):
     waiting = [pool.submit(post, server, **WRONG) for _ in range(13)]
     until(lambda: metric(server, GRAMMARS) == 13)
     answer = post(server, **WRONG)
@@ -118,7 +118,7 @@ def test_beyond_the_queue(server, grammars, pool):
 
 
 def left_waiting(server, body, number):
-    """Send a request some times; let the clients go away once all of them wait for the grammar."""
+    """Send a request `number` times, and close the connections once all requests wait for the grammar."""
     content = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -134,7 +134,7 @@ def left_waiting(server, body, number):
 
 
 def test_a_client_that_leaves_takes_its_grammar_along(server, grammars):
-    """What waits is never compiled, and what is being compiled is told to stop."""
+    """A waiting grammar is never compiled, and a compilation that runs is told to stop."""
     left_waiting(server, WRONG, 3)
     until(lambda: len(grammars.stopped) == 1)
     grammars.goes_on.set()
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_takes_its_grammar_along(server, grammars):
 
 
 def test_a_compilation_ends_with_its_client(server):
-    """And with it the process that it runs in; the next one runs in another."""
+    """Its process is killed, and the next grammar is compiled in a new one."""
     process = server.service.maker._grammars._process
     assert post(server, prompt="x", structured_outputs={"choice": ["a"]}).status_code == 200
     before = process._process
@@ -155,7 +155,7 @@ def test_a_compilation_ends_with_its_client(server):
 
 
 def test_prompts_wait_in_a_queue_too(server, pool, monkeypatch):
-    """As many as may run and wait, and those who only ask for tokens do not count among them."""
+    """The queue holds as many requests as may run and wait. Requests for tokens only do not count."""
     prompts = Blocked(monkeypatch, server.service.maker, "completion_requests")
     waiting = [pool.submit(post, server, prompt="x", max_tokens=1) for _ in range(13)]
     until(lambda: metric(server, TOKENIZING) == 13)

@@ -1,5 +1,5 @@
 """`granite4-neuron serve` as a process: how it starts and how it ends."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import os
@@ -24,7 +24,7 @@ LONG = {"prompt": "An assignment statement", "max_tokens": 600, "ignore_eos": Tr
 
 @contextmanager
 def serve_process(*arguments, before=(), **variables):
-    """Start the command behind the words `before`, with environment variables; yield the process and its address."""
+    """Start `serve` after the words `before`, with environment variables; yield the process and its address."""
     command = [*before, sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
@@ -39,7 +39,7 @@ def serve_process(*arguments, before=(), **variables):
 
 @pytest.fixture(autouse=True)
 def hangups_are_heard():
-    """Make hangups take effect even if the tests run under nohup, whose children inherit that they ignore them."""
+    """Make SIGHUP take effect even if the tests run under nohup, whose children inherit that it is ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -80,18 +80,18 @@ def connections(address, number):
 
 
 def limits(soft, hard):
-    """Return the words before a command that give it limits of descriptors."""
+    """Return the prefix of a command that limits its file descriptors."""
     return ["bash", "-c", f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"', "bash"]
 
 
-def test_connections_leave_some_descriptors():
-    """Each further one is closed at once, with one line in the log a minute, and the server works on."""
+def test_connections_leave_descriptors_for_other_work():
+    """Further connections are closed at once, with one line in the log per minute, and the server goes on."""
     with serve_process(before=limits(200, 300)) as (process, address):
         with connections(address, 400) as first:
             assert 200 < len(first) < 300 - 64, "the limit is the hard one"
             first[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert first[0].recv(100).startswith(b"HTTP/1.1 200 OK")
-            schema = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"json": {}}}  # takes files and a process
+            schema = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"json": {}}}  # opens files and a process
             content = json.dumps(schema).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             first[1].sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
@@ -182,7 +182,7 @@ class TestRefusals:
         said = capsys.readouterr().err
         assert re.search(message, said) and said.count("\n") <= 2, said
 
-    def test_an_address_that_cannot_be_had(self, capsys):
+    def test_an_unusable_address_is_reported(self, capsys):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             self.refused(capsys, f"cannot listen on 127.0.0.1:{port} ", "--port", port)
@@ -190,7 +190,7 @@ class TestRefusals:
         self.refused(capsys, "cannot listen on a..b:8000 ", "--host", "a..b")
         self.refused(capsys, "--port: 70000 is more than 65535", "--port", "70000")
 
-    def test_options(self, capsys):
+    def test_bad_options_are_refused(self, capsys):
         for arguments in (("--max-num-seqs", "0"), ("--max-model-len", "1"), ("--max-queue", "-1")):
             self.refused(capsys, "is not a whole number of at least", *arguments)
         self.refused(capsys, "0 is not a number above 0", "--max-gap", "0")
@@ -202,13 +202,13 @@ class TestRefusals:
         self.refused(capsys, "must be ngram or ngram:K", "--port", "0", "--speculate", "eagle")
 
     @pytest.mark.parametrize("key", ["", " ", "key\n", "k\x00", "\udcff"], ids=repr)
-    def test_keys_that_no_client_can_send(self, capsys, monkeypatch, key):
+    def test_keys_that_no_client_can_send_are_refused(self, capsys, monkeypatch, key):
         self.refused(capsys, "the API key must be text", "--api-key", key)
         if "\x00" not in key:
             monkeypatch.setenv("GRANITE4_API_KEY", key)
             self.refused(capsys, "the API key must be text")
 
-    def test_what_is_not_installed(self, capsys, monkeypatch):
+    def test_missing_packages_are_named(self, capsys, monkeypatch):
         monkeypatch.setattr("granite4_neuron.commands.serve.find_spec", lambda name: None)
         self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install 'granite4-neuron\[serve\]'")
 

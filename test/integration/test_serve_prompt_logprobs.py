@@ -1,5 +1,5 @@
-"""The joint limit of the log-probabilities of prompts that the server holds."""
-# ruff: noqa: E402 (what may not be installed comes first)
+"""The server limits the log-probabilities of prompts that it holds for all requests together."""
+# ruff: noqa: E402 (importorskip comes first)
 
 import gc
 import json
@@ -32,7 +32,7 @@ def server():
 
 @pytest.fixture
 def held(server, monkeypatch):
-    """Allow 500 of them, and check that all are given back."""
+    """Allow 500 log-probabilities, and check that all are released at the end."""
     monkeypatch.setattr(prompt_logprobs, "MOST", 500)
     yield server.service.prompt_logprobs
     until(lambda: server.service.prompt_logprobs.number == 0)
@@ -73,14 +73,14 @@ def test_requests_together_may_not_hold_more(held, server, post):
     assert post(**{**BODY, "n": 2}).status_code == 200
 
 
-def test_refused_and_failed_requests_give_them_back(held, post):
+def test_refused_and_failed_requests_release_them(held, post):
     assert post(**BODY, temperature=1e-42).status_code == 400
     assert held.number == 0
     assert post(**{**BODY, "prompt": PROMPT[:1], "n": 7, "logprobs": 0}).status_code == 200
     assert post(**{**BODY, "prompt": PROMPT[:1], "n": 9, "logprobs": 0}).status_code == 400
 
 
-def test_an_answer_counts_until_it_is_sent(held, server):
+def test_an_answers_log_probabilities_count_until_it_is_sent(held, server):
     """A client that reads slowly does not let the server write ever more answers."""
     content = json.dumps({**BODY, "prompt": PROMPT * 2, "max_tokens": 200, "ignore_eos": True, "logprobs": 5}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -89,7 +89,7 @@ def test_an_answer_counts_until_it_is_sent(held, server):
         client.connect(("127.0.0.1", int(server.address.rpartition(":")[2])))
         client.settimeout(60)
 
-        def connection():  # others may still be open
+        def connection():  # connections of other tests may still be open
             transports = [each.transport for each in list(server.server_state.connections)]
             return [each for each in transports if each and each.get_extra_info("peername") == client.getsockname()]
 
@@ -117,5 +117,5 @@ def test_a_connection_that_stays_open_holds_none(held, server):
                 gc.collect()
                 return not any(type(each) is TokenLogprob for each in gc.get_objects())
 
-            until(is_free, seconds=4)  # an idle connection is closed after 5
+            until(is_free, seconds=4)  # less than the 5 seconds after which an idle connection is closed
             assert server.server_state.connections

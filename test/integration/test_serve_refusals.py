@@ -1,5 +1,5 @@
 """Requests and settings that the server refuses, and its messages."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import re
@@ -113,13 +113,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("body, message", BAD.values(), ids=BAD.keys())
-def test_bad_bodies(post, body, message):
+def test_bad_bodies_are_refused(post, body, message):
     has_prompt = not isinstance(body, dict) or not body or "prompt" in body
     answer = post("completions", body if has_prompt else {"prompt": "x", **body})
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
-def test_bad_conversations(post):
+def test_bad_conversations_are_refused(post):
     user = {"role": "user", "content": "x"}
     for body, message in (
         ({"messages": []}, "messages: list should have at least 1 item"),
@@ -155,7 +155,7 @@ def test_other_paths_methods_and_models(post, server):
     assert answer.status_code == 405 and "/v1/completions" in answer.json()["error"]["message"]
 
 
-def test_a_slash_at_the_end_leads_nowhere(server):
+def test_a_trailing_slash_is_not_redirected(server):
     answer = httpx.get(f"{server.address}/v1/models/", headers={"Host": "localhost"})
     assert answer.status_code == 404 and "Location" not in answer.headers
 
@@ -167,7 +167,7 @@ def test_very_long_names_are_cut(post):
         assert "mmm...mmm" in answer.json()["error"]["message"]
 
 
-def test_hosts(server):
+def test_other_hosts_are_refused(server):
     """A page whose name resolves to this server can send requests with its own name as their host."""
     port = server.address.rpartition(":")[2]
     for host in ("localhost", "LocalHost", "127.0.0.1", "[::1]"):
@@ -206,7 +206,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("origin, site", FOREIGN)
-def test_pages_of_other_origins(server, origin, site):
+def test_pages_of_other_origins_are_refused(server, origin, site):
     """A browser sends such requests without asking the server, and a page need not read the answer to do harm."""
     headers = page(server, origin, site)
     for kind in ("application/json", "text/plain"):
@@ -227,13 +227,13 @@ def test_pages_of_other_origins(server, origin, site):
         (None, "none"),
     ],
 )
-def test_the_own_page_and_programs_that_are_no_browsers(server, origin, site):
+def test_the_servers_own_page_and_other_programs_are_served(server, origin, site):
     body = {"prompt": "x", "max_tokens": 1}
     answer = httpx.post(f"{server.address}/v1/completions", json=body, headers=page(server, origin, site), timeout=60)
     assert answer.status_code == 200
 
 
-def test_pages_of_allowed_origins(tiny):
+def test_pages_of_allowed_origins_are_served(tiny):
     body = {"prompt": "x", "max_tokens": 1}
     for allowed, statuses in ((["https://chat.example", "null"], [200, 200, 403]), (["*"], [200, 200, 200])):
         with serving(*tiny, allowed_origins=allowed) as server:
@@ -246,7 +246,7 @@ def test_pages_of_allowed_origins(tiny):
                 assert answer.status_code == (415 if status == 200 else 403)
 
 
-def test_a_server_that_ends_is_not_healthy(server, post, monkeypatch):
+def test_a_server_that_is_shutting_down_is_not_healthy(server, post, monkeypatch):
     assert httpx.get(f"{server.address}/health").status_code == 200
     monkeypatch.setattr(server.service, "is_ending", True)
     answer = httpx.get(f"{server.address}/health")
@@ -255,8 +255,8 @@ def test_a_server_that_ends_is_not_healthy(server, post, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
-def test_a_body_that_is_not_declared_as_json(server, kind):
-    """As another origin's page may send it without being asked for."""
+def test_a_body_that_is_not_declared_as_json_is_refused(server, kind):
+    """A page of another origin may send such a body without a preflight request."""
     headers = {} if kind is None else {"Content-Type": kind}
     answer = httpx.post(f"{server.address}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 415 and "it must be application/json" in answer.json()["error"]["message"]
@@ -266,14 +266,14 @@ def test_a_body_that_is_not_declared_as_json(server, kind):
         assert answer.status_code == 400
 
 
-def test_a_chat_template_that_makes_half_a_character(server, post, monkeypatch, capfd):
+def test_half_a_character_from_a_chat_template_is_refused(server, post, monkeypatch, capfd):
     monkeypatch.setattr(server.service.maker._encoder._tokenizer, "chat_template", r"{{ '\ud800' }}")
     answer = post("chat/completions", {"messages": [{"role": "user", "content": "x"}]})
     assert answer.status_code == 400 and "half a character" in answer.json()["error"]["message"]
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_long_body(post):
+def test_a_too_long_body_is_refused(post):
     answer = post("completions", b'"' + b"x" * 2**20)
     assert answer.status_code == 413 and "--max-body" in answer.text
 
@@ -298,7 +298,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(post, server, monkeypatch):
             assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_keys(tiny):
+def test_only_the_right_key_is_accepted(tiny):
     with serving(*tiny, api_key="sésame") as server:
         for key, status in ((None, 401), ("wrong", 401), ("sésame", 200)):
             headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}

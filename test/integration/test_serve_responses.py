@@ -1,5 +1,5 @@
 """OpenAI's Responses API: the same prompts and options as a chat's, and answers as OpenAI's own client reads them."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 
@@ -99,7 +99,7 @@ def client(byte_server):
 
 
 class TestTheRequestIsAChats:
-    """What the engine gets is the same as from a chat."""
+    """The engine gets the same request as from a chat."""
 
     @pytest.mark.parametrize(
         ("asked", "chat"),
@@ -143,7 +143,7 @@ class TestTheRequestIsAChats:
         ],
         ids=["talk", "sampling", "logprobs", "no logprobs", "none", "function", "allowed", "schema", "json"],
     )
-    def test_equal(self, byte_server, asked, chat):
+    def test_the_engine_gets_the_request_of_a_chat(self, byte_server, asked, chat):
         maker = byte_server.service.maker
         body = ResponsesBody.model_validate_json(json.dumps({"input": QUESTION, **asked}))
         messages = [{"role": "user", "content": QUESTION}]
@@ -361,7 +361,7 @@ def test_refusals(post, fields, message):
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
-# What differs between two answers with the same text.
+# Fields that differ between two answers with the same text.
 CHANGING = dict(id=None, created_at=None, completed_at=None, output=None, usage=None)
 EVENT = TypeAdapter(responses.ResponseStreamEvent)
 

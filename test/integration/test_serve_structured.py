@@ -1,5 +1,5 @@
 """Structured outputs of the server, judged by OpenAI's and LangChain's clients and by jsonschema."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 import re
@@ -53,7 +53,7 @@ class TestClients:
         with client.chat.completions.stream(model=MODEL, messages=[USER], response_format=Person, **options) as stream:
             events = [event.type for event in stream]
             found = stream.get_final_completion().choices[0].message
-        assert isinstance(found.parsed, Person) and events.count("content.delta") > 5  # forced tokens come together
+        assert isinstance(found.parsed, Person) and events.count("content.delta") > 5  # forced tokens come in one event
         whole = client.chat.completions.parse(model=MODEL, messages=[USER], response_format=Person, **options)
         assert found.content == whole.choices[0].message.content
 
@@ -100,8 +100,8 @@ def test_completions(post, hasty, structure, check):
             assert value <= 0 and 1 <= len(top) <= 5 and top[token] == value
 
 
-def test_at_once_as_alone(post, hasty):
-    """Structured and free texts, streamed and whole, together and one by one."""
+def test_texts_at_once_are_those_alone(post, hasty):
+    """Structured and free texts, streamed and whole, are the same together and one by one."""
     bodies = [
         dict(prompt="x" * number, temperature=1, seed=number, logit_bias=hasty, max_tokens=90, **structure)
         for number, structure in enumerate(
@@ -119,7 +119,7 @@ def test_at_once_as_alone(post, hasty):
         assert list(threads.map(streamed, bodies)) == alone
 
 
-def test_a_schema_of_this_size_is_served(post, hasty):
+def test_a_large_schema_is_served(post, hasty):
     properties = {f"property {number}": {"enum": [number, "é"]} for number in range(100)}
     schema = {"type": "object", "properties": properties, "required": list(properties)[:9]}
     body = dict(messages=[USER], temperature=1, seed=1, logit_bias=hasty, max_tokens=1900)
@@ -132,8 +132,8 @@ COMPACT = '{"a": [1, 1]}'
 PAIR = {"type": "object", "properties": {"a": {"const": [1, 1]}}, "required": ["a"]}
 
 
-def test_whitespace(post, byte_model):
-    """Only where it is asked for, also with a response_format, and in any object."""
+def test_whitespace_is_allowed_only_if_requested(post, byte_model):
+    """Whitespace is allowed only if requested, also with a response_format, and in any object."""
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAIR, "strict": True}}
     newline = byte_model[1].encode("\n")[0]
     body = dict(prompt="x", max_tokens=90, logit_bias={newline: 100}, temperature=0)
@@ -196,8 +196,8 @@ def test_refusals(post, fields, message, stream):
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
-def test_a_grammar_that_fails_later(post):
-    """It forces a text without end: an error, whole or at the end of a stream, and others are served."""
+def test_a_grammar_that_fails_later_gives_an_error(post):
+    """A grammar that forces an endless text gives an error, also at the end of a stream. Others are served."""
     structure = dict(grammar='start: "x" /[b-z]/ endless\nendless: "a" endless')
     answer = post("completions", prompt="x", structured_outputs=structure)
     assert answer.status_code == 400 and "the grammar allows no further token" in answer.json()["error"]["message"]

@@ -1,7 +1,8 @@
-"""Answers of a Nemotron model on the server: what it thinks and what it calls, whole and streamed, in all three APIs.
-The model says what it is told to, or what a grammar makes it say.
+"""A Nemotron model's answers on the server: reasoning and tool calls, whole and streamed, in all three APIs.
+
+The model's answers are scripted, or forced by a grammar.
 """
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 
@@ -32,7 +33,7 @@ NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["texts", "special tokens"])
 def model(request, tmp_path_factory):
-    """Return (runtime, tokenizer), whose marks are ordinary texts or special tokens."""
+    """Return (runtime, tokenizer). The marks of thoughts and calls are ordinary texts or special tokens."""
     folder = tmp_path_factory.mktemp("nemotron")
     save_byte_tokenizer(folder, NEMOTRON_TEMPLATE)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -57,7 +58,7 @@ def say(model, monkeypatch):
         open_thought, closed_thought = map(model[1].encode, ("<think>\n", "<think></think>"))
 
         def choose(_, logits, past):
-            answer = past[len(past) - past[::-1].index(3) :]  # behind the last <|assistant|>
+            answer = past[len(past) - past[::-1].index(3) :]  # after the last <|assistant|>
             begin = closed_thought if answer[: len(closed_thought)] == closed_thought else open_thought
             return [*tokens, 1][len(answer) - len(begin)]
 
@@ -72,7 +73,7 @@ def client(server):
 
 
 def chat(client, **options):
-    """Return the message of a chat, asked for whole, after it was compared with the one that was streamed."""
+    """Return the message of a chat, after comparing it with the streamed one."""
     options = dict(model=MODEL, messages=[USER], **options)
     choice = client.chat.completions.create(**options).choices[0]
     joined, calls, reason = {"content": "", "reasoning_content": ""}, [], None
@@ -115,7 +116,7 @@ def test_calls(client, say, thought):
 
 
 @pytest.mark.parametrize("most", [4, 12, 16, 40, 60, 75, 90, 101])
-def test_answers_that_are_cut_off(client, say, most):
+def test_cut_off_answers_are_the_same_whole_and_streamed(client, say, most):
     say(f"I look.\n</think>\nOne moment.\n{CALL}")
     choice = chat(client, tools=[TOOL], max_tokens=most)
     assert choice.finish_reason == "length" or choice.message.tool_calls
@@ -141,7 +142,7 @@ def allows(server, model, text, **body):
     return request.constraint.count_allowed(tokens) == len(tokens)
 
 
-def test_a_structure_is_that_of_what_follows_the_thought(server, model):
+def test_a_structure_applies_to_the_text_after_the_thought(server, model):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for body, right, wrong in (
         ({"json_schema": schema}, '{"a": 1}', '{"a": true}'),

@@ -1,7 +1,8 @@
-"""Tools and documents of the server: prompts as transformers makes them, calls as OpenAI's and LangChain's clients
-read them. The model is random, and calls tools because a grammar makes it.
+"""Tools and documents on the server: transformers' prompts, and calls that OpenAI's and LangChain's clients read.
+
+The model is random. It calls tools because a grammar forces it to.
 """
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import json
 from typing import ClassVar, Literal
@@ -43,7 +44,7 @@ def server(byte_server):
 
 @pytest.fixture
 def ending(hasty):
-    """Return options with which the model comes to an end."""
+    """Return options with which the model ends its answer."""
     return dict(temperature=1, logit_bias=hasty, max_tokens=800)
 
 
@@ -65,7 +66,7 @@ def spelled(name, arguments):
 
 
 def allows(model, request, text):
-    """Return whether the request's answer may be this text."""
+    """Return whether the request's grammar allows this text as its answer."""
     tokens = [*model[1].encode(text), 1]
     return request.constraint is None or request.constraint.count_allowed(tokens) == len(tokens)
 
@@ -90,7 +91,7 @@ class TestPrompts:
     DOCUMENTS = ({"doc_id": 1, "title": "Röme", "text": "It\nrains."}, {"doc_id": 2, "text": "It <rains>."})
 
     def sent(self, **body):
-        """Return the body of a request for this talk, where calls have their arguments as a text."""
+        """Return the body of a request with this conversation, where calls have their arguments as text."""
         messages = json.loads(json.dumps(self.TALK))
         for message in messages:
             for call in message.get("tool_calls", ()):
@@ -104,7 +105,7 @@ class TestPrompts:
 
     @pytest.mark.parametrize("tools", [None, [WEATHER, TIME]], ids=["no tools", "tools"])
     @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["no documents", "documents"])
-    def test_equal_transformers(self, server, byte_model, tools, documents):
+    def test_prompts_equal_transformers(self, server, byte_model, tools, documents):
         expected = byte_model[1].apply_chat_template(
             list(self.TALK),
             tools=tools,
@@ -125,7 +126,7 @@ class TestPrompts:
         assert self.tokens(server, self.sent(tools=[strict])) == self.tokens(server, self.sent(tools=[WEATHER]))
 
     def test_control_tokens_are_text_wherever_they_are(self, server, byte_model):
-        """In tools, documents, options, arguments and names of members."""
+        """Control tokens stay text in tools, documents, options, arguments and names of members."""
         control = "<|end|>"
         body = self.sent(
             tools=[{"type": "function", "function": {"name": "f", "description": control, "parameters": {control: 1}}}],
@@ -144,7 +145,7 @@ class TestCalls:
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get-weather"}}], ids=str)
     @pytest.mark.parametrize("parallel", [None, False])
     def test_whole_and_streamed(self, client, ending, choice, parallel):
-        ending = {**ending, "logit_bias": {**ending["logit_bias"], "1": 2}}  # there may be a further call
+        ending = {**ending, "logit_bias": {**ending["logit_bias"], "1": 2}}  # so that further calls may follow
         numbers = set()
         for seed in range(4):
             body = dict(model=MODEL, messages=[USER], tools=[WEATHER, TIME], tool_choice=choice, seed=seed, **ending)
@@ -212,13 +213,13 @@ class TestCalls:
         ],
         ids=str,
     )
-    def test_a_tool_may_say_otherwise_that_it_has_arguments(self, server, byte_model, parameters):
+    def test_a_tool_may_declare_arguments_in_other_ways(self, server, byte_model, parameters):
         tool = {"type": "function", "function": {"name": "time", "parameters": parameters}}
         [request] = requests_of(server, dict(messages=[USER], tools=[tool], tool_choice="required"))
         assert allows(byte_model, request, spelled("time", {"now": True}))
 
-    def test_calls_have_whitespace_where_it_is_asked_for(self, server, byte_model):
-        """Also beside a JSON answer."""
+    def test_calls_have_whitespace_only_if_requested(self, server, byte_model):
+        """Also if the answer may be JSON."""
         body = dict(messages=[USER], tools=[WEATHER], tool_choice="required", response_format={"type": "json_object"})
         for option, may_have in (({}, False), ({"structured_outputs": {"disable_any_whitespace": False}}, True)):
             [request] = requests_of(server, {**body, **option})
@@ -228,7 +229,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("strict", [False, True])
     def test_a_strict_tool_is_called_by_its_schema(self, server, byte_model, strict):
-        """Also where the answer may be text, and other tools are not strict."""
+        """Also if the answer may be text and other tools are not strict."""
         tool = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
         [request] = requests_of(server, dict(messages=[USER], tools=[tool, TIME]))
         assert allows(byte_model, request, "I look." + spelled("get-weather", {"city": "Rome"}))
@@ -258,7 +259,7 @@ class TestCalls:
         assert choice.finish_reason == "stop" and choice.message.tool_calls is None
 
     def test_text_that_is_no_call_is_the_content(self, post, ending):
-        """Also with a strict tool, whose grammar takes any text before a call."""
+        """Also with a strict tool, whose grammar allows any text before a call."""
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
         for tool in (WEATHER, strict):
             body = dict(tools=[tool], seed=1, **{**ending, "max_tokens": 12})
@@ -298,12 +299,12 @@ class TestCalls:
 
 
 def byte_token(character):
-    """Return the byte tokenizer's token for a character in ASCII that is printed."""
+    """Return the byte tokenizer's token for a printable ASCII character."""
     return 6 + ord(character) - 33
 
 
 def test_a_call_has_one_entry_in_an_event():
-    """However much of it one step gives: some clients read the first entry only."""
+    """A call has one entry however much of it one step gives, because some clients read only the first."""
     text = spelled("time", {"a": "b"}) + spelled("other", {})
     for cut in (text.index("{"), text.index('{"a"') + 4, len(text) - 20):
         answer = CallsOfAnswer(GRANITE.stream([]))
@@ -321,7 +322,7 @@ def test_a_call_has_one_entry_in_an_event():
 
 
 class TestScripted:
-    """Answers that are written here in place of the model's."""
+    """The model's answers are scripted."""
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_calls_and_malformed_calls(self, client, say, stream):
@@ -414,7 +415,7 @@ def plain():
 
 class TestATemplateThatShowsNone:
     @pytest.mark.parametrize("choice", ["auto", None, "allowed_tools"])
-    def test_tools_would_be_ignored(self, plain, choice):
+    def test_tools_are_refused(self, plain, choice):
         choice = allowed("time") if choice == "allowed_tools" else choice
         body = dict(messages=[USER], tools=[TIME], tool_choice=choice)
         for path in ("v1/chat/completions", "tokenize"):
@@ -422,12 +423,12 @@ class TestATemplateThatShowsNone:
             error = httpx.post(f"{plain}/{path}", json=fields, timeout=60).json()["error"]
             assert error["param"] == "tools" and "chat template does not show tools to the model" in error["message"]
 
-    def test_documents_would_be_ignored(self, plain):
+    def test_documents_are_refused(self, plain):
         body = dict(messages=[USER], documents=[{"text": "It rains."}])
         answer = httpx.post(f"{plain}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 400 and "does not show documents" in answer.json()["error"]["message"]
 
-    def test_a_call_that_is_required_follows_the_grammar(self, plain):
+    def test_a_required_call_follows_the_grammar(self, plain):
         body = dict(messages=[USER], tools=[TIME], max_tokens=200)
         answer = httpx.post(f"{plain}/v1/chat/completions", json={**body, "tool_choice": "required"}, timeout=60)
         [call] = answer.json()["choices"][0]["message"]["tool_calls"][:1]

@@ -1,5 +1,5 @@
 """The server over the XLA runtime gives the CPU's texts, with prefix cache and speculation, also to several clients."""
-# ruff: noqa: E402 (what may not be installed comes first)
+# ruff: noqa: E402 (importorskip comes first)
 
 import threading
 
@@ -45,7 +45,7 @@ def test_texts_are_the_cpus(server, texting):
     assert texts == {prompt: generate(*texting, prompt, max_tokens=12) for prompt in PROMPTS}
 
 
-def test_a_prompt_that_is_known_is_not_run_again(server, texting):
+def test_a_cached_prompt_is_not_run_again(server, texting):
     prompt = "A prompt that comes twice"
     cached = []
     for _ in range(2):

@@ -77,7 +77,7 @@ def until(condition):
 
 
 def talk(client, name, turns):
-    """Have a conversation of so many turns; return its answers."""
+    """Have a conversation of `turns` turns; return its answers."""
     messages, said = [{"role": "system", "content": SYSTEM}], []
     for turn in range(turns):
         messages.append({"role": "user", "content": f"{name} {turn}?"})
@@ -97,10 +97,10 @@ def test_a_conversation_stays_on_its_server(tmp_path):
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     options = dict(api_key=KEY, max_length=2048)
     with serving(*load(), **options) as one, serving(*load(), **options) as two, proxy(tmp_path, one, two) as address:
-        one.service.hosts = two.service.hosts = None  # as `serve` has it with a key
+        one.service.hosts = two.service.hosts = None  # `serve` with a key takes any host
         before = {}
 
-        def prompts(server):  # looked up since the last call
+        def prompts(server):  # the number of cache lookups since the last call
             found = server.cache.stats.queries - before.get(server, 0)
             before[server] = server.cache.stats.queries
             return found
@@ -113,12 +113,12 @@ def test_a_conversation_stays_on_its_server(tmp_path):
                 places[name] = (prompts(one), prompts(two))
             assert set(places.values()) == {(3, 0), (0, 3)}
             assert all(server.cache.stats.hit_tokens > 0 for server in (one, two))
-            # Both were asked for something, and a text is that of any server.
+            # Each server gives the same text.
             for server in (one, two):
                 with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY) as direct:
                     assert talk(direct, "conversation 0", 3) == texts["conversation 0"]
                 prompts(server)
-            # One is told to end: its conversations go on at the other, and the others stay.
+            # When one server ends, its conversations go on at the other, and the other's stay there.
             one.service.is_ending = True
             for name in places:
                 assert talk(client, name, 1) == texts[name][:1]
@@ -133,4 +133,4 @@ def test_a_conversation_stays_on_its_server(tmp_path):
             timeout=60,
         ) as stream:
             assert next(stream.iter_lines()).startswith("data: ")
-            assert one.engine.has_work or two.engine.has_work  # it comes as it is generated
+            assert one.engine.has_work or two.engine.has_work  # the proxy passes events on as they are generated

@@ -62,7 +62,7 @@ def free_port() -> int:
 
 def run_rank(rank, degree, folder, port, results):
     torch.set_num_threads(1)
-    warnings.simplefilter("error", FutureWarning)  # of torch, about what it will no longer have
+    warnings.simplefilter("error", FutureWarning)  # torch's deprecations
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.distributed.init_process_group("gloo", rank=rank, world_size=degree)
     parallel = Parallel(rank, degree, torch.distributed.group.WORLD.group_name)
@@ -114,8 +114,8 @@ class TestSplitRuntime:
             assert (logits - expected).abs().max() <= 1e-4
 
     @pytest.mark.slow
-    def test_a_second_state_beside_the_first(self, split, cpu):
-        """The ranks tell states apart, also after one of them is gone."""
+    def test_two_states_at_once_are_kept_apart(self, split, cpu):
+        """The ranks tell states apart, also after one state is freed."""
         runs = {}
         for runtime in (cpu, split):
             states = [runtime.allocate(1, 60) for _ in range(2)]
@@ -144,7 +144,7 @@ class TestSplitRuntime:
             assert (logits - expected).abs().max() <= 1e-4
 
     @pytest.mark.slow
-    def test_texts_with_drafts(self, split, cpu):
+    def test_drafts_change_no_text(self, split, cpu):
         prompts = [random_tokens(self.CONFIG.vocab_size, length, seed=length).tolist() for length in (5, 40, 16)]
         prompts.append(prompts[0] * 6)
         options = dict(max_tokens=12, temperature=0, ignore_eos=True)
@@ -158,8 +158,8 @@ class TestSplitRuntime:
         assert tokens(split, NgramDrafter(1, 3)) == tokens(cpu, None)
 
     @pytest.mark.slow
-    def test_what_every_rank_refuses(self, split):
-        """A call that is refused leaves the ranks in step."""
+    def test_a_refused_call_leaves_the_ranks_in_step(self, split):
+        """A refused call leaves the ranks in step."""
         state = split.allocate(1, 60)
         with pytest.raises(ValueError, match="tokens of a row are to be verified"):
             split.verify(state, [Row(1, 0, [3] * 60)])
@@ -168,7 +168,7 @@ class TestSplitRuntime:
             SplitRuntime(bundled_checkpoint(), None, GenerationConfig(), tp_degree=2, device="cpu")
 
     def test_snapshots(self, split, cpu, tmp_path):
-        """A sequence goes on in another slot from two snapshots of it, one of them from a file."""
+        """A sequence continues in another slot from two snapshots, one of them read from a file."""
         tokens = random_tokens(self.CONFIG.vocab_size, 21, seed=8).tolist()
         runs = []
         for runtime in (cpu, split):
@@ -184,7 +184,7 @@ class TestSplitRuntime:
         assert (runs[0] - runs[1]).abs().max() <= 1e-4
 
     def test_the_fingerprint_is_of_all_ranks_weights(self, split, tmp_path):
-        """Rows of the embedding that only the second rank has are not the same in `other`."""
+        """In `other` a row of the embedding that only the second rank holds is different."""
         other = random_model(self.CONFIG)
         with torch.no_grad():
             other.model.embed_tokens.weight[-1, 3] += 1
@@ -198,7 +198,7 @@ class TestSplitRuntime:
         assert str(split.fingerprint).startswith(facts_digest(*same))
 
     @pytest.mark.slow  # four ranks do the same below
-    def test_texts_behind_a_prefix(self, split, cpu):
+    def test_a_prefix_hit_changes_no_text(self, split, cpu):
         prompts = [[5, 6, 7, 8] * 10 + [end] for end in (1, 2, 3)]
         texts = []
         for runtime in (cpu, split):
@@ -214,7 +214,7 @@ class TestSplitRuntime:
 
 
 class _Recorded:
-    """Records the logits of a runtime's steps and verifications, with the row that each is of."""
+    """Records the logits of a runtime's steps and verifications, each with its row."""
 
     def __init__(self, runtime):
         self.rows: list[tuple[Row, torch.Tensor]] = []
@@ -232,12 +232,12 @@ class _Recorded:
         return verification
 
     def error(self, tokens, uncut):
-        """Return how far the logits of rows of a sequence are from those of its only step, and of how many tokens."""
+        """Return the largest error of the recorded logits against those of one uncut step, and their number."""
         errors = []
         for row, logits in self.rows:
             end = row.start + len(row.tokens)
             for position, each in enumerate(logits, start=end - len(logits)):
-                if row.tokens[: position + 1 - row.start] == tokens[row.start : position + 1]:  # no wrong draft
+                if row.tokens[: position + 1 - row.start] == tokens[row.start : position + 1]:  # else a draft was wrong
                     errors.append(float((each - uncut[position]).abs().max()))
         return max(errors), len(errors)
 
@@ -285,7 +285,7 @@ def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, conf
             error, number = recorded.error(tokens, uncut)
             assert error <= 1e-5 and number >= 10
         assert cache.stats.hit_tokens >= 24 and 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
-        # Every rank draws the same tokens, and runs them.
+        # Every rank draws the same tokens and runs them.
         sampled = Request(prompt, 8, temperature=0.8, top_k=20, seed=1)
         texts = [generate_one(Engine(runtime, 1, max_length=100), sampled) for runtime in (cpu, split)]
         assert texts[0] == texts[1]
@@ -293,7 +293,7 @@ def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, conf
         split.close()
 
 
-# Its process can have one such model only.
+# In another process, because a process can have only one such model.
 BROKEN_CALL = """
 from granite4_neuron import UserError, load
 from granite4_neuron.runtime.interface import Row
@@ -377,25 +377,25 @@ except KeyboardInterrupt:
 
 
 class TestCommand:
-    def test_an_interrupt_while_ranks_end_leaves_none(self):
-        """One that waits in a step for another does not see that it is to end."""
+    def test_an_interrupt_while_ranks_end_leaves_no_rank(self):
+        """A rank that waits for another within a step does not notice that it should end."""
         command = [sys.executable, "-c", INTERRUPTED_END]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.stdout == "interrupted\n" and done.returncode == 0, done.stderr
 
-    def test_signals_to_all_processes_are_for_rank_0(self):
-        """serve finishes its requests then, and its ranks have to be there."""
+    def test_only_rank_0_handles_signals_to_all_processes(self):
+        """`serve` finishes its requests after such a signal, and needs its ranks until then."""
         command = [sys.executable, "-c", SIGNALS_TO_ALL]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, start_new_session=True)
         assert done.stdout == "True\n" and done.returncode == 0, done.stderr
 
-    def test_a_rank_that_dies_beside_steps_ends_the_process(self):
+    def test_a_rank_that_dies_during_steps_ends_the_process(self):
         done = subprocess.run([sys.executable, "-c", DEAD_RANK], capture_output=True, text=True, timeout=300)
         assert done.returncode == 1 and done.stdout == ""
         assert "the process of rank 1 has failed, and the others cannot continue without it" in done.stderr
         assert "Traceback" not in done.stderr
 
-    def test_a_call_that_was_broken_off_closes_the_runtime(self):
+    def test_an_interrupted_call_closes_the_runtime(self):
         done = subprocess.run([sys.executable, "-c", BROKEN_CALL], capture_output=True, text=True, timeout=300)
         assert done.stdout.splitlines() == [
             "KeyboardInterrupt ",
@@ -403,7 +403,7 @@ class TestCommand:
         ]
         assert done.returncode == 0 and "Traceback" not in done.stderr
 
-    def test_an_interrupt_while_ranks_start_ends_them_without_a_word(self):
+    def test_an_interrupt_while_ranks_start_ends_them_silently(self):
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
         options = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         process = subprocess.Popen(command, **options)
@@ -457,7 +457,7 @@ class TestCommand:
             'module again; call load below `if __name__ == "__main__":` there.\n'
         )
 
-    def test_a_network_interface_that_is_not_there(self):
+    def test_an_unknown_network_interface_is_reported(self):
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "nosuch"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -485,12 +485,12 @@ class TestCommand:
         (dict(tp_degree=2, backend="cpu"), "tp_degree belong to the backend torch"),
     ],
 )
-def test_what_cannot_be_split_is_refused(options, message):
+def test_unsupported_splits_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         load(**dict(backend="torch") | options)
 
 
-def test_memory_for_one_rank_only_is_refused(monkeypatch):
+def test_too_little_memory_for_all_ranks_is_refused(monkeypatch):
     whole = sum(weight.nbytes for _, weight in load_model(bundled_checkpoint()).named_weights())
     monkeypatch.setattr(available_memory, "available_bytes", lambda *_: int(0.8 * whole))
     with pytest.raises(UserError, match=r"the weights in .* for 2 ranks need .* GB of memory"):
@@ -511,7 +511,7 @@ def test_a_rank_holds_its_share(name, degree):
     def size(tensors):
         return sum(tensor.numel() for tensor in tensors)
 
-    # These are not split: B and C of the one group, the router, the norms.
+    # B and C of the one group, the router and the norms are not split.
     assert 1 / degree <= size(part.parameters()) / size(whole.parameters()) <= 1.05 / degree
     assert 1 / degree <= size(state.tensors()) / size(whole_state.tensors()) <= 1.02 / degree
 

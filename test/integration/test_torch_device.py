@@ -1,4 +1,4 @@
-"""The runtime of PyTorch devices: the contract of all graph runtimes, on the CPU and where there is one on a GPU."""
+"""The runtime of PyTorch devices keeps the contract of all graph runtimes, on the CPU and on a GPU if there is one."""
 
 import gc
 import math
@@ -138,7 +138,7 @@ class TestOneGraphOfTheModel(VerifyContract, DecodeContract):
 
 
 def test_inductor():
-    """Its kernels add in another order, so the numbers are a little further off."""
+    """inductor's kernels add in another order, so the tolerance is larger."""
     cpu, ours = INDUCTOR.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
     expected_logits = run_steps(cpu, STEPS[:5], 5, 200)
     for expected, logits in zip(expected_logits, run_steps(ours, STEPS[:5], 5, 200, INDUCTOR.poison), strict=True):
@@ -180,7 +180,7 @@ KERNEL_SIZES = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_
 
 
 class TestKernels:
-    """NKI kernels as operators of the graphs, which run in NKI's simulator here."""
+    """NKI kernels are operators of the graphs. Here they run in NKI's simulator."""
 
     @pytest.mark.parametrize(
         ("prefill_scan", "compiler"),
@@ -223,8 +223,8 @@ class TestKernels:
         assert kernels("decode") == ["mamba_decode"]
 
     @pytest.mark.slow
-    def test_the_experts_of_few_tokens(self):
-        """By the kernel, with its own layout of weights, from prompts on that are one bucket; on the CPU, as ever."""
+    def test_the_experts_kernel_of_few_tokens(self):
+        """The kernel runs decode and prompts of one bucket, with its own layout of weights. The CPU has no kernel."""
         backend = backend_of(compiler="aot_eager", experts_decode="kernel")
         config = small_config(layer_types=("attention",), hidden_size=128, mamba_n_heads=16, num_local_experts=12)
         cpu, ours = backend.runtimes(lambda: random_model(config))
@@ -236,7 +236,7 @@ class TestKernels:
 
 
 class TestOperatorsOfAGPU:
-    """With their definitions, on the CPU: decode of one sequence has joined operators, decode of two has not."""
+    """The operators' definitions run on the CPU. Only decode of one sequence has joined operators."""
 
     @pytest.fixture(autouse=True)
     def gpu_operators(self, monkeypatch):
@@ -271,7 +271,7 @@ class TestOperatorsOfAGPU:
         recorder.step = "decode"
         runtime.step(runtime.allocate(1, 60), [Row(1, 20, [3])])
         (graph,) = (graph for graph in recorder.graphs if graph.function == "mamba_layer")
-        # An operator that writes an operand is wrapped, as an argument.
+        # An operator that writes an operand is an argument of a wrapper.
         names = (str(each) for node in graph.module.graph.nodes for each in (node.target, *node.args))
         own = [name.split(".")[1] for name in names if name.startswith("granite4_neuron.")]
         own = [name.removesuffix("_of_one") for name in own]
@@ -279,7 +279,7 @@ class TestOperatorsOfAGPU:
 
 
 class TestMemory(OnLayers):
-    def test_it_goes_with_the_runtime(self, backend):
+    def test_memory_is_freed_with_the_runtime(self, backend):
         runtime = backend.make(random_model(small_config(**FEW_LAYERS)), BUCKETS)
         state = runtime.allocate(2, 60)
         runtime.step(state, [Row(1, 0, [3] * 9)])
@@ -314,18 +314,18 @@ class TestGraphs:
 
     @pytest.mark.parametrize(
         ("graphs", "max_length", "compilations"),
-        # For prompts of 16 and 64 tokens, the two heads, decode, draws, verification of 4 tokens, and its commit.
-        # An attention layer has two, for the two lengths of the cache.
+        # Graphs for prompts of 16 and 64 tokens, the two heads, decode, draws, verification of 4 tokens, and commit.
+        # An attention layer has two of each, for the two lengths of the cache.
         [
             pytest.param("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1, marks=pytest.mark.slow),
             pytest.param("model", 100, 2 * 3 + 2 + 1 + 1 + 1 + 1, marks=pytest.mark.slow),
         ],
         ids=["layer", "model"],
     )
-    def test_warming_up(self, graphs, max_length, compilations):
-        """Afterwards prompts, decode, prompt log-probabilities and drafts need no other graph, which would be an error.
+    def test_after_a_warm_up_nothing_is_compiled(self, graphs, max_length, compilations):
+        """After warm-up, prompts, decode, prompt log-probabilities and drafts compile no graph; compiling is an error.
 
-        The state's slots are in use before. Nothing that runs before has log-probabilities or a long cache.
+        Slots in use keep their state. Nothing before the warm-up has log-probabilities or a long cache.
         """
         runtime = runtime_of(random_model(small_config(**FEW_LAYERS)), graphs=graphs)
         engine = Engine(runtime, 2, max_length=max_length, drafter=NgramDrafter(1, 3), draft_tokens=3)
@@ -346,7 +346,7 @@ class TestGraphs:
         with pytest.raises(Exception, match="would be compiled again"):
             runtime.step(runtime.allocate(3, 50), [Row(1, 0, [3])])
 
-    def test_a_state_that_nobody_holds_is_used_again(self):
+    def test_the_memory_of_a_freed_state_is_used_again(self):
         runtime = runtime_of(random_model(small_config(**FEW_LAYERS)))
         addresses = []
         for sequences in (2, 2, 1, 2):
@@ -368,8 +368,8 @@ class TestCommands:
             texts.append(capsys.readouterr().out)
         assert texts[0] == texts[1]
 
-    def test_what_the_probe_advises(self, capsys, monkeypatch):
-        """Each option comes to the runtime, and the text stays what it is."""
+    def test_the_options_that_the_probe_advises_work(self, capsys, monkeypatch):
+        """Each option reaches the runtime, and the text stays the same."""
         given = []
 
         class Runtime(TorchRuntime):
@@ -401,11 +401,11 @@ class TestCommands:
             (("--backend", "torch", "--state-dtype", "bfloat16"), "SSM states in 16 bits are for"),
         ],
     )
-    def test_refusals(self, capsys, options, message):
+    def test_bad_options_are_refused(self, capsys, options, message):
         assert main(["generate", "x", *options]) == 2
         assert message in capsys.readouterr().err
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-    def test_no_gpu(self):
+    def test_a_missing_gpu_is_reported(self):
         with pytest.raises(UserError, match="torch finds no GPU here"):
             load(backend="torch", device="cuda")

@@ -1,6 +1,6 @@
-"""The runtime of PyTorch devices with the Triton kernels of a GPU, which are interpreted: with TRITON_INTERPRET=1 only.
+"""The runtime of PyTorch devices with a GPU's Triton kernels, interpreted. It needs TRITON_INTERPRET=1.
 
-On a GPU test_torch_device.py makes this check, and more.
+On a GPU test_torch_device.py checks this and more.
 """
 
 import os
@@ -39,7 +39,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Let graphs on a CPU have the operators of a GPU with their kernels; return the operators that ran."""
+    """Give graphs on a CPU the operators and kernels of a GPU; return the set of operators that ran."""
     ran = set()
 
     def noted(operator, launch):
@@ -57,7 +57,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_logits(sequences, kernels):
-    """Prompts, and then decode of all and of one of them; memory that was never written is NaN."""
+    """Prompts run, then decode of all sequences and of one. Memory that was never written is NaN."""
     cpu, ours = LAYER.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
     steps = [[(1, 20)], [(1, 1)]] if sequences == 1 else STEPS[:3]
     expected_logits = run_steps(cpu, steps, sequences, 200)
@@ -75,7 +75,7 @@ def test_logits(sequences, kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verified_tokens_have_the_bits_of_decode(dtype, kernels):
-    """Of a state of three sequences, and of one of two: logits, and the state behind what is accepted."""
+    """Logits and the state after accepted tokens are those of decode, for a state of three sequences and one of two."""
     config = small_config(**FEW_LAYERS)
     runtime = TorchRuntime(
         random_model(config, dtype=dtype), GenerationConfig(), [128], compiler="eager", batch_invariant=True

@@ -24,7 +24,7 @@ SIZE = (32, 32, torch.float32)  # of the bundled model
         ((), "the following arguments are required: --output"),
     ],
 )
-def test_bad_input(arguments, message, capsys):
+def test_bad_input_is_refused(arguments, message, capsys):
     assert main(["tune", *arguments]) == 2
     output, error = capsys.readouterr()
     assert output == "" and message in error

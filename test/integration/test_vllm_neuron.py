@@ -23,7 +23,7 @@ ARGUMENTS = ("--skip-tokenizer-init", "--dtype=float32", "--max-num-seqs=4", "--
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Cut prompts from the text, each at another place."""
+    """Return prompts of LENGTHS, each from another place of the text."""
     reason = vllm_neuron.why_not_importable()
     if reason:
         pytest.skip(reason)
@@ -38,7 +38,7 @@ def prompts():
     [{}, {"context_encoding_buckets": [32, 64]}],
     ids=["largest context graph as long as the cache", "continued prompts"],
 )
-def test_texts_equal_those_of_transformers_greedy_ones(options, prompts, tmp_path):
+def test_texts_equal_transformers_greedy_texts(options, prompts, tmp_path):
     assert tuple(map(len, prompts)) == LENGTHS
     additional = json.dumps(dict(override_neuron_config=dict(options, on_cpu=True)))
     arguments = (*ARGUMENTS, "--additional-config", additional)

@@ -98,8 +98,8 @@ def test_a_rank_alone_gives_its_cpu_logits(degree):
         assert (ours - theirs).abs().max() <= 1e-5
 
 
-def test_attention_of_a_row_of_nan_stays_alone():
-    """The cache is in blocks, and later blocks use the sums of earlier ones."""
+def test_a_row_of_nan_spoils_no_other_rows_attention():
+    """Attention runs over the cache in blocks, and later blocks use the sums of earlier ones."""
     query, key, value = (torch.randn(3, *shape) for shape in ((1, 4, 8), (2, 64, 8), (2, 64, 8)))
     query[1] = math.nan
     positions, lengths, slots = torch.full((3, 1), 63), torch.ones(3, dtype=torch.int64), torch.tensor([2, 1, 0])
@@ -138,7 +138,7 @@ def test_verification_has_few_graphs_and_the_state_does_not_move():
     """Each bucket has one graph that verifies and one that commits, and the state's memory stays in place."""
     model = random_model(small_config(**DENSE, **FEW_LAYERS, vocab_size=164))
     runtime = XLARuntime(model, GenerationConfig(), BUCKETS)
-    state = runtime.allocate(5, 60)  # as many as in no other test of the process, which would share graphs
+    state = runtime.allocate(5, 60)  # sizes of no other test, whose graphs would be shared
     runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
     before = compilations()
     for counts, accepted in (((4, 2), (3, 0)), ((1, 4), (1, 4)), ((3, 3), (0, 3))):
@@ -150,7 +150,7 @@ def test_verification_has_few_graphs_and_the_state_does_not_move():
 
 
 def test_a_verification_outlives_the_state_that_it_read():
-    """Whoever holds one leaves nothing to compute from state that a later graph has overwritten."""
+    """A held verification does not read state that a later graph has overwritten."""
     logits = []
     for runtime_class in (CPURuntime, XLARuntime):
         options = () if runtime_class is CPURuntime else (BUCKETS,)
@@ -162,7 +162,7 @@ def test_a_verification_outlives_the_state_that_it_read():
         runtime.commit(state, verification, [2])
         runtime.step(state, [Row(1, 11, [7])])
         torch_xla.sync()
-        runtime.allocate(2, 60)  # which syncs as well
+        runtime.allocate(2, 60)  # this syncs too
         logits.append(runtime.step(state, [Row(1, 12, [8])]))
     assert (logits[1] - logits[0]).abs().max() <= 1e-5
     assert all(each.cpu().isfinite().all() for each in (*rejected.kept_inputs, *verification.kept_inputs))
@@ -203,7 +203,7 @@ def long_runtimes(length, chunk):
     return cpu, XLARuntime(random_model(config), GenerationConfig(), (chunk,)), random_tokens(160, length).tolist()
 
 
-def test_a_prompt_far_longer_than_any_graph():
+def test_a_prompt_may_be_far_longer_than_any_graph():
     """The prompt runs in chunks. New graphs are made for longer caches only, and logits are the CPU runtime's."""
     length, chunk = 16384, 2048
     *runtimes, tokens = long_runtimes(length, chunk)
@@ -216,7 +216,7 @@ def test_a_prompt_far_longer_than_any_graph():
     )
     assert (logits - expected).abs().max() <= 1e-5
     caches = [bucket for bucket in cache_buckets(length) if bucket >= chunk]
-    assert compilations() - before == len(caches) + 1  # and decode
+    assert compilations() - before == len(caches) + 1  # one more for decode
 
 
 @pytest.mark.slow
@@ -256,14 +256,14 @@ def test_200_steps_of_decode_add_no_memory_and_no_graph():
 
 
 GRAPHS = ("prefill", "decode", "verify", "commit", "copy", "snapshot", "restore")
-# Indices of `HybridState.tensors`, of layers of the kinds mamba, attention, mamba, attention.
+# Indices into `HybridState.tensors` of four layers: mamba, attention, mamba, attention.
 RECURRENT, KEYS_AND_VALUES = [0, 1, 4, 5], [2, 3, 6, 7]
 ALL = list(range(8))
 WRITTEN = dict(zip(GRAPHS, (ALL, ALL, KEYS_AND_VALUES, RECURRENT, ALL, [], ALL), strict=True))
 
 
 def alias_tables(folder, variant):
-    """Return (stated, compiled), by names of `GRAPHS`: the triples of `xla_aliases`, and {output: parameter}."""
+    """Return (stated, compiled), each by the names of `GRAPHS`: `xla_aliases`' triples, and {output: parameter}."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text",
@@ -283,7 +283,7 @@ def alias_tables(folder, variant):
 
 
 def wrong_aliases(folder, variant):
-    """Return the names of graphs in which not every state tensor that they write is aliased with its new value."""
+    """Return the names of graphs that write a state tensor which is not aliased with its new value."""
     stated, compiled = alias_tables(folder, variant)
     return {
         name

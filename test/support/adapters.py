@@ -20,7 +20,7 @@ def reference(folder: Path) -> transformers.PreTrainedModel:
 
 
 def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **changes) -> Path:
-    """Have PEFT write an adapter of a checkpoint, in which every number matters; return the folder."""
+    """Let PEFT write an adapter of a checkpoint with random numbers throughout; return the folder."""
     options = dict(r=4, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = get_peft_model(reference(checkpoint), LoraConfig(**{**options, **changes}))
     generator = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **changes) -> Pa
 
 @torch.inference_mode()
 def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int], *others: Path) -> torch.Tensor:
-    """Return PEFT's logits after every token, [tokens, vocab_size], with this adapter and others at once."""
+    """Return PEFT's logits after every token, [tokens, vocab_size], with this adapter and `others` active together."""
     model = PeftModel.from_pretrained(reference(checkpoint), adapter, adapter_name="0").eval()
     for number, other in enumerate(others, start=1):
         model.load_adapter(other, str(number))

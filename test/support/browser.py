@@ -17,7 +17,7 @@ from typing import Any
 SECONDS = 60
 
 _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
-_SHIFT = 8  # DevTools' bit
+_SHIFT = 8  # the bit of this key in DevTools' modifiers
 
 
 def executable() -> str | None:
@@ -63,7 +63,7 @@ class Page:
         return json.loads(data)
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression of JavaScript, as if clicked; of a promise, once it is there."""
+        """Return the value of a JavaScript expression, awaiting a promise. It runs as if the user had clicked."""
         options = dict(awaitPromise=True, returnByValue=True, userGesture=True)
         answer = self.call("Runtime.evaluate", expression=script, **options)
         assert "exceptionDetails" not in answer, answer
@@ -90,11 +90,11 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **options)
 
     def type(self, text: str) -> None:
-        """Type a text where the focus is."""
+        """Type a text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def resize(self, width: int, height: int) -> None:
-        """Give the window another size."""
+        """Resize the window."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def screenshot(self, file: Path) -> None:
@@ -114,7 +114,7 @@ def browser(folder: Path) -> Iterator[Page]:
     process = subprocess.Popen(with_pipes, pass_fds=(its_input, its_output), **quiet)
     os.close(its_input)
     os.close(its_output)
-    watchdog = threading.Timer(4 * SECONDS, process.kill)  # ends a wait for an answer that does not come
+    watchdog = threading.Timer(4 * SECONDS, process.kill)  # ends a wait for an answer that never comes
     watchdog.start()
     try:
         yield Page(to_browser, from_browser)

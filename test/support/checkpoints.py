@@ -1,4 +1,4 @@
-"""Small random checkpoints that together cover the options of a config, of each family of models."""
+"""Small random checkpoints that together cover the config options of each model family."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ NEMOTRON_CASES = (
 
 
 def save_dense(folder: Path, max_shard_size: str = "1GB", **changes) -> GraniteForCausalLM:
-    """Write a small random checkpoint of transformers' GraniteForCausalLM, with every part affecting the output."""
+    """Write a small random checkpoint of transformers' GraniteForCausalLM in which every part affects the output."""
     values = dict(
         vocab_size=264,
         hidden_size=64,

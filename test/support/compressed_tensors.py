@@ -1,4 +1,4 @@
-"""Checkpoints as the library compressed-tensors writes them, and the tensors that they stand for, in plain torch."""
+"""Checkpoints in compressed-tensors' format, and the tensors that they stand for, written in plain torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Scheme:
 
 
 def packed(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Pack [..., columns] into int32, as many columns a word as fit, the first one lowest. 0 is the least number."""
+    """Pack [..., columns] into int32, as many columns per word as fit, the first lowest. The least number becomes 0."""
     in_word = 32 // num_bits
     words = numbers.long() + 2 ** (num_bits - 1)
     words = torch.nn.functional.pad(words, (0, -numbers.shape[-1] % in_word)).unflatten(-1, (-1, in_word))

@@ -30,7 +30,7 @@ def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
 
 
 def nemotron_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> HybridForCausalLM:
-    """Return the same of a Nemotron model: a layer of each kind."""
+    """Return a Nemotron model with one layer of each kind, as small."""
     sizes = dict(hidden_size=32, mlp_intermediate_size=32, shared_intermediate_size=24, intermediate_size=24)
     layers = dict(layer_types=("mamba", "moe", "attention", "mlp"), max_position_embeddings=200)
     heads = dict(mamba_n_heads=4, mamba_n_groups=2, head_dim=16)
@@ -41,7 +41,7 @@ ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model}
 
 
 class ChunkRuntime(CPURuntime):
-    """A runtime that cuts prompts every 16 tokens and keeps each step's rows and each row's logits by its length."""
+    """A runtime that cuts prompts every 16 tokens and records each step's rows, and logits by sequence length."""
 
     tokens_per_step = CHUNK
 
@@ -91,7 +91,7 @@ def poison_state(state, free, stored) -> None:
 
 
 def sequences_with_slots(engine: Engine) -> list:
-    """Return those that run, and those of which a snapshot is still to be kept."""
+    """Return the running sequences, and ended ones whose snapshot is not kept yet."""
     return [*engine._live.running.values(), *engine._live.ended]
 
 
@@ -116,7 +116,7 @@ class PoisonedPrefixCache(PrefixCache):
 
 
 def cached_bytes(cache: PrefixCache) -> tuple[int, int]:
-    """Count the bytes and entries of a prefix cache in the tree itself."""
+    """Count the bytes and entries of a prefix cache by walking its tree."""
     nodes, num_bytes, entries = [cache._root], 0, 0
     while nodes:
         node = nodes.pop()
@@ -126,6 +126,6 @@ def cached_bytes(cache: PrefixCache) -> tuple[int, int]:
         num_bytes += sum(tensor.nbytes for tensor in tensors) + (0 if node.entry is None else node.entry.logits.nbytes)
         entries += node.entry is not None
         storage = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        assert storage == sum(tensor.nbytes for tensor in tensors), "no node holds on to the memory of others"
-        assert node is cache._root or node.entry is not None or node.children, "no node is there for nothing"
+        assert storage == sum(tensor.nbytes for tensor in tensors), "a node keeps memory of others alive"
+        assert node is cache._root or node.entry is not None or node.children, "a leaf has no entry"
     return num_bytes, entries

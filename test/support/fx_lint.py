@@ -1,4 +1,4 @@
-"""Finds in a graph of ATen operators what must not reach the compiler for Trainium through torch.compile."""
+"""Finds operators in a graph of ATen that must not reach the compiler for Trainium through torch.compile."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _WIDE_DTYPES = (torch.float64, torch.complex32, torch.complex64, torch.complex12
 def findings(graph: fx.GraphModule, most_indices: int) -> list[str]:
     """Return one sentence for each rule that a graph breaks.
 
-    The rules: an input is written once, by a `copy_` of its new value, and not used after that; nothing else is
-    written; there is an output that is no input; no tensor of rank above 4, in float64 or complex; no sort, running
-    sum, product of groups, split, view with strides, convolution, random number, and nothing that depends on values;
-    indices are int32 tensors of at most `most_indices` elements together.
+    An input is written at most once, by a `copy_` of its new value, and not used after that. Nothing else is written.
+    Some output is not an input. No tensor has a rank above 4, or is float64 or complex. There is no sort, running sum,
+    grouped product, split, strided view, convolution or random number, and no shape depends on values. Indices are
+    int32 tensors of at most `most_indices` elements together.
     """
     nodes = list(graph.graph.nodes)
     found = [*_faults_of_writes(graph), *_faults_of_outputs(nodes[-1])]
@@ -75,7 +75,7 @@ def _faults(node: fx.Node, most_indices: int) -> Iterator[str]:
         yield _REASONS[name]
     if torch.Tag.nondeterministic_seeded in tags:
         yield "is random"
-    # Of a choice by an index only a mask has such a shape, and that is no int32.
+    # Indexing has a data-dependent shape only with a mask, and the dtype check below reports masks.
     if not indices and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
         yield "depends on values"
     for index in indices:
@@ -95,7 +95,7 @@ def _tensors(value) -> list[torch.Tensor]:
 
 
 def _indices(call: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors that index in a call, by the names that ATen gives to such arguments."""
+    """Return the index tensors of a call: ATen names these arguments index and indices."""
     names = [argument.name for argument in call.target._schema.arguments]
     arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     return [tensor for name in ("index", "indices") for tensor in _tensors(arguments.get(name))]

@@ -1,4 +1,4 @@
-"""GGUF files of small checkpoints, in any type, and damaged ones."""
+"""GGUF files of small checkpoints in any type, also damaged ones."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 
 from benchmarks.gguf_checkpoint import write_gguf
 
-# The bytes of a block in which the scales of K-quants are, in float16.
+# The bytes of a block that hold the float16 scales of K-quants.
 SCALES = {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
 
-# Takes a tensor's name and its values, and returns bytes and type; None for no tensor.
+# Takes a tensor's name and values, and returns its bytes and type, or None to leave it out.
 Change = Callable[[str, numpy.ndarray], tuple[numpy.ndarray, Type] | None]
 
 
 def written(folder: Path, type: str | None = None) -> Path:
-    """Write a checkpoint folder beside it, with all matrices in a type of GGUF, or as `write_gguf` does."""
+    """Write a checkpoint as GGUF beside its folder, with all matrices in `type` or as `write_gguf` stores them."""
     plain = folder.parent / f"{folder.name}.gguf"
     write_gguf(folder, plain)
     return plain if type is None else rewritten(plain, folder.parent / f"{folder.name}-{type}.gguf", in_type(type))
@@ -34,7 +34,7 @@ def nemotron_file(folder: Path, to: Path, predicting: bool = False) -> Path:
     """Write a Nemotron checkpoint folder as llama.cpp's converter does, from its published names.
 
     Args:
-        predicting: with a layer for multi-token prediction behind the others, or with the beginning of one.
+        predicting: add a layer for multi-token prediction after the others, or its beginning.
     """
     values, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     kinds, experts = values["layers_block_type"], "moe" in values["layers_block_type"]
@@ -116,7 +116,7 @@ _OF_LAYER = {
 
 
 def _converted(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, numpy.ndarray]:
-    """Return the tensors of a GGUF file by their names, from those of a published Nemotron checkpoint."""
+    """Return a published Nemotron checkpoint's tensors under GGUF's names."""
     found = {}
     for name, tensor in tensors.items():
         if name in _OUTSIDE:
@@ -146,7 +146,7 @@ def _converted(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -
 
 
 def in_type(name: str) -> Change:
-    """Return what puts all matrices into a type; K-quants, to which gguf does not quantize, have random numbers."""
+    """Return a change that stores all matrices in a type. gguf cannot quantize to K-quants, so those are random."""
     kind, random = Type[name], numpy.random.default_rng(0)
 
     def change(_: str, values: numpy.ndarray) -> tuple[numpy.ndarray, Type]:
@@ -167,14 +167,14 @@ def in_type(name: str) -> Change:
 
 
 def is_small(values: numpy.ndarray) -> bool:
-    """Return whether llama.cpp has a tensor in float32 in any file."""
+    """Return whether llama.cpp stores a tensor in float32 in every file."""
     return values.ndim < 2 or min(values.shape[-2:]) < 16
 
 
 def rewritten(
     source: Path, to: Path, tensors: Change = lambda name, values: (values, Type.F32), metadata: Mapping[str, Any] = {}
 ) -> Path:
-    """Write a GGUF file anew, with changed tensors and metadata. None stands for nothing."""
+    """Copy a GGUF file with changed tensors and metadata. None removes one."""
     reader = gguf.GGUFReader(source)
     architecture = metadata.get("general.architecture", reader.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(to, architecture)

@@ -55,10 +55,10 @@ STEPS = [
 class Backend:
     """A runtime under test.
 
-    make: of a model and prefill buckets.
-    compilations: how many graphs have been compiled so far, by a runtime or by all of them.
-    sync: waits until state that was written by hand is on the device.
-    tolerance: of logits and states in float32, beside the CPU runtime's.
+    make: makes a runtime from a model and prefill buckets.
+    compilations: returns the number of graphs compiled so far, by a runtime or by all of them.
+    sync: waits until state that a test wrote is on the device.
+    tolerance: the largest difference of logits and states in float32 from the CPU runtime's.
     """
 
     make: Callable[[HybridForCausalLM, Sequence[int]], GraphRuntime]
@@ -71,7 +71,7 @@ class Backend:
         return CPURuntime(make_model(), GenerationConfig()), self.make(make_model(), BUCKETS)
 
     def poison(self, state: HybridState) -> None:
-        """Write NaN wherever a sequence's state or a token's key will be, and in the caches' null slot."""
+        """Write NaN into all state, the caches' null slot included."""
         for tensor in state.tensors():
             tensor.fill_(math.nan)
         self.sync()
@@ -93,7 +93,7 @@ def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: N
 
 
 def slow_except(*names: str) -> list:
-    """Return all cases as parameters, those of other names as slow: the named ones have all parts of graphs."""
+    """Return all cases as parameters and mark the others slow: the named ones cover all parts of graphs."""
     return [
         pytest.param(case, marks=[] if case.name in names else [pytest.mark.slow], id=case.name)
         for case in (*CASES, NEMOTRON_CASES[0])
@@ -115,7 +115,7 @@ class StepContract:
             assert (logits - expected).abs().max() <= backend.tolerance
 
     def test_a_sequence_of_nan_stays_alone(self, backend):
-        """A sequence of NaN decodes in the same steps as others."""
+        """A sequence of NaN decodes in the same steps as others and changes none of their logits."""
         cpu, ours = backend.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
         states, tokens = [runtime.allocate(4, 50) for runtime in (cpu, ours)], random_tokens(160, 40).tolist()
 
@@ -177,9 +177,9 @@ class StepContract:
                 assert (one - other)[: len(row.tokens)].abs().max() <= backend.tolerance
 
     def test_logits_where_sequences_outgrow_a_bucket_of_the_cache(self, backend):
-        """Steps end before the bucket's end, at it and behind it, beside a short sequence.
+        """Steps end before the bucket's end, at it and after it, beside a short sequence.
 
-        Their states are random, because running so many tokens would take long. Keys are small: all tokens count.
+        States are random, because running so many tokens would take long. Keys are small, so that all tokens count.
         """
         config = small_config(**DENSE, layer_types=("mamba", "attention"))
         cpu, ours = backend.runtimes(lambda: random_model(config))
@@ -219,7 +219,7 @@ class StepContract:
 
 
 class DecodeContract:
-    """Tokens chosen on the device are those that the host would choose, also where the next step runs them there."""
+    """Tokens chosen on the device are those the host would choose, also if the next step runs them without the host."""
 
     def test_chosen_tokens(self, backend):
         cpu, ours = backend.runtimes(lambda: engine_model(layer_types=FEW_LAYERS["layer_types"]))
@@ -239,7 +239,7 @@ class DecodeContract:
             assert list(decoded.tokens()) == expected.argmax(-1).tolist()
             tokens = dict(zip(lengths, decoded.tokens(), strict=True))
             lengths = {slot: length + 1 for slot, length in lengths.items()}
-        # A token that stops its row changes nothing of its slot; the others go on.
+        # A stop token leaves its row's slot unchanged, and the other rows go on.
         before = {slot: ours.snapshot(states[1], slot, lengths[slot]).tensors for slot in lengths}
         stopped = [slot for slot in lengths if tokens[slot] == tokens[3]]
         decoded = ours.decode(
@@ -255,7 +255,7 @@ class DecodeContract:
             is_same = all(torch.equal(before[slot][name], after[name]) for name in after)
             assert is_same == (slot in stopped)
         assert 0 < len(stopped) < 3
-        # A row whose logits are not finite has no token, and is left alone in the step that follows.
+        # A row whose logits are not finite has no token, and the following step skips it.
         for tensor in states[1].slot_views(4).values():
             tensor.fill_(math.nan)
         backend.sync()
@@ -265,8 +265,9 @@ class DecodeContract:
         assert all(token >= 0 for token in following.tokens()[:2]) and following.logits([0, 1]).isfinite().all()
 
     def test_drawn_tokens(self, backend, monkeypatch):
-        """They are those that a host draws from the same logits; one that it has to draw is not run. Texts are those of
-        the host.
+        """Tokens are those that the host draws from the same logits, and so texts are the host's.
+
+        A token that the host has to draw is not run on the device.
         """
         ours = backend.make(engine_model(layer_types=FEW_LAYERS["layer_types"]), BUCKETS)
         state = ours.allocate(4, 60)
@@ -304,7 +305,7 @@ class DecodeContract:
 
 
 class SlotContract:
-    """Copy, snapshot and restore run over poisoned memory, and a sequence continues bit by bit as the original does."""
+    """Copy, snapshot and restore run over poisoned memory, and a sequence continues with the original's bits."""
 
     LENGTH = 37
 
@@ -345,7 +346,7 @@ class SlotContract:
             assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
 
     def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
-        """They have the same layout. They are refused, because the numbers are those of other kernels."""
+        """Snapshots have the CPU's layout. The CPU refuses them, because other kernels made their numbers."""
         snapshot = runtime.snapshot(begun, 2, self.LENGTH)
         cpu = CPURuntime(random_model(small_config(**FEW_LAYERS)), GenerationConfig())
         state = cpu.allocate(1, 60)
@@ -357,7 +358,7 @@ class SlotContract:
 
 
 class VerifyContract:
-    """These are the checks that test/unit/runtime/test_cpu.py makes on the CPU."""
+    """Verification and commit pass the checks that test/unit/runtime/test_cpu.py makes on the CPU."""
 
     ROUNDS = (
         Round((5, 3, 5, 1), (0, 0, 0, 0)),
@@ -396,7 +397,7 @@ class VerifyContract:
 
 
 PROMPTS = [random_tokens(VOCAB, length, seed=length).tolist() for length in (1, 5, 40, 16)]
-REPEATED = PROMPTS[1] * 6  # text that repeats, for n-grams to find
+REPEATED = PROMPTS[1] * 6  # repeated, so that n-grams find drafts
 
 
 class EngineContract:
@@ -435,7 +436,7 @@ class EngineContract:
         generate_one(Engine(runtime, 1, prefix_cache=cache), Request(PROMPTS[2], 1))
         logits.clear()
         assert generate_one(Engine(runtime, 1, prefix_cache=cache), Request(prompt, 4)) == plain
-        assert cache.stats.hit_tokens == 32, "the last place of both prompts in what they share"
+        assert cache.stats.hit_tokens == 32, "the last place for a snapshot in the shared prefix"
         assert len(logits) == 4 and all(map(torch.equal, logits, without))
 
     @pytest.mark.parametrize("kind", ["n-gram", "same model", "other model"])
@@ -473,7 +474,7 @@ class EngineContract:
 
 @dataclass(frozen=True)
 class Planted(Pieces):
-    """A bug: a prompt may be cut anywhere, and so states of answers are kept, and found."""
+    """A planted bug: prompts are cut anywhere, so states of answers are kept and found."""
 
     keeps_answers: ClassVar[bool] = True
 
@@ -482,19 +483,19 @@ class Planted(Pieces):
 
 
 class KeepsAnswers(Pieces):
-    """A bug: the right places, at which states of answers are kept too."""
+    """A planted bug: places are right, but states of answers are kept at them too."""
 
     keeps_answers: ClassVar[bool] = True
 
 
 class OneTextContract:
-    """With a fixed number of slots, a text does not depend on arrival, load, requested cuts and what was cached: tokens
-    and log-probabilities are the same bit by bit.
+    """With a fixed number of slots, tokens and log-probabilities have the same bits whatever the arrival, the load, the
+    requested cuts and the cache.
     """
 
     SLOTS, BUCKETS = 3, (16, 32)
     PROMPTS: ClassVar = [random_tokens(VOCAB, length, seed=length).tolist() for length in (40, 41, 70)]
-    # The state of an answer's tokens is at a place of the next turn, and is another one than that of a prompt.
+    # Long enough that an answer reaches a place of the next turn. Its state there has other bits than a prompt's.
     NEW_TOKENS = 30
 
     def test_however_it_is_served(self, backend):
@@ -527,7 +528,7 @@ class OneTextContract:
         return PrefixCache(runtime, None, runtime.tokens_per_step, at_branches=True)
 
     def text(self, runtime, prompts, arrivals=0, cuts=(), **options):
-        """Return each request's tokens and log-probabilities. A request comes `arrivals` steps after the one before."""
+        """Return each request's tokens and log-probabilities. Requests come `arrivals` steps apart."""
         engine, outputs = Engine(runtime, self.SLOTS, max_length=200, **options), {}
         waiting = [Request(prompt, self.NEW_TOKENS, temperature=0, logprobs=2, snapshots_at=cuts) for prompt in prompts]
         ids, steps = [], 0

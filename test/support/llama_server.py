@@ -1,9 +1,9 @@
-"""A program that answers as llama-server does, without a model."""
+"""A stand-in for llama-server, without a model."""
 
 import sys
 import textwrap
 
-# Its numbers are those of its options: of the slots, the batch, the cache and drafts.
+# Its log-probabilities depend only on its options: slots, batch, cache and drafts.
 _PROGRAM = """
     #!{python}
     import json, sys

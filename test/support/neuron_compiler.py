@@ -1,4 +1,4 @@
-"""A compiler for TorchRuntime that keeps the graphs which TorchNeuron would get, and computes what they say."""
+"""A compiler for TorchRuntime that records the graphs that TorchNeuron would get, and runs them on the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, written_
 
 @dataclass
 class Graph:
-    """A graph, with what it took and gave when it ran first.
+    """A graph, with its inputs and outputs when it first ran.
 
-    step: what the runtime did. function: the function of runtime.step_functions that it is.
-    arguments: its inputs before. results: values of the inputs that it writes, in their order, then its outputs.
+    step: the runtime's step. function: the name of its function in runtime.step_functions.
+    arguments: its inputs before it ran. results: the values it wrote to inputs, in their order, then its outputs.
     """
 
     step: str
@@ -41,7 +41,7 @@ class Graph:
 
 
 class Recorder:
-    """A backend of torch.compile. `step` names the graphs that come next."""
+    """A backend of torch.compile. `step` is the step of the graphs that are compiled next."""
 
     def __init__(self):
         self.step = ""

@@ -115,7 +115,7 @@ def experts_arguments(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def experts_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float64 weighted sums, choice by choice: of the first, third... distinct expert, and of the others."""
+    """Return weighted sums in float64: of the first, third, fifth... distinct expert, and of the other ones."""
     x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()
     distinct = sorted(set(topk_ids.flatten().tolist()) - {len(down_proj)})
     y = torch.zeros(2, *x.shape, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""AWS's public nki-library on the emulator: names that it imports and that this project's kernels do not use."""
+"""AWS's public nki-library on the emulator: provides names that it imports and this project's kernels do not use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCE = "NKI_LIBRARY_SRC"
 
 
 def library_folder() -> Path:
-    """Return the checkout of nki-library; skip the tests of the fixture that calls this where none is named."""
+    """Return the checkout of nki-library, or skip the calling fixture's tests if none is named."""
     pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed")
     if not os.environ.get(SOURCE):
         pytest.skip(f"{SOURCE} is not set to a checkout of nki-library")
@@ -33,7 +33,7 @@ def library_folder() -> Path:
 def provided_library(folder: Path) -> Iterator[None]:
     """Make `nkilib` importable from a checkout. It was written for NKI 0.3 and imports names that 0.6 lacks.
 
-    Stand-ins for the Neuron SDK answer every name, also those of `nkilib`: meanwhile they are not there.
+    Stand-ins for the Neuron SDK would answer every name, also those of `nkilib`, so they are removed meanwhile.
     """
     import nki
     import nki.isa
@@ -70,7 +70,7 @@ def provided_library(folder: Path) -> Iterator[None]:
 
 
 def _take_modules() -> dict[str, types.ModuleType]:
-    """Take the modules that the library has or needs beside the emulator's from those that are imported."""
+    """Remove the modules that the library has, or needs beside the emulator's, from sys.modules and return them."""
     taken = {name for name in sys.modules if name.partition(".")[0] in ("nkilib", "neuronxcc", "neuron_dtypes")}
     taken |= {"nki.typing", "nki.collectives", "nki.dtype", "nki.isa.constants"} & {*sys.modules}
     return {name: sys.modules.pop(name) for name in taken}

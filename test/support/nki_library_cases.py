@@ -22,11 +22,11 @@ BF16 = ml_dtypes.bfloat16
 class Case:
     """One launch of a kernel.
 
-    kernel: "module:name" below `nkilib`, or a function that calls one which works on chip.
-    inputs: by the names of the kernel's arguments; of its outputs, memory to write to.
+    kernel: "module:name" below `nkilib`, or a function that calls a kernel that works on chip.
+    inputs: by the names of the kernel's arguments. An output's input is memory to write to.
     reference: the expected outputs, in the kernel's order, from the same inputs.
-    written: names of inputs that hold the outputs, of a kernel that returns nothing useful.
-    tolerance: of the largest difference, relative to the largest value.
+    written: names of inputs that hold the outputs, if the kernel does not return them.
+    tolerance: the largest difference allowed, relative to the largest value.
     """
 
     kernel: str | Callable
@@ -47,7 +47,7 @@ def to_torch(value: Any) -> Any:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Yield cases' names, families and variants, and what makes them. A missing family leaves out only its cases."""
+    """Yield (name, function that makes the case). A family that the library lacks leaves out only its own cases."""
     for family, make, variants in FAMILIES:
         for variant in variants:
             values = ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in variant.items())
@@ -244,7 +244,7 @@ def _output_projection_cte(heads: int) -> Case:
 
 
 def _rmsnorm_quant(lower_bound: float) -> Case:
-    """Return a case of rows of float8 followed by their scale, against the definition, as AWS's own test has it."""
+    """Return a case with rows of float8 followed by their scale. As in AWS's test, the definition is the reference."""
     hidden = 256
     x, gamma = _random(1, 128, hidden, dtype=BF16), _random(1, hidden, dtype=BF16, seed=1)
     arguments = member("core.rmsnorm.rmsnorm_quant:RmsNormQuantKernelArgs")(lower_bound=lower_bound)

@@ -1,7 +1,7 @@
-"""The names that the port takes from NxD Inference, NxD and NKI: read from its source, and compared with theirs.
+"""The names that the port uses of NxD Inference, NxD and NKI, read from the port's source and compared with upstream's.
 
-A name comes with the parameters that are relied on: ("perform_prefill", ("Q", "K")). NxD Inference is needed only where
-a function says so.
+A name comes with the parameters that the port relies on: ("perform_prefill", ("Q", "K")). Only functions that say so
+need NxD Inference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCE = ROOT / "src" / "granite4_neuron"
 PORT = SOURCE / "neuron" / "nxdi"
 UPSTREAM = ("neuronx_distributed.", "neuronx_distributed_inference.", "torch_xla")
 _PORT_PACKAGE = "granite4_neuron.neuron.nxdi"
-# NKI's modules under the names that kernels have for them.
+# NKI's modules by the names under which kernels import them.
 NKI = {"nl": "nki.language", "nisa": "nki.isa", "nki": "nki"}
 
 Names = dict[str, tuple[str, ...]]
@@ -35,7 +35,7 @@ Table = dict[str, Names]
 
 
 def page(section: str) -> Table:
-    """Return the table of a section: the names of each row, by the row's module or class."""
+    """Return a section's table as {module or class: names in its row}."""
     _, _, text = PAGE.read_text(encoding="utf-8").partition(f"## {section}\n")
     rows = re.findall(r"^\| `(.+?)` \| (`.+?) \|", text.partition("\n## ")[0], re.MULTILINE)
     return {owner: dict(map(_name, re.findall(r"`(.+?)`", names))) for owner, names in rows}
@@ -47,7 +47,7 @@ def _name(entry: str) -> tuple[str, tuple[str, ...]]:
 
 
 def differences(used: Table, listed: Table) -> list[str]:
-    """Return what is used and not listed, with a plus, and what is listed and not used, with a minus."""
+    """Return names that are used but not listed, with a plus, and names that are listed but not used, with a minus."""
     plus, minus = _entries(used) - _entries(listed), _entries(listed) - _entries(used)
     return sorted([f"+ {entry}" for entry in plus] + [f"- {entry}" for entry in minus])
 
@@ -65,7 +65,7 @@ def _nodes(trees: list[ast.Module], kind: type) -> Iterator:
 
 
 def imported() -> Table:
-    """Return what the port imports, by module, with the keywords that it calls it with; also members of modules."""
+    """Return {module: names that the port imports or uses of it, each with the keywords it is called with}."""
     table: Table = defaultdict(dict)
     for tree in _trees(PORT):
         keywords: dict[str, set[str]] = defaultdict(set)
@@ -79,7 +79,7 @@ def imported() -> Table:
         for node in _nodes([tree], ast.ImportFrom):
             for alias in node.names if f"{node.module}.".startswith(UPSTREAM) else ():
                 _add(table, node.module, alias.name, keywords[alias.name])
-                modules[alias.name] = f"{node.module}.{alias.name}"  # if it is one, or a class
+                modules[alias.name] = f"{node.module}.{alias.name}"  # for members, if it is a module or class
         for node in _nodes([tree], ast.Attribute):
             alias = ast.unparse(node.value)
             if alias in modules:
@@ -104,7 +104,7 @@ def options() -> set[str]:
 
 
 def nki() -> Table:
-    """Return the names of NKI that this package's kernels use, by module."""
+    """Return {module: names} of NKI that this package's kernels use."""
     table: Table = defaultdict(dict)
     for node in _nodes(_trees(SOURCE / "ops" / "nki"), ast.Attribute):
         if isinstance(node.value, ast.Name) and node.value.id in NKI:
@@ -131,9 +131,9 @@ def _is_theirs(cls: type) -> bool:
 
 
 def overrides() -> Table:
-    """Return the methods and class attributes upstream that the port has its own of, by class; needs NxD Inference.
+    """Return {class: upstream's methods and class attributes that the port overrides}. It needs NxD Inference.
 
-    Their parameters are those that our method or its call of theirs names.
+    Their parameters are those that our method, or its call of upstream's, names.
     """
     named: dict[tuple[type, str], set[str]] = defaultdict(set)
     for cls in _port_classes():
@@ -169,11 +169,11 @@ def _named_parameters(method: object) -> set[str]:
 
 
 def attributes() -> set[str]:
-    """Return further names of upstream's objects that the port uses or sets; needs NxD Inference.
+    """Return further names of upstream's objects that the port uses or sets. It needs NxD Inference.
 
-    Those are the attributes in its source that a class upstream defines, and that are no functions of this package, no
-    fields of its config, nothing that a class without a base upstream sets, no options, no imports, and not torch's or
-    Python's.
+    They are the attributes in the port's source that a class upstream defines, without this package's functions and
+    config fields, attributes set by classes that have no base upstream, options, imports, and names of torch and
+    Python.
     """
     bases = {base for cls in _port_classes() for base in cls.__mro__ if _is_theirs(base)}
     theirs = {name for cls in bases | {resolve_name(owner) for owner in page("Attributes")} for name in members(cls)}
@@ -190,7 +190,7 @@ _NOT_UPSTREAM = (torch, torch.Tensor, torch.nn.Linear(1, 1), torch.nn.functional
 
 
 def members(cls: type) -> set[str]:
-    """Return the names of a class and what its methods, or those of its bases upstream, read or set on `self`."""
+    """Return the names of a class, and the attributes of `self` that its methods or its upstream bases' read or set."""
     return {*dir(cls)}.union(*(_on_self(base, (ast.Load, ast.Store)) for base in cls.__mro__ if _is_theirs(base)))
 
 
@@ -200,7 +200,7 @@ def _on_self(cls: type, how: tuple[type, ...]) -> set[str]:
 
 
 def lacks(value: object, parameters: tuple[str, ...]) -> set[str]:
-    """Return which of the parameters a function or class does not take by name."""
+    """Return the parameters that a function or class does not take by name."""
     has = _parameters(value) if parameters else {}
     return set() if inspect.Parameter.VAR_KEYWORD in has.values() else {*parameters} - {*has}
 

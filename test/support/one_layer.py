@@ -1,7 +1,7 @@
-"""A model of one layer over a long context, and what it gives in float64, computed token by token.
+"""A model of one layer over a long context, and its exact results, computed token by token in float64.
 
-The layer reads one half of the residual stream and writes to the other, which the head reads: so logits are those of
-what the layer computes, however small that is.
+The layer reads one half of the residual stream and writes to the other, which the head reads. So logits depend on the
+layer's output only, however small it is.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from granite4_neuron.model.causal_lm import HybridForCausalLM
 # Mamba-2's initialisation: decay rates, and step sizes, whose logarithms are uniform.
 DECAY_RATES = 1.0, 16.0
 STEP_SIZES = 1e-3, 0.1
-# Every so many heads there is one whose decay is so near 1 that its first token still counts at the end.
+# One in this many heads has a decay so near 1 that the first token still counts at the end.
 REMEMBERING = 4
 # Standard deviation of scores: a few hundred of 131,072 keys have most of the softmax's weight.
 SCORES = 2.5
 
-_PIECE = 1024  # tokens whose inputs are computed together
+_PIECE = 1024  # the number of tokens whose inputs are computed together
 _QUERIES = 16
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The right values after `length` tokens, in float64.
+    """The exact values after `length` tokens, in float64.
 
-    state: by the names of `HybridState.slot_views`; of keys and values those of the sequence, [kv_heads, length,
-        head_dim].
+    state: by the names of `HybridState.slot_views`. Keys and values are the sequence's, [kv_heads, length, head_dim].
     logits: of the last tokens, [window, vocab_size].
     """
 
@@ -50,7 +49,7 @@ def one_layer(config: GraniteMoeHybridConfig, kind: str, longest: int, seed: int
     Args:
         config: without rotary positions.
         kind: "mamba" or "attention".
-        longest: the context that remembering heads remember.
+        longest: the context whose first token the slowest heads still remember.
 
     Raises:
         UserError: the config has rotary positions.
@@ -78,7 +77,7 @@ def one_layer(config: GraniteMoeHybridConfig, kind: str, longest: int, seed: int
             _draw_decays(layer.mamba, longest, torch.Generator().manual_seed(seed))
         else:
             layer.self_attn.o_proj.weight[:half] = 0
-            # The norm gives values of a size around 1, in one half; projections keep their size.
+            # The norm gives values around 1 in one half, and projections keep their size.
             factor = math.sqrt(SCORES / (config.attention_multiplier * math.sqrt(config.head_dim)))
             layer.self_attn.q_proj.weight *= factor
             layer.self_attn.k_proj.weight *= factor
@@ -90,16 +89,16 @@ def _draw_decays(mamba: torch.nn.Module, longest: int, generator: torch.Generato
     heads = mamba.num_heads
     steps = low * (high / low) ** torch.rand(heads, generator=generator)
     rates = torch.empty(heads).uniform_(*DECAY_RATES, generator=generator)
-    rates[-1], steps[-1] = DECAY_RATES[1], STEP_SIZES[1]  # nothing forgets faster
+    rates[-1], steps[-1] = DECAY_RATES[1], STEP_SIZES[1]  # the fastest decay
     rates[::REMEMBERING] = 1 / (longest * steps[::REMEMBERING])
-    mamba.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is `steps`
+    mamba.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # its softplus is `steps`
     mamba.A_log.copy_(rates.log())
 
 
 def expected(
     model: HybridForCausalLM, tokens: Sequence[int], lengths: Sequence[int], window: int, device: str = "cpu"
 ) -> Iterator[Expected]:
-    """Yield what is right after each of some lengths, in float64, for the values that the model's weights have.
+    """Yield the exact results after each of some lengths, in float64, from the model's rounded weights.
 
     Args:
         model: of `one_layer`.
@@ -111,7 +110,7 @@ def expected(
     computed = {MAMBA: _mamba, ATTENTION: _attention}[model.config.layer_types[0]]
     weights = {name: weight.to(device, torch.float64) for name, weight in model.named_parameters()}
     ids = torch.tensor(tokens, device=device)
-    # Of each token of the vocabulary: there are no positions.
+    # Inputs of each token of the vocabulary, because they do not depend on positions.
     stream = weights["model.embed_tokens.weight"] * model.config.embedding_multiplier
     x = _rms_norm(stream, weights["model.layers.0.input_layernorm.weight"], model.config.rms_norm_eps)
     for length, state, mixed in computed(model.config, weights, x, ids, lengths, window):
@@ -134,7 +133,7 @@ def _mamba(config, weights, x, ids, lengths, window):
     z, xBC, dt = (x @ own["in_proj.weight"].T + bias).split([inner, inner + 2 * groups * d_state, heads], 1)
     dt = torch.nn.functional.softplus(dt + own["dt_bias"]).clamp(*config.time_step_limit)
     log_decay = dt * -torch.exp(own["A_log"])
-    inputs = torch.cat([xBC, xBC.new_zeros(1, xBC.shape[1])])  # the last row is what is before the first token
+    inputs = torch.cat([xBC, xBC.new_zeros(1, xBC.shape[1])])  # the last row is the input before the first token
     before = torch.full((taps - 1,), len(xBC), device=ids.device)
     padded = torch.cat([before, ids])
     state = x.new_zeros(heads, head_dim, d_state)
@@ -169,7 +168,7 @@ def _mamba(config, weights, x, ids, lengths, window):
 
 
 def _attention(config, weights, x, ids, lengths, window):
-    """Do as `_mamba` does."""
+    """Yield the same as `_mamba`, for an attention layer."""
     own = {name.removeprefix("model.layers.0.self_attn."): weight for name, weight in weights.items()}
     query, key, value = (
         (x @ own[f"{name}_proj.weight"].T + own.get(f"{name}_proj.bias", 0.0)).unflatten(1, (-1, config.head_dim))

@@ -1,4 +1,4 @@
-"""A probe of few steps, some of which hang, crash or are wrong: `python -m test.support.planted_probe`."""
+"""A probe of a few steps, some of which hang, crash or give wrong numbers: `python -m test.support.planted_probe`."""
 
 import os
 import signal

@@ -22,7 +22,7 @@ PATIENCE = 120  # in seconds, on a machine that is busy with other work
 ROWS, COLUMNS = 40, 100
 _WHERE_IS_THE_CURSOR, _THERE = b"\x1b[6n", b"\x1b[1;1R"
 
-# Escape sequences of rich around text: colours, and for a progress bar: no cursor, a line that is written again.
+# Escape sequences that rich writes: colours, and for a progress bar a hidden cursor and a line written again.
 _RICH = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\r")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -60,7 +60,7 @@ class PseudoTerminal:
                 continue
             try:
                 data = os.read(self._own, 65536)
-            except OSError:  # nobody has the other side open
+            except OSError:  # the other side is closed
                 return
             if not data:
                 return
@@ -81,7 +81,7 @@ class PseudoTerminal:
         set_size(self._own, rows, columns)
 
     def wait_for(self, is_there: str | Callable[[str], object], after: int = 0, patience: float = PATIENCE) -> str:
-        """Wait until what was written from a place on has a text, or fulfils a condition; return all of it."""
+        """Wait until the output from index `after` on contains a text or fulfils a condition; return that output."""
         until = time.monotonic() + patience
         while time.monotonic() < until:
             written, has_ended = self.written[after:], self.process.poll() is not None and not self._reader.is_alive()
@@ -99,7 +99,7 @@ class PseudoTerminal:
         return status
 
     def hang_up(self) -> None:
-        """Close this side, as a terminal does whose window is closed."""
+        """Close this side, as a terminal does when its window is closed."""
         if not self._is_closed:
             self._is_closed = True
             self._reader.join()
@@ -119,7 +119,7 @@ class PseudoTerminal:
 
 
 def set_size(descriptor: int, rows: int = ROWS, columns: int = COLUMNS) -> None:
-    """Give a pseudo-terminal a size; the processes in its foreground are told."""
+    """Set a pseudo-terminal's size. The processes in its foreground get SIGWINCH."""
     fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
@@ -129,6 +129,6 @@ def visible(text: str) -> str:
 
 
 def foreign_controls(written: str) -> list[str]:
-    """Return the control characters that rich did not write, each with the text around it."""
+    """Return the control characters that rich did not write, each with its surrounding text."""
     own = _RICH.sub("", written)
     return [own[max(0, found.start() - 40) : found.end() + 20] for found in _CONTROL.finditer(own)]

@@ -1,4 +1,4 @@
-"""Facts about kernels, from their text in PTX."""
+"""Facts about kernels, read from their PTX."""
 
 import re
 
@@ -18,8 +18,9 @@ def sums_of_two_products(ptx):
 
 
 def reads_before_wait(ptx):
-    """Return what a program may read from global memory before it waits for earlier kernels: (number of the parameter
-    that points there, instruction).
+    """Return the reads of global memory that a program may make before it waits for earlier kernels.
+
+    Each is (number of the pointer parameter, instruction).
     """
     instructions, labels = _instructions(ptx)
     parameters = _parameters_of_registers(instructions)
@@ -41,7 +42,7 @@ def reads_before_wait(ptx):
 
 
 def _instructions(ptx):
-    """Return a kernel's instructions, (condition, name, operands), and at which of them each label is."""
+    """Return a kernel's instructions, (condition, name, operands), and the index of the instruction at each label."""
     instructions, labels = [], {}
     body = re.sub(r"//.*", "", ptx[ptx.index("{") + 1 :])
     for label, text in re.findall(r"^\s*(\$\w+):|^\s*([@a-z][^;]*);", body, re.MULTILINE):

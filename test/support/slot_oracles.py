@@ -1,8 +1,7 @@
 """The operators on state in slots, one row and one token after another in float64, and their known mistakes.
 
-Each function has the name, the arguments and the in-place rules of the operator it defines; states are float64. With
-`mistake` it makes one mistake that was found in an implementation in use. A test that cannot tell the difference tests
-nothing.
+Each function has the name, the arguments and the in-place rules of the operator it defines. States are float64. With
+`mistake` it makes one mistake that was found in an implementation in use. A test must be able to tell the difference.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def mamba_chunk_scan_combined_varlen(
     x, dt, A, B, C, chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx, D, initial_states,
     mistake=None, **_
 ):  # fmt: skip
-    """Scan without z, with dt as it is. Return (y, the state after each chunk, the state after each sequence)."""
+    """Scan without z, with dt unchanged. Return (y, the state after each chunk, the state after each sequence)."""
     y, after_chunk, after_sequence = torch.zeros_like(x, dtype=torch.float64), [], initial_states.double().clone()
     for chunk, (start, end) in enumerate(pairwise(cu_chunk_seqlens.tolist())):
         sequence = int(seq_idx[chunk])

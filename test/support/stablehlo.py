@@ -1,4 +1,4 @@
-"""Graphs in StableHLO: what must not be in them, and their numbers on the CPU."""
+"""Graphs in StableHLO: rules that they must keep, and their numbers on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from granite4_neuron.neuron.analysis import hlo_lint
 from granite4_neuron.neuron.analysis.hlo_cost import hlo_text
 from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of
 
-# A number of Python, which becomes one of the tensor's dtype where it is used.
+# A Python number, which is converted to the tensor's dtype where it is used.
 _NUMBER = re.compile(
     r"(%\w+ = stablehlo\.constant dense<[^>]*> : tensor<1xf64>|"
     r"%\w+ = stablehlo\.convert %\w+ : \(tensor<1xf64>\) -> tensor<1x(f32|bf16)>)$"
@@ -23,8 +23,8 @@ _NUMBER = re.compile(
 def findings(stablehlo: str, most_indices: int) -> list[str]:
     """Return one sentence for each rule that a module breaks.
 
-    The rules: those of `hlo_lint`; no float64 but for numbers that are converted at once; no dimension and no operation
-    that depends on values; a gather or scatter has at most `most_indices` indices, each of a window of its operand.
+    The rules are those of `hlo_lint` and these: no float64 except numbers that are converted at once; no dimension or
+    operation that depends on values; a gather or scatter has at most `most_indices` indices, each of a window.
     """
     hlo = hlo_text(hlo_proto_of(stablehlo))
     indices = _index_findings(hlo_lint.instructions(hlo), most_indices)

@@ -1,4 +1,4 @@
-"""Chat templates that show tools and calls as Granite 4 and as Nemotron 3 do, for the byte tokenizer; and calls."""
+"""Chat templates that show tools and calls as Granite 4's and Nemotron 3's do, for the byte tokenizer; and calls."""
 
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 
@@ -65,6 +65,6 @@ NEMOTRON_TEMPLATE = """\
 
 
 def with_parameters(name: str, **parameters: str) -> str:
-    """Return a call as Nemotron's models write it."""
+    """Return a call as Nemotron models write it."""
     lines = [f"<parameter={each}>\n{value}\n</parameter>\n" for each, value in parameters.items()]
     return f"{OPEN}\n<function={name}>\n{''.join(lines)}</function>\n{CLOSE}"

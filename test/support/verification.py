@@ -18,14 +18,14 @@ LONGEST = 120
 
 @dataclass(frozen=True)
 class Round:
-    """A step that verifies counts[i] tokens of row i. The first accepted[i] of them are the sequence's own."""
+    """A step that verifies counts[i] tokens of row i, of which the first accepted[i] are the sequence's own."""
 
     counts: Sequence[int]
     accepted: Sequence[int]
 
 
 def streams(vocab_size: int, num_sequences: int) -> list[list[int]]:
-    """Return the sequences that the tests feed, by slot from 1 on."""
+    """Return the tokens of the tests' sequences, by slot from 1 on."""
     return random_tokens(vocab_size, num_sequences, LONGEST, seed=3).tolist()
 
 
@@ -37,7 +37,7 @@ def poison(state: HybridState) -> None:
 
 
 def poison_behind(state: HybridState, lengths: Sequence[int]) -> None:
-    """Write NaN into the caches behind the ends of the sequences. The one in slot i + 1 has lengths[i] tokens."""
+    """Write NaN into the caches after the sequences' ends. The sequence in slot i + 1 has lengths[i] tokens."""
     for layer in state.layers:
         if isinstance(layer, KeyValueState):
             for slot, length in enumerate(lengths, start=1):
@@ -53,12 +53,12 @@ def verified_error(
     prepare: Callable[[HybridState], None] = poison,
     after_commit: Callable[[HybridState, Sequence[int]], None] = poison_behind,
 ) -> float:
-    """Return how far logits are from those of the uncut sequences: prefixes in one step, verification, then decode.
+    """Return the largest difference of logits from the uncut sequences': for prefixes in one step, rounds, and decode.
 
     Args:
         uncut: each sequence's logits, [LONGEST, vocab_size].
         prefixes: tokens of each sequence before the first round; may be 0.
-        rounds: tokens that are not accepted are not the sequence's own.
+        rounds: verifications; tokens beyond the accepted ones are not the sequence's own.
         prepare: poisons the new state.
         after_commit: poisons it again, given the sequences' lengths.
     """
@@ -69,7 +69,7 @@ def verified_error(
     errors = [0.0]
 
     def compare(i: int, logits: torch.Tensor) -> None:
-        """Compare logits of consecutive tokens, [n, vocab_size], from the place that sequence i has reached."""
+        """Compare logits of consecutive tokens, [n, vocab_size], from the current length of sequence i on."""
         difference = (
             (logits - uncut[i][done[i] : done[i] + len(logits)]).abs().max() if len(logits) else torch.zeros(())
         )
@@ -118,11 +118,11 @@ class Stand:
         return state
 
     def row(self, slot: int, start: int, stop: int, number: int | None = None) -> Row:
-        """Return tokens of sequence `number`, by default that of the slot."""
+        """Return tokens of sequence `number`, by default the slot's."""
         return Row(slot, start, self.tokens[(number or slot) - 1][start:stop])
 
     def error(self, state: HybridState, *rows: Row, number: int | None = None) -> float:
-        """Return how far the logits of a step are from those of the uncut sequences."""
+        """Return the largest difference of a step's logits from the uncut sequences'."""
         logits = self.runtime.step(state, rows)
         expected = [self.uncut[(number or row.slot) - 1][row.start + len(row.tokens) - 1] for row in rows]
         return number_of(logits - torch.stack(expected))

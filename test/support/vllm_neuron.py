@@ -1,6 +1,6 @@
-"""vLLM's engine with its NxD Inference plugin, on NxD Inference's CPU mode.
+"""vLLM's engine with its NxD Inference plugin, in NxD Inference's CPU mode.
 
-Both are real. This module stands in for the device: it reports one, and provides compiled graphs.
+vLLM and the plugin are real. This module replaces the device: it reports one, and provides the graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGES = {"vllm": "vLLM", "vllm_neuron": "vLLM's plugin for NxD Inference"}
 ENVIRONMENT = dict(
     NXD_CPU_MODE="1",
     OMP_NUM_THREADS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process, where NxD Inference has its stand-ins
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # run the engine in this process, which has the stand-ins
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
 )
@@ -35,11 +35,11 @@ def why_not_importable() -> str | None:
 def generate(
     folder: Path, prompts: Sequence[list[int]], max_tokens: int, arguments: Sequence[str], compiled: Path
 ) -> list[list[int]]:
-    """Return greedy continuations of `prompts` by an engine in a process of its own.
+    """Return greedy continuations of `prompts` by an engine in another process.
 
     Args:
-        arguments: of the command `vllm serve`, except the model.
-        compiled: where the plugin looks for compiled graphs; there are none.
+        arguments: arguments of `vllm serve`, except the model.
+        compiled: the folder in which the plugin looks for compiled graphs; it is empty.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_generate, folder, prompts, max_tokens, arguments, compiled).result()

@@ -1,9 +1,9 @@
 """Prints, as JSON, which output of each graph of the XLA runtime is the new value of which state tensor.
 
-A program, because XLA reads where to write its compiled graphs when a process starts:
-`python -m test.support.xla_aliases VARIANT`. A graph is a list of [state tensor, output, parameter]: the tensor's index
-in `HybridState.tensors`, and the numbers that output and old value have in the graph. Variants that are not "right" are
-planted bugs, and have the first graph only: what a graph leaves unwritten fails in a later one.
+This is a program, `python -m test.support.xla_aliases VARIANT`, because XLA reads the folder for compiled graphs when a
+process starts. A graph is a list of [state tensor, output, parameter]: the tensor's index in `HybridState.tensors`, and
+the graph's numbers of the output and of the old value. Variants other than "right" are planted bugs. They run the first
+graph only, because a later graph fails on state left unwritten.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(variant: str) -> None:
         graphs.append(
             [[place, output, parameters[place]] for place, output in zip(places, stated.values(), strict=True)]
         )
-        old_values.clear()  # a buffer that is used elsewhere is not donated
+        old_values.clear()  # a buffer with other users is not donated
         sync(outputs, *arguments, **options)
 
     sync = torch_xla._XLAC._xla_sync_multi

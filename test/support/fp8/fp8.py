@@ -1,4 +1,4 @@
-"""Weights in float8 e4m3 with a scale per row, a quantisation that the package does not have.
+"""Weights in float8 e4m3 with a scale per row, a quantization format that the package does not have.
 
 `test_new_format.py` adds this file and fp8.h to a copy of the package.
 """

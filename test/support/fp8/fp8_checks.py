@@ -26,7 +26,7 @@ def rounded(weight):
 
 @pytest.mark.parametrize("cuts", [[60], [30] + [1] * 30], ids=["prefill", "decode"])
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
-def test_is_the_model_with_dequantized_weights(case, random_checkpoints, kernels, cuts):
+def test_logits_equal_those_of_dequantized_weights(case, random_checkpoints, kernels, cuts):
     folder = random_checkpoints(case)
     exact = load_model(folder, torch.float32)
     for name, module in exact.matrices().items():

@@ -1,8 +1,8 @@
-"""Stands in for TorchNeuron where its folder is on the path: PyTorch loads it by itself, as it does TorchNeuron.
+"""A stand-in for TorchNeuron. With its folder on the path, PyTorch loads it by itself, as it does TorchNeuron.
 
-The device `neuron` is the CPU, and the process group `neuron` is gloo. It is as strict as TorchNeuron about what starts
-the runtime, and when: a process group is made before that and sees one core, and no two processes have the same one.
-Each process that has a core writes its number to a file of the folder NEURON_STAND_IN_LOG.
+The device `neuron` is the CPU, and the process group `neuron` is gloo. The stand-in is as strict as TorchNeuron about
+the start of the runtime: a process group must be made before it and sees one core, and no two processes share a core.
+A process that takes a core makes a file with the core's number in the folder NEURON_STAND_IN_LOG.
 """
 
 import os
@@ -17,7 +17,7 @@ _empty = torch.empty
 
 
 class _Runtime:
-    """The runtime of this process. cores: that it has, once it has started."""
+    """The runtime of this process. cores: its cores, once it has started."""
 
     cores: list[int] | None = None
 
@@ -30,7 +30,7 @@ class _Runtime:
             raise RuntimeError(f"nrt_init failed: there is no core {self.cores[-1]}")
         for core in self.cores:
             try:
-                # At the end of the process the core is free again, but the record stays.
+                # The record outlives the process, although the core is then free again.
                 (Path(os.environ["NEURON_STAND_IN_LOG"]) / f"core{core}").touch(exist_ok=False)
             except FileExistsError:
                 raise RuntimeError(f"nrt_init failed: core {core} is in use") from None
@@ -59,7 +59,7 @@ def start() -> None:
     module.is_initialized = lambda: _runtime.cores is not None
     module.synchronize = _runtime.start
     module.current_device = lambda: 0
-    module.is_available = lambda: False  # PyTorch would ask for its streams
+    module.is_available = lambda: False  # else PyTorch asks for its streams
     module.device_count = lambda: _CORES
     _setup_privateuseone_for_python_backend("neuron", module, _Hook())
     torch.empty = _made_on_cpu

@@ -11,8 +11,8 @@ import numpy as np
 def dma_elements(dst: np.ndarray, src: np.ndarray, is_dst_on_chip: bool, is_src_on_chip: bool) -> Counter[int]:
     """Count the elements of a copy by their bytes, which are those of the wider dtype where the copy casts.
 
-    Both arrays have the same number of entries and are gone through in their order. On chip the first dimension is the
-    partition, and no element goes on from one partition to the next.
+    Both arrays have the same number of entries, in the same order. On chip the first dimension is the partition, and no
+    element spans two partitions.
     """
     runs = contiguous_entries(dst, is_dst_on_chip), contiguous_entries(src, is_src_on_chip)
     period = lcm(*runs)
@@ -25,7 +25,7 @@ def dma_elements(dst: np.ndarray, src: np.ndarray, is_dst_on_chip: bool, is_src_
 
 
 def contiguous_entries(array: np.ndarray, is_on_chip: bool) -> int:
-    """Return how many entries follow each other in memory from any multiple of this number on."""
+    """Return the length of the runs of entries that are contiguous in memory. Each run begins at a multiple of it."""
     dimensions = list(zip(array.strides, array.shape, strict=True))[1 if is_on_chip else 0 :]
     run = 1
     for stride, size in reversed(dimensions):

@@ -1,4 +1,4 @@
-"""Launches of kernels: their programs, the instructions of these, and the memory they held."""
+"""Launches of kernels: their programs, the programs' instructions, and the memory they held."""
 
 from __future__ import annotations
 

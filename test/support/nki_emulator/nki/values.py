@@ -14,7 +14,7 @@ PSUM_BANKS = 8
 SBUF_PARTITION_BYTES = 224 * 1024 - 16 * 1024 - 264
 MAX_SBUF_ELEMENTS = 64 * 1024
 MAX_RANK = 5
-MAX_FREE_DIMENSIONS = 3  # of an instruction's operand, but for a few instructions
+MAX_FREE_DIMENSIONS = 3  # limit of an operand; a few instructions differ
 
 FLOATS = ("float16", "float32", "bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
