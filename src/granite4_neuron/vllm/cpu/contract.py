@@ -266,7 +266,8 @@ def _refused_arguments(function: Callable, names: list[str]) -> str | None:
 
 def _missing_attributes(owner: object, names: list[str]) -> str | None:
     """Return which attributes an object, or a class's instances, lack; this package reads them."""
-    annotated = {name for base in getattr(owner, "__mro__", ()) for name in _annotations(base)}
+    bases = owner.__mro__ if isinstance(owner, type) else ()  # vLLM 0.16's platform has None for any name
+    annotated = {name for base in bases for name in _annotations(base)}
     return _missing(name for name in names if name not in annotated and not hasattr(owner, name))
 
 

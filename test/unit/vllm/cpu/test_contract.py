@@ -125,6 +125,17 @@ def test_a_change_is_noticed(fake, name, change, clause):
     assert first_break(TERMS) == f"fake.vllm.{name} {clause}"
 
 
+def test_an_object_that_has_any_attribute(fake):
+    """vLLM 0.16's platform returns None for a name that it does not have, `__mro__` too."""
+
+    class Platform:
+        def __getattr__(self, name):
+            return None
+
+    fake.platform = Platform()
+    assert first_break([Term("has", "fake.vllm:platform", "is_cpu")]) is None
+
+
 def test_an_argument_that_is_not_taken(fake):
     lack = first_break([Term("arguments", "fake.vllm:plugin", "reorder_batch prefix")])
     assert lack.startswith("fake.vllm.plugin does not take the arguments (reorder_batch, prefix)")
