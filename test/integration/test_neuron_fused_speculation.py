@@ -245,6 +245,7 @@ def test_a_bug_is_seen(bug, draft, tokenizer, texts, monkeypatch):
     "options, message",
     [
         (dict(on_device_sampling_config=dict(do_sample=True)), "needs on_device_sampling_config with do_sample=False"),
+        (dict(on_device_sampling_config=dict(dynamic=True)), "and dynamic=False"),  # as vLLM's plugin asks for it
         (dict(on_device_sampling_config=dict(do_sample=False), output_logits=True), "output_logits is set"),
     ],
 )

@@ -202,10 +202,10 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def _check_fused_speculation(self) -> None:
         neuron_config = self.neuron_config
         sampling = neuron_config.on_device_sampling_config
-        if sampling is None or sampling.do_sample:
+        if sampling is None or sampling.do_sample or sampling.dynamic:
             raise UserError(
-                "neuron_config.enable_fused_speculation needs on_device_sampling_config with do_sample=False: NxD "
-                "Inference compares a draft with the likeliest token."
+                "neuron_config.enable_fused_speculation needs on_device_sampling_config with do_sample=False and "
+                "dynamic=False: NxD Inference compares a draft with the likeliest token."
             )
         for name in ("output_logits", "tensor_capture_config"):
             if getattr(neuron_config, name):
