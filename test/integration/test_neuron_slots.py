@@ -216,7 +216,7 @@ class TestCopies:
         assert copy_error(runtime, *sequences, 40) <= TOLERANCE
 
     def test_unsupported_calls_are_refused(self, folder, runtime):
-        assert set(runtime.cannot) == {"all_logits", "snapshot", "decode", "adapters"}
+        assert set(runtime.cannot) == {"all_logits", "hidden_states", "snapshot", "decode", "adapters"}
         single = runtime_of(folder, batch_size=1, speculation_length=0)
         for ability, attempt in {
             "verify": lambda: single.verify(None, [Row(1, 0, [1])]),

@@ -53,9 +53,18 @@ class ChunkRuntime(CPURuntime):
     def step(self, state, rows, all_logits=False):
         self.steps.append(rows)
         logits = super().step(state, rows, all_logits)
+        self._keep(rows, logits)
+        return logits
+
+    def step_with_hidden_states(self, state, rows, all_logits=False):
+        self.steps.append(rows)
+        logits, hidden_states = super().step_with_hidden_states(state, rows, all_logits)
+        self._keep(rows, logits)
+        return logits, hidden_states
+
+    def _keep(self, rows, logits):
         for row, row_logits in zip(rows, logits, strict=True):
             self.logits[row.start + len(row.tokens)] = row_logits.clone()
-        return logits
 
 
 def run(engine: Engine, each_step=lambda: None) -> dict[int, list]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -50,6 +50,31 @@ class Drafter(Protocol):
 
     def end(self, id: int) -> None:
         """Forget a sequence that has ended. It may never have been in a call of `propose`."""
+
+
+class SeenTokens(NamedTuple):
+    """Tokens that a step has added to a sequence, prompt or new ones, without rejected drafts.
+
+    id: of the sequence.
+    start: its length before them.
+    tokens: all of its tokens so far, also those that no step has seen yet. They belong to the engine.
+    hidden_states: [how many the step has added, hidden_size], float32, see `Runtime.step_with_hidden_states`.
+    """
+
+    id: int
+    start: int
+    tokens: Sequence[int]
+    hidden_states: torch.Tensor
+
+
+@runtime_checkable
+class HiddenStateDrafter(Drafter, Protocol):
+    """A drafter that reads the model's hidden states. Its engine needs a runtime with that ability."""
+
+    def see(self, steps: Sequence[SeenTokens]) -> None:
+        """Take the hidden states of a step of some sequences. Those of a prompt's beginning that comes from a prefix
+        cache are never seen.
+        """
 
 
 @dataclass(frozen=True)

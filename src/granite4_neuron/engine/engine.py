@@ -111,7 +111,7 @@ class Engine:
 
     Raises:
         UserError: an argument is not what it must be, or the runtime has no room for so many or such long sequences or
-            cannot verify drafts.
+            cannot verify drafts, or has no hidden states for a drafter that reads them.
     """
 
     def __init__(
@@ -140,8 +140,7 @@ class Engine:
         check_has("tokenizer", tokenizer, "backend_tokenizer")
         check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
         check_has("drafter", drafter, "propose", "end")
-        if drafter is not None:
-            require(runtime, "verify")
+        drafting = Drafting(drafter, runtime, draft_tokens)
         longest = runtime.max_length
         self.runtime = runtime
         self.num_sequences = num_sequences
@@ -152,7 +151,7 @@ class Engine:
         set_aside = () if prefix_cache is None else prefix_cache.slots
         self._slots = Slots(runtime, num_sequences, self.max_length, memory_bytes, set_aside)
         self._prefixes = PrefixReuse(prefix_cache, runtime, self._slots, self.stats)
-        drafting = Drafting(drafter, runtime, draft_tokens)
+        self._drafting = drafting
         self._live = LiveSequences(self._prefixes, drafting, self.stats)
         parts = self._slots, self._live, self._prefixes, drafting
         self._scheduler = Scheduler(runtime, *parts, prompts_first, max_gap, clock)
@@ -271,15 +270,22 @@ class Engine:
             elif self._leaves_logits(step):
                 self._decode(step)
             elif step.rows:
-                self._choose(step, self._run(step))
+                logits, hidden_states = self._run(step)
+                self._choose(step, logits)
+                self._show_drafter(step, hidden_states)
         self._record(step, self.stats.generated_tokens - generated, self._clock() - started)
 
-    def _run(self, step: ScheduledStep) -> torch.Tensor:
-        """Run a step; return logits as `Runtime.step` does."""
+    def _run(self, step: ScheduledStep) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Run a step; return logits as `Runtime.step` does, and each row's hidden states if the drafter reads them."""
         self._slots.failed_steps += 1
-        logits = self.runtime.step(self._slots.state, step.rows, step.all_logits)
+        arguments = self._slots.state, step.rows, step.all_logits
+        hidden_states: Sequence[torch.Tensor] = ()
+        if self._drafting.reads_hidden_states:
+            logits, hidden_states = self.runtime.step_with_hidden_states(*arguments)
+        else:
+            logits = self.runtime.step(*arguments)
         self._slots.failed_steps = 0
-        return logits
+        return logits, hidden_states
 
     def _choose(self, step: ScheduledStep, logits: torch.Tensor) -> None:
         """Choose the next token of each sequence whose tokens have all been run."""
@@ -292,9 +298,15 @@ class Engine:
                 outputs = sequence.choose([last]) if is_run else []
                 self._live.count(sequence, len(row.tokens), last, [*sequence.give_taken(), *outputs])
 
+    def _show_drafter(self, step: ScheduledStep, hidden_states: Sequence[torch.Tensor]) -> None:
+        """Show the drafter each row's hidden states, except those of sequences that have ended."""
+        if self._drafting.reads_hidden_states:
+            seen = zip(step.sequences, step.rows, hidden_states, strict=True)
+            self._drafting.see([each for each in seen if each[0].id in self._live.running])
+
     def _leaves_logits(self, step: ScheduledStep) -> bool:
         """Return whether a step's logits stay on the device, and only the rows that are needed come to the host."""
-        if step.prompt_rows or "decode" in self.runtime.cannot:
+        if step.prompt_rows or "decode" in self.runtime.cannot or self._drafting.reads_hidden_states:
             return False
         if any(each.taken for each in step.sequences):  # a row has several tokens, or nothing follows
             return False
@@ -378,6 +390,9 @@ class Engine:
                 with self._live.guard(sequence):
                     self._record_drafts(sequence, len(row.tokens) - before, max(0, count - before))
                     self._live.count(sequence, count, logits[count - 1], [*sequence.give_taken(), *outputs])
+        if verification.hidden_states is not None:
+            seen = zip(verification.hidden_states, accepted, strict=True)
+            self._show_drafter(step, [states[:count] for states, count in seen])
 
     def _record_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
         if drafted:

@@ -250,12 +250,27 @@ class HybridForCausalLM(Module, ABC):
         Returns:
             Logits after each row's last token, [rows, vocab_size] in float32.
         """
-        step = PackedStep(positions[None], lengths, slots, state.max_length, adapters=adapters)
         if self._packed_call is not None and adapters is None:
-            lists = (numbers.tolist() for numbers in (input_ids, lengths, step.starts, slots))
+            starts = positions[lengths.cumsum(0) - lengths]
+            lists = (numbers.tolist() for numbers in (input_ids, lengths, starts, slots))
             return self._packed_call(*lists, state)
+        hidden_states = self.packed_hidden_states(input_ids, positions, lengths, slots, state, adapters=adapters)
+        return self.head(hidden_states[lengths.cumsum(0) - 1])
+
+    def packed_hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        state: HybridState,
+        *,
+        adapters: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute `forward_packed` up to the head: [tokens, hidden_size] in float32, after the last norm."""
+        step = PackedStep(positions[None], lengths, slots, state.max_length, adapters=adapters)
         hidden_states, _ = self.model(input_ids[None], step, state)
-        return self.head(step.last_tokens(hidden_states))
+        return hidden_states[0]
 
     def decode(
         self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
@@ -288,9 +303,30 @@ class HybridForCausalLM(Module, ABC):
             Logits of every token, [batch, tokens, vocab_size] in float32; and the inputs of each Mamba layer's
             recurrence, [batch, tokens, conv_dim + num_heads], for `advance`.
         """
-        step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters, verifies=True)
-        hidden_states, inputs = self.model(input_ids, step, state)
+        hidden_states, inputs = self.hidden_states(
+            input_ids, positions, lengths, slots, state, kv_length=kv_length, adapters=adapters, verifies=True
+        )
         return self.head(hidden_states), inputs
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor | None,
+        state: HybridState,
+        *,
+        kv_length: int | None = None,
+        adapters: torch.Tensor | None = None,
+        verifies: bool = False,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute `forward`, or with `verifies` `verify`, up to the head.
+
+        Returns:
+            [batch, tokens, hidden_size] in float32, after the last norm; and with `verifies` the inputs for `advance`.
+        """
+        step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters, verifies=verifies)
+        return self.model(input_ids, step, state)
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute logits: [..., hidden_size] to [..., vocab_size], float32."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from granite4_neuron.choices import NO_ADAPTERS
+from granite4_neuron.choices import NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
@@ -35,6 +35,7 @@ class BoundModel:
 
     cannot: Mapping[Ability, str] = {
         "decode": "this backend brings the logits of all steps to the host.",
+        "hidden_states": NO_HIDDEN_STATES,
         "adapters": NO_ADAPTERS,
     }
     own_slots = 0
@@ -96,6 +97,16 @@ class BoundModel:
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """Implement `Runtime.warm_up`: there is nothing to compile in advance."""
+
+    def step_with_hidden_states(
+        self, state: HybridState, rows: Sequence[Row], all_logits: bool = False
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Implement `Runtime.step_with_hidden_states`.
+
+        Raises:
+            UserError: this runtime cannot.
+        """
+        raise UserError(self.cannot["hidden_states"])
 
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
         """Implement `Runtime.decode`.

@@ -19,6 +19,7 @@ from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
+    Ability,
     Row,
     Verification,
     accepted_rows,
@@ -52,6 +53,9 @@ class CPURuntime(BoundModel):
             Mamba kernels cannot run, or there are adapters without fused layers.
     """
 
+    cannot: Mapping[Ability, str] = {
+        ability: why for ability, why in BoundModel.cannot.items() if ability != "hidden_states"
+    }
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
     tokens_per_step = 512
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
@@ -151,14 +155,35 @@ class CPURuntime(BoundModel):
         )
 
     @torch.inference_mode()
+    def step_with_hidden_states(
+        self, state: HybridState, rows: Sequence[Row], all_logits: bool = False
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Implement `Runtime.step_with_hidden_states`."""
+        lengths = [len(row.tokens) for row in rows]
+        if self.packs_rows and not all_logits:
+            hidden_states = self.model.packed_hidden_states(*packed_inputs(rows), state, adapters=adapters_of(rows))
+            of_rows = hidden_states.split(lengths)
+        else:
+            inputs = step_inputs(rows, max(lengths))
+            hidden_states, _ = self.model.hidden_states(
+                *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows)
+            )
+            of_rows = tuple(each[:length] for each, length in zip(hidden_states, lengths, strict=True))
+        logits = self.model.head(hidden_states if all_logits else torch.stack([each[-1] for each in of_rows]))
+        return logits, of_rows
+
+    @torch.inference_mode()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """Implement `Runtime.verify`."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         # At least 2: a step of one token advances the state while it reads it, so it cannot leave the state unchanged.
         inputs = step_inputs(rows, max(2, longest))
-        logits, kept_inputs = self.model.verify(*inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows))
-        return Verification(rows, logits[:, :longest], kept_inputs)
+        hidden_states, kept_inputs = self.model.hidden_states(
+            *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows), verifies=True
+        )
+        logits = self.model.head(hidden_states)
+        return Verification(rows, logits[:, :longest], kept_inputs, hidden_states[:, :longest])
 
     @torch.inference_mode()
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
-Ability = Literal["all_logits", "verify", "copy", "snapshot", "decode", "adapters"]
+Ability = Literal["all_logits", "verify", "hidden_states", "copy", "snapshot", "decode", "adapters"]
 State = TypeVar("State", bound=HybridState | None)
 MOST_TOP_K, UNDECIDED = topk.MOST_TOP_K, topk.UNDECIDED  # see `Draw` and `Decoded`
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
@@ -76,11 +76,14 @@ class Verification:
 
     logits: [rows, longest row, vocab_size], float32, after every token; unspecified beyond a shorter row.
     kept_inputs: the inputs of each Mamba layer's recurrence, in a form that only the runtime knows.
+    hidden_states: [rows, longest row, hidden_size], float32, the head's input for every token; unspecified beyond a
+        shorter row. None if the runtime lacks the ability "hidden_states".
     """
 
     rows: Sequence[Row]
     logits: torch.Tensor
     kept_inputs: Sequence[torch.Tensor]
+    hidden_states: torch.Tensor | None = None
 
 
 class Decoded(Protocol):
@@ -121,8 +124,8 @@ class Runtime(Protocol[State]):
     @property
     def cannot(self) -> Mapping[Ability, str]:
         """For each ability that it lacks, a sentence that says why: "all_logits" (of `step`), "verify" (and `commit`),
-        "copy", "snapshot" (and `slot_layout`, `restore`), "decode", "adapters" (`load_adapter` and `unload_adapter`).
-        See `require`.
+        "hidden_states" (`step_with_hidden_states`, and those of `Verification`), "copy", "snapshot" (and `slot_layout`,
+        `restore`), "decode", "adapters" (`load_adapter` and `unload_adapter`). See `require`.
         """
 
     @property
@@ -199,6 +202,13 @@ class Runtime(Protocol[State]):
 
         Raises:
             UserError: this runtime cannot do `all_logits`.
+        """
+
+    def step_with_hidden_states(
+        self, state: State, rows: Sequence[Row], all_logits: bool = False
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Like `step`, and also return the final hidden states, which the head reads: of each row
+        [its tokens, hidden_size] in float32, after the model's last norm.
         """
 
     def decode(self, state: State, rows: Sequence[Row]) -> Decoded:

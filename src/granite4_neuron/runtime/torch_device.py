@@ -17,7 +17,7 @@ import torch.distributed
 from torch import nn
 from transformers import GenerationConfig
 
-from granite4_neuron.choices import KV_WRITES, NO_ADAPTERS
+from granite4_neuron.choices import KV_WRITES, NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.causal_lm import (
     HybridForCausalLM,
@@ -91,7 +91,7 @@ class TorchRuntime(GraphRuntime):
         UserError: there is no such device here, or no such choice.
     """
 
-    cannot: Mapping[Ability, str] = {"adapters": NO_ADAPTERS}
+    cannot: Mapping[Ability, str] = {"adapters": NO_ADAPTERS, "hidden_states": NO_HIDDEN_STATES}
 
     def __init__(
         self,

@@ -182,9 +182,9 @@ class SimulatedEngine(Engine):
         count = len(step.rows) - step.prompt_rows  # of sequences that decode, which come first
         sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
         if step.prompt_rows:
-            logits, ends = self._run(step)[count:], [runtime.clock]
+            (logits, _), ends = self._run(step), [runtime.clock]
             self._grow(sequences, ends)
-            self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits)
+            self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits[count:])
         elif sequences:
             # Either all sequences decode, or some have just got their first tokens from the prefix cache.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1

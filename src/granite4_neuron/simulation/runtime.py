@@ -68,7 +68,9 @@ class SimulatedRuntime:
         tokens_per_step, rows_per_step, prompt_cuts, packs_rows, max_length, own_slots: as in `Runtime`.
     """
 
-    cannot: Mapping[Ability, str] = dict.fromkeys(("all_logits", "verify", "decode", "adapters"), _WITHOUT_MODEL)
+    cannot: Mapping[Ability, str] = dict.fromkeys(
+        ("all_logits", "verify", "hidden_states", "decode", "adapters"), _WITHOUT_MODEL
+    )
     generation_config = GenerationConfig()
     adapters: Mapping[str, Adapter] = {}
     tokens_per_verification = 1
@@ -134,6 +136,16 @@ class SimulatedRuntime:
             self.clock = ends[-1]
             part *= 4
         return ends
+
+    def step_with_hidden_states(
+        self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Implement `Runtime.step_with_hidden_states`.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(_WITHOUT_MODEL)
 
     def decode(self, state: HybridState | None, rows: Sequence[Row]) -> Decoded:
         """Implement `Runtime.decode`.

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.choices import NO_ADAPTERS
+from granite4_neuron.choices import NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
@@ -53,6 +53,7 @@ class NeuronRuntime:
             "but not to the host.",
             "decode": "NxD Inference's graphs bring the logits of all steps to the host.",
             "adapters": NO_ADAPTERS,
+            "hidden_states": NO_HIDDEN_STATES,
         }
         if not neuron_config.speculation_length:
             cannot["verify"] = "the model was compiled without graphs that verify; compile it with --verify."
@@ -129,6 +130,9 @@ class NeuronRuntime:
         single = [row for row in rows if row.start and len(row.tokens) == 1 and not row.is_prompt]
         decoded = dict(zip((row.slot for row in single), self._logits(single), strict=True)) if single else {}
         return torch.stack([decoded[row.slot] if row.slot in decoded else self._prompt(row) for row in rows])
+
+    def step_with_hidden_states(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> NoReturn:
+        self._refuse("hidden_states")
 
     @torch.inference_mode()
     def verify(self, state: None, rows: Sequence[Row]) -> Verification:
