@@ -30,6 +30,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import backend_options, dtype_of, kernels_of
 from granite4_neuron.commands.output import peak_memory_bytes
+from granite4_neuron.commands.reuse import drafts_with_mtp
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.split import SplitRuntime
@@ -142,7 +143,9 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """Return this package's runtime for the checkpoint in a folder."""
     operators = cpu.operators(options.cpu_kernels)
     dtype = weights_dtype(folder, options)
-    model = load_model(folder, dtype, quantize=options.quantize, operators=operators, keep_quantized=True)
+    checkpoint = open_checkpoint(folder)
+    checkpoint = checkpoint.with_mtp() if drafts_with_mtp(options) else checkpoint
+    model = load_model(checkpoint, dtype, quantize=options.quantize, operators=operators, keep_quantized=True)
     state_dtype = options.state_dtype and dtype_of(options.state_dtype)
     chosen = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **chosen, **kernels_of(options, options.kernels))

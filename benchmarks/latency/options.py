@@ -22,7 +22,7 @@ from granite4_neuron.commands.options import (
     kernels_of,
 )
 from granite4_neuron.commands.plot import add_plot, check_plot
-from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
+from granite4_neuron.commands.reuse import add_speculation, speculation
 from granite4_neuron.config.published import published_names
 from granite4_neuron.runtime.devices import find_compiler, find_device
 
@@ -152,7 +152,7 @@ def _check_reuse(options: argparse.Namespace) -> None:
     if len(given) > 1:
         raise UserError(f"give one of {' and '.join(given)} at a time.")
     if options.speculate is not None:
-        ngram_tokens(options.speculate)
+        speculation(options.speculate)
     others = {f"--backend {options.backend}": options.backend != "cpu"}
     others |= {f"--{name}": bool(getattr(options, name)) for name in ("compare", "json", "plot")}
     for option, is_given in others.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from benchmarks.latency.implementations import cpu_runtime
 from benchmarks.latency.report import machine_facts, source
 from benchmarks.latency.reuse import measure_kept_prompt, measure_speculation, recitation
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.commands.reuse import DRAFT_TOKENS, ngram_tokens
-from granite4_neuron.engine import DraftModel
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.commands.reuse import DRAFT_TOKENS, MTP, speculation
+from granite4_neuron.engine import DraftModel, MTPDrafter
+from granite4_neuron.engine.drafters import Drafter, NgramDrafter
 from granite4_neuron.runtime.cpu import CPURuntime
 
 
@@ -50,12 +51,15 @@ def _speculation(
     runtime: CPURuntime, folder: Path, batch_size: int, length: int, options: argparse.Namespace
 ) -> list[str]:
     """Return the cells of one row of the table."""
+    longest = length + options.output_length
+    new_drafter: Callable[[], Drafter] = NgramDrafter
     if options.draft_model is None:
-        draft_tokens, new_drafter = ngram_tokens(options.speculate), NgramDrafter
+        method, draft_tokens = speculation(options.speculate)
+        if method == MTP:
+            new_drafter = partial(MTPDrafter, runtime, batch_size, longest)
     else:
         small = cpu_runtime(open_checkpoint(options.draft_model).path, options)
         draft_tokens = options.draft_tokens or DRAFT_TOKENS
-        longest = length + options.output_length
         new_drafter = partial(DraftModel, small, runtime.config.vocab_size, batch_size, longest)
     prompt = recitation(runtime, _beginning(folder), length)
     turns = (options.output_length, options.warmup, options.repeats)

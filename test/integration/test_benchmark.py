@@ -167,7 +167,7 @@ def test_reuse(arguments, expected):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--speculate", "eagle"), "must be ngram or ngram:K"),
+        (("--speculate", "eagle"), "must be ngram, ngram:K, mtp or mtp:K"),
         (("--speculate", "ngram", "--kept-prompt"), "give one of --speculate and --kept-prompt at a time"),
         (("--kept-prompt", "--json", "numbers.json"), "leave out --json"),
         (("--prompt-length", "131072"), "this model takes at most 131072"),

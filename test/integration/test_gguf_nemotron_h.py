@@ -96,7 +96,7 @@ def test_multi_token_prediction_is_left_out_with_a_sentence(tmp_path, random_che
     more = nemotron_file(random_checkpoints(EXPERTS), tmp_path / "more.gguf", predicting=True)
     remarks = []
     weights = dict(load_model(more, remark=remarks.append).named_parameters())
-    assert remarks == ["2 tensors for multi-token prediction are left out; this package does not use them."]
+    assert remarks == ["2 tensors for multi-token prediction are left out; only --speculate mtp uses them."]
     expected = dict(load_model(file).named_parameters())
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 

@@ -81,7 +81,7 @@ def test_multi_token_prediction_is_left_out_with_a_sentence(folder, copy):
     write()
     remarks = []
     load_model(other, remark=remarks.append)
-    assert remarks == ["2 tensors for multi-token prediction are left out; this package does not use them."]
+    assert remarks == ["2 tensors for multi-token prediction are left out; only --speculate mtp uses them."]
     assert_same(weights_of(other), weights_of(folder))
 
 

@@ -199,7 +199,7 @@ class TestRefusals:
         self.refused(capsys, "'much' is not a size", "--port", "0", "--prefix-cache", "much")
         self.refused(capsys, "belongs to --prefix-cache-dir", "--port", "0", "--prefix-cache-dir-size", "1GiB")
         self.refused(capsys, "is not a folder", "--port", "0", "--prefix-cache-dir", "/none/kept")
-        self.refused(capsys, "must be ngram or ngram:K", "--port", "0", "--speculate", "eagle")
+        self.refused(capsys, "must be ngram, ngram:K, mtp or mtp:K", "--port", "0", "--speculate", "eagle")
 
     @pytest.mark.parametrize("key", ["", " ", "key\n", "k\x00", "\udcff"], ids=repr)
     def test_keys_that_no_client_can_send_are_refused(self, capsys, monkeypatch, key):

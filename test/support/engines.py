@@ -29,15 +29,20 @@ def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
     return random_model(small_config(**{**DENSE, **sizes, **layers, **weights, **changes}), seed, dtype)
 
 
-def nemotron_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> HybridForCausalLM:
+def nemotron_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> HybridForCausalLM:
     """Return a Nemotron model with one layer of each kind, as small."""
     sizes = dict(hidden_size=32, mlp_intermediate_size=32, shared_intermediate_size=24, intermediate_size=24)
     layers = dict(layer_types=("mamba", "moe", "attention", "mlp"), max_position_embeddings=200)
     heads = dict(mamba_n_heads=4, mamba_n_groups=2, head_dim=16)
-    return random_model(nemotron_config(**sizes, **layers, **heads), seed, dtype)
+    return random_model(nemotron_config(**sizes, **layers, **heads, **changes), seed, dtype)
 
 
-ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model}
+def mtp_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> HybridForCausalLM:
+    """Return the same with layers for multi-token prediction."""
+    return nemotron_engine_model(seed, dtype, mtp_layer_types=("attention", "moe"))
+
+
+ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model, "nemotron, mtp": mtp_engine_model}
 
 
 class ChunkRuntime(CPURuntime):

@@ -76,6 +76,14 @@ class Checkpoint(ABC):
     def stored_in(self) -> list[str]:
         """The names of the formats that weights are stored in; none if all are stored in `dtype`."""
 
+    @abstractmethod
+    def with_mtp(self) -> Checkpoint:
+        """Return the same checkpoint with the model's layers for multi-token prediction.
+
+        Raises:
+            UserError: it has none, or others than this package runs.
+        """
+
     @property
     @abstractmethod
     def has_tokenizer(self) -> bool:
@@ -141,7 +149,7 @@ def left_out_remark(left_out: Mapping[str, int]) -> str | None:
     if not left_out:
         return None
     what = " and ".join(f"{number:,} tensors for {purpose}" for purpose, number in left_out.items())
-    return f"{what} are left out; this package does not use them."
+    return f"{what} are left out; only --speculate mtp uses them."
 
 
 def require_folder(checkpoint: Checkpoint) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from functools import cached_property, partial
 from importlib import resources
@@ -13,6 +14,7 @@ from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS, StoredTensors
 from granite4_neuron.config import ModelConfig, config_from_dict
 from granite4_neuron.config.json_files import read_object
+from granite4_neuron.config.model_config import NO_MTP
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
 
@@ -78,6 +80,20 @@ class FolderCheckpoint(Checkpoint):
     def stored_in(self) -> list[str]:
         """Implement `Checkpoint.stored_in`."""
         return [] if self.quantization is None else [self.quantization.name]
+
+    def with_mtp(self) -> FolderCheckpoint:
+        """Implement `Checkpoint.with_mtp`."""
+        file = self.folder / CONFIG
+        try:
+            config = self.config.with_mtp(read_object(file))
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
+        if not self.tensors.left_out:  # a copy of a checkpoint may lack what its config has
+            raise UserError(f"{self.folder}: {NO_MTP}")
+        other = copy.copy(self)
+        other.__dict__.pop("tensors")
+        other.config = config
+        return other
 
     @property
     def has_tokenizer(self) -> bool:

@@ -24,7 +24,7 @@ from granite4_neuron.commands.options import (
     sampling_options,
 )
 from granite4_neuron.commands.output import ProgressBar, write
-from granite4_neuron.commands.reuse import add_speculation, new_engine
+from granite4_neuron.commands.reuse import add_speculation, drafts_with_mtp, new_engine
 from granite4_neuron.commands.serve import (
     MODEL_LEN,
     PREFIX_CACHE,
@@ -185,7 +185,7 @@ def new_batch(options: argparse.Namespace) -> Batch:
 
     checkpoint, adapters = model_checkpoint(options), adapters_of(options)
     model = served_name(options, checkpoint, adapters)
-    runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
+    runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters, mtp=drafts_with_mtp(options))
     max_length = max_model_len(options, runtime)
     if options.max_num_seqs is None:
         options.max_num_seqs = slots_that_fit(runtime, MOST_SEQUENCES, max_length)

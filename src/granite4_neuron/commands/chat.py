@@ -25,7 +25,7 @@ from granite4_neuron.commands.options import (
     read_text,
     sampling_options,
 )
-from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
+from granite4_neuron.commands.reuse import add_speculation, drafts_with_mtp, new_engine, num_bytes
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
     shown: dict[str, Any] = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
     shown["chat_template_kwargs"] = _variables(options.chat_template_kwargs)
     adapters = adapters_of(options)
-    runtime, tokenizer = load_runtime(options, model_checkpoint(options), adapters=adapters)
+    runtime, tokenizer = load_runtime(
+        options, model_checkpoint(options), adapters=adapters, mtp=drafts_with_mtp(options)
+    )
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.engine import PrefixCache, Request
     from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens

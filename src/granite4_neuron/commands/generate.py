@@ -25,6 +25,7 @@ from granite4_neuron.commands.reuse import (
     add_speculation,
     check_prompt_cache,
     drafter,
+    drafts_with_mtp,
     prefix_cache,
     save_prompt,
 )
@@ -80,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
     if options.prompt_cache is not None and adapters:
         raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
     check_prompt_cache(options.prompt_cache)
-    runtime, tokenizer = load_runtime(options, model_checkpoint(options), adapters=adapters)
+    runtime, tokenizer = load_runtime(
+        options, model_checkpoint(options), adapters=adapters, mtp=drafts_with_mtp(options)
+    )
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate

@@ -224,13 +224,14 @@ def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
 
 
 def load_runtime(
-    options: argparse.Namespace, checkpoint: Checkpoint, adapters: Mapping[str, Path] = {}
+    options: argparse.Namespace, checkpoint: Checkpoint, adapters: Mapping[str, Path] = {}, mtp: bool = False
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """Call `load` with the options of `add_runtime`, and show a progress bar.
 
     Args:
         checkpoint: from `model_checkpoint` or `open_checkpoint`.
         adapters: folders by name, from `commands.adapters`.
+        mtp: whether to load the layers for multi-token prediction too; from `reuse.drafts_with_mtp`.
 
     Raises:
         UserError: as `load`.
@@ -242,7 +243,13 @@ def load_runtime(
     chosen = backend_options(options) | kernels_of(options, options.kernels)
     with ProgressBar("weights", "bytes") as progress:
         return load(
-            checkpoint, backend=options.backend, **chosen, adapters=adapters, progress=progress, remark=print_remark
+            checkpoint,
+            backend=options.backend,
+            **chosen,
+            mtp=mtp,
+            adapters=adapters,
+            progress=progress,
+            remark=print_remark,
         )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from granite4_neuron.runtime.interface import Runtime
 
 DRAFT_TOKENS = 4
+NGRAM, MTP = "ngram", "mtp"  # methods of --speculate
 _SAME_TEXT = "the text stays the same on the cpu backend with its fused kernels; elsewhere rounding may change it"
 _FOLDER_SIZE = "10GiB"
 _MOST_BYTES = 2.0**60
@@ -60,8 +61,9 @@ def add_prefix_folder(parser: argparse._ActionsContainer) -> None:
 def add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculate",
-        metavar="ngram[:K]",
-        help=f"draft up to K tokens from the text itself (default: {DRAFT_TOKENS}); {_SAME_TEXT}",
+        metavar="ngram[:K] | mtp[:K]",
+        help="draft up to K tokens from the text itself (ngram), or with the model's own layers for multi-token "
+        f"prediction (mtp), which few models have (default: {DRAFT_TOKENS}); {_SAME_TEXT}",
     )
     parser.add_argument(
         "--draft-model",
@@ -217,24 +219,25 @@ def drafter(
         UserError: options exclude one another, the draft model has another vocabulary, or the runtime cannot verify.
     """
     if options.draft_tokens is not None and options.draft_model is None:
-        raise UserError("--draft-tokens belongs to --draft-model; for n-grams write --speculate ngram:K.")
+        raise UserError("--draft-tokens belongs to --draft-model; with --speculate write ngram:K or mtp:K.")
     if options.speculate is None and options.draft_model is None:
         return None, DRAFT_TOKENS
     if options.speculate is not None and options.draft_model is not None:
         raise UserError("give either --speculate or --draft-model, not both.")
-    from granite4_neuron.engine import DraftModel, PrefixCache
+    from granite4_neuron.engine import DraftModel, MTPDrafter, PrefixCache
     from granite4_neuron.engine.drafters import NgramDrafter
     from granite4_neuron.runtime.interface import require
 
     require(runtime, "verify")
+    longest = runtime.max_length if max_length is None else max_length
     if options.speculate is not None:
-        return NgramDrafter(), ngram_tokens(options.speculate)
+        method, draft_tokens = speculation(options.speculate)
+        return MTPDrafter(runtime, num_sequences, longest) if method == MTP else NgramDrafter(), draft_tokens
     # It is small enough for one device.
     of_draft = argparse.Namespace(**{**vars(options), "tp_degree": 1, "compiled": _compiled_draft(options)})
     draft_runtime, draft_tokenizer = load_runtime(of_draft, open_checkpoint(options.draft_model))
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
-    longest = runtime.max_length if max_length is None else max_length
     # A runtime that keeps its state itself makes no snapshots, and neither does its draft model's.
     draft_cache = PrefixCache(draft_runtime, cache.max_bytes, None) if isinstance(cache, PrefixCache) else None
     draft_tokens = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
@@ -270,16 +273,26 @@ def num_bytes(text: str) -> int:
     return int(size)
 
 
-def ngram_tokens(text: str) -> int:
-    """Return how many tokens --speculate drafts.
+def speculation(text: str) -> tuple[str, int]:
+    """Return the method of --speculate, NGRAM or MTP, and how many tokens it drafts.
 
     Raises:
         UserError: it is malformed.
     """
-    match = re.fullmatch(r"ngram(?::(\d+))?", text)
+    match = re.fullmatch(rf"({NGRAM}|{MTP})(?::(\d+))?", text)
     if match is None:
-        raise UserError(f"--speculate is {reprlib.repr(text)}; it must be ngram or ngram:K.")
+        raise UserError(f"--speculate is {reprlib.repr(text)}; it must be ngram, ngram:K, mtp or mtp:K.")
+    method, number = match.groups()
     try:
-        return DRAFT_TOKENS if match[1] is None else at_least(0)(match[1])
+        return method, DRAFT_TOKENS if number is None else at_least(0)(number)
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"--speculate ngram:K: {error}.") from None
+        raise UserError(f"--speculate {method}:K: {error}.") from None
+
+
+def drafts_with_mtp(options: argparse.Namespace) -> bool:
+    """Return whether the options of `add_speculation` need the model's layers for multi-token prediction.
+
+    Raises:
+        UserError: --speculate is malformed.
+    """
+    return options.speculate is not None and speculation(options.speculate)[0] == MTP

@@ -28,6 +28,7 @@ from granite4_neuron.commands.output import write
 from granite4_neuron.commands.reuse import (
     add_prefix_folder,
     add_speculation,
+    drafts_with_mtp,
     new_engine,
     num_bytes,
     prefix_cache_of,
@@ -186,7 +187,7 @@ def run(options: argparse.Namespace) -> int:
             )
         checkpoint = model_checkpoint(options)
         model = served_name(options, checkpoint, adapters)
-        runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
+        runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters, mtp=drafts_with_mtp(options))
         if options.allow_runtime_lora_updating:
             require(runtime, "adapters")
         kept = prefix_folder(options, runtime)

@@ -19,6 +19,7 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
+NO_MTP = "the model has no layers for multi-token prediction (mtp.*); draft with n-grams or with a draft model."
 EXPERT_NUMBER = "{expert}"  # in a tensor's name, if each expert has a tensor of its own
 # The names of field types in a sentence.
 _TYPE_NAMES = {
@@ -73,7 +74,6 @@ class ModelConfig(ABC):
     A family that has others lists them.
 
     json_names: the names in config.json, by field, where they differ from the field's.
-    left_out_tensors: the purpose of a checkpoint's tensors that are not loaded, by the beginnings of their names.
 
     Raises:
         UserError: the values contradict each other or describe something that this package does not run.
@@ -82,7 +82,6 @@ class ModelConfig(ABC):
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     json_names: ClassVar[Mapping[str, str]] = {}
-    left_out_tensors: ClassVar[Mapping[str, str]] = {}
 
     vocab_size: int
     hidden_size: int
@@ -155,6 +154,31 @@ class ModelConfig(ABC):
     def published_name(self, stored_name: str) -> str:
         """Return the published spelling of a stored tensor's name."""
         return stored_name
+
+    @property
+    def left_out_tensors(self) -> Mapping[str, str]:
+        """The purpose of a checkpoint's tensors that are not loaded, by the beginnings of their names."""
+        return {}
+
+    @property
+    def mtp_config(self) -> ModelConfig | None:
+        """The config of the layers for multi-token prediction (see `model.mtp`), as of a model that has only these;
+        None if they are not loaded.
+        """
+        return None
+
+    def with_mtp(self, values: Mapping[str, Any]) -> ModelConfig:
+        """Return this config with the layers for multi-token prediction that the ``config.json`` it was read from
+        describes.
+
+        Raises:
+            UserError: it has none, or others than this package runs.
+        """
+        raise UserError(NO_MTP)
+
+    def without_mtp(self) -> ModelConfig:
+        """Return this config without layers for multi-token prediction."""
+        return self
 
     @property
     def head_dim(self) -> int:

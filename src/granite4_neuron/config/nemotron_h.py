@@ -10,12 +10,12 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from granite4_neuron.config.aliases import ATTENTION, MAMBA, layer_types_in, one_spelling
 from granite4_neuron.config.checks import LARGEST, require, require_one_of, require_positive
-from granite4_neuron.config.model_config import EXPERT_NUMBER, LayerParts, ModelConfig
+from granite4_neuron.config.model_config import EXPERT_NUMBER, NO_MTP, LayerParts, ModelConfig
 from granite4_neuron.errors import UserError
 
 NEMOTRON_MODEL_TYPE = "nemotron_h"
@@ -24,11 +24,12 @@ EXPERTS = "moe"
 
 _PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of hybrid_override_pattern
 _WRITTEN = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: MLP, EXPERTS: EXPERTS}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
+_LAYER = re.compile(r"(model|mtp)\.layers\.(\d+)\.(.+)\.(\w+)")
 # Published names by the model's own names.
 _STORED_OUTSIDE = {
     "model.embed_tokens.weight": "backbone.embeddings.weight",
     "model.norm.weight": "backbone.norm_f.weight",
+    **{f"mtp.{name}.weight": f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
 }
 _STORED_MODULES = {
     "input_layernorm": "norm",
@@ -92,6 +93,8 @@ class NemotronHConfig(ModelConfig):
     shared_intermediate_size: width of the expert that all tokens share.
     mlp_intermediate_size: width of the MLP of an "mlp" layer.
     n_group, topk_group, norm_topk_prob, routed_scaling_factor: the router's, see `ops.topk_sigmoid`.
+    mtp_layer_types: of the layers for multi-token prediction, which are loaded only where a drafter needs them:
+        "attention", "mlp" or "moe".
     time_step_limit: its lower end is config.json's time_step_min; there is no upper end, as in transformers for
         prompts.
     """
@@ -114,7 +117,6 @@ class NemotronHConfig(ModelConfig):
         "mamba_conv_bias": "use_conv_bias",
         "mamba_proj_bias": "use_bias",
     }
-    left_out_tensors: ClassVar[Mapping[str, str]] = {"mtp.": "multi-token prediction"}
 
     head_dim: int = 128
     mlp_intermediate_size: int = 0
@@ -123,6 +125,7 @@ class NemotronHConfig(ModelConfig):
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    mtp_layer_types: tuple[str, ...] = ()
     # Constants of the family.
     attention_bias: bool = field(default=False, init=False)
     embedding_multiplier: float = field(default=1.0, init=False)
@@ -139,15 +142,46 @@ class NemotronHConfig(ModelConfig):
     def has_correction_bias(self) -> bool:
         return True
 
+    @property
+    def left_out_tensors(self) -> Mapping[str, str]:
+        """Implement `ModelConfig.left_out_tensors`."""
+        return {} if self.mtp_layer_types else {"mtp.": "multi-token prediction"}
+
+    @property
+    def mtp_config(self) -> NemotronHConfig | None:
+        """Implement `ModelConfig.mtp_config`."""
+        types = self.mtp_layer_types
+        return replace(self.without_mtp(), layer_types=types, num_hidden_layers=len(types)) if types else None
+
+    def with_mtp(self, values: Mapping[str, Any]) -> NemotronHConfig:
+        """Implement `ModelConfig.with_mtp`."""
+        count = values.get("num_nextn_predict_layers")
+        if count in (None, 0):
+            raise UserError(NO_MTP)
+        if count != 1:
+            raise UserError(f"num_nextn_predict_layers is {reprlib.repr(count)}, and must be 1 for drafting with it.")
+        return replace(
+            self, mtp_layer_types=_layer_types(values, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+        )
+
+    def without_mtp(self) -> NemotronHConfig:
+        """Implement `ModelConfig.without_mtp`."""
+        return replace(self, mtp_layer_types=())
+
     def stored_name(self, name: str) -> str:
-        """Implement `ModelConfig.stored_name`: a layer's part is its mixer, whatever it is."""
+        """Implement `ModelConfig.stored_name`: a layer's part is its mixer, whatever it is. What is before and after
+        the layers for multi-token prediction is stored with the first and the last of them.
+        """
         match = _LAYER.fullmatch(name)
         if match is None:
+            if name == "mtp.norm.weight":
+                return f"mtp.layers.{len(self.mtp_layer_types) - 1}.final_layernorm.weight"
             return _STORED_OUTSIDE.get(name, name)
-        number, module, ending = match.groups()
-        has_experts = self.parts(self.layer_types[int(number)]).has_experts
+        where, number, module, ending = match.groups()
+        layer_types = self.layer_types if where == "model" else self.mtp_layer_types
+        has_experts = self.parts(layer_types[int(number)]).has_experts
         stored = (_STORED_BESIDE_EXPERTS if has_experts else {}).get(module, _STORED_MODULES.get(module))
-        return f"backbone.layers.{number}.{stored}.{ending}"
+        return f"{'backbone' if where == 'model' else where}.layers.{number}.{stored}.{ending}"
 
     def published_name(self, stored_name: str) -> str:
         """Implement `ModelConfig.published_name`: in memory transformers 5.x has another prefix."""
@@ -164,6 +198,10 @@ class NemotronHConfig(ModelConfig):
     def check_family(self) -> None:
         """Implement `ModelConfig.check_family`."""
         require_one_of(self, "hidden_act", ("relu2",))
+        require(
+            MAMBA not in self.mtp_layer_types,
+            "a layer for multi-token prediction is of the kind mamba, and must be attention, mlp or moe",
+        )
         if ATTENTION in self.layer_types:
             require_positive(self, "head_dim")
         if MLP in self.layer_types:
@@ -199,7 +237,8 @@ class NemotronHConfig(ModelConfig):
             if values.get(name) not in (None, only):
                 raise UserError(f"{name} is {reprlib.repr(values[name])}, and must be {json.dumps(only)}: {why}.")
         stored = {**_DEFAULTS, **{_OLDER_NAMES.get(name, name): value for name, value in values.items()}}
-        layer_types, lowest = _layer_types(stored), stored["time_step_min"]
+        layer_types = _layer_types(stored, "layers_block_type", "hybrid_override_pattern", "layer_types")
+        lowest = stored["time_step_min"]
         if not isinstance(lowest, (int, float)) or isinstance(lowest, bool):
             raise UserError(f"time_step_min is {reprlib.repr(lowest)}, and must be a number.")
         fields_by_name = {name: stored.get(json_name) for name, json_name in cls.json_names.items()}
@@ -211,6 +250,7 @@ class NemotronHConfig(ModelConfig):
             **fields_by_name,
             "layer_types": layer_types,
             "time_step_limit": (lowest, math.inf),
+            "mtp_layer_types": (),  # see `with_mtp`
         }
         return one_spelling(spelled)
 
@@ -218,6 +258,8 @@ class NemotronHConfig(ModelConfig):
         """Implement `ModelConfig.to_dict`, for transformers 5.x."""
         written = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         lowest, _ = written.pop("time_step_limit")
+        mtp_layer_types = [_WRITTEN[kind] for kind in written.pop("mtp_layer_types")]
+        of_mtp = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": mtp_layer_types} if mtp_layer_types else {}
         if isinstance(self.eos_token_id, tuple):
             written["eos_token_id"] = list(self.eos_token_id)
         return {
@@ -226,21 +268,24 @@ class NemotronHConfig(ModelConfig):
             **{self.json_name(name): value for name, value in written.items()},
             "layers_block_type": [_WRITTEN[kind] for kind in self.layer_types],
             "time_step_min": lowest,
+            **of_mtp,
         }
 
 
-def _layer_types(values: dict[str, Any]) -> tuple[str, ...]:
-    """Return the layers' types, from their list or else from the older pattern."""
-    spelled, pattern = values.get("layers_block_type"), values.get("hybrid_override_pattern")
-    if spelled is None:
-        spelled = values.get("layer_types")
+def _layer_types(
+    values: Mapping[str, Any], list_name: str, pattern_name: str, other_name: str | None = None
+) -> tuple[str, ...]:
+    """Return layers' types, from their list, which may have another name too, or else from the older pattern."""
+    spelled, pattern = values.get(list_name), values.get(pattern_name)
+    if spelled is None and other_name is not None:
+        spelled = values.get(other_name)
     if spelled is not None:
-        return layer_types_in(spelled, "layers_block_type", {MLP: MLP, EXPERTS: EXPERTS})
+        return layer_types_in(spelled, list_name, {MLP: MLP, EXPERTS: EXPERTS})
     if pattern is None:
-        raise UserError("these fields are missing: layers_block_type.")
+        raise UserError(f"these fields are missing: {list_name}.")
     if not isinstance(pattern, str) or len(pattern) > LARGEST["num_hidden_layers"] or set(pattern) - set(_PATTERN):
         raise UserError(
-            f"hybrid_override_pattern is {reprlib.repr(pattern)}, and must be a letter for each layer: "
+            f"{pattern_name} is {reprlib.repr(pattern)}, and must be a letter for each layer: "
             f"{', '.join(f'{letter} ({kind})' for letter, kind in _PATTERN.items())}."
         )
     return tuple(_PATTERN[letter] for letter in pattern)

@@ -4,6 +4,7 @@ from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.engine.draft_model import DraftModel
 from granite4_neuron.engine.engine import Engine
 from granite4_neuron.engine.logprobs import TokenLogprob
+from granite4_neuron.engine.mtp_drafter import MTPDrafter
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.engine.prefix_folder import PrefixFolder
 from granite4_neuron.engine.request import GenerationStats, Output, PromptReport, Request
@@ -16,6 +17,7 @@ __all__ = [
     "DraftModel",
     "Engine",
     "GenerationStats",
+    "MTPDrafter",
     "Output",
     "PrefixCache",
     "PrefixFolder",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from granite4_neuron.engine.drafters import DraftRequest, TokenChooser
+from granite4_neuron.engine.drafters import Draft, DraftRequest
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.engine.prefix_interface import salted
 from granite4_neuron.errors import UserError
@@ -99,7 +99,7 @@ class DraftModel:
     def _begin(self, request: DraftRequest) -> _Draft | None:
         """Return an empty list of drafts for a sequence; None if it gets no drafts."""
         followed, most = self._follow(request), self._most(request)
-        return _Draft(request, followed, most) if followed is not None and most > 0 else None
+        return _Draft(request, most, followed=followed) if followed is not None and most > 0 else None
 
     def _follow(self, request: DraftRequest) -> _Followed | None:
         if request.id not in self._followed and (free := self._free):
@@ -191,24 +191,11 @@ class _Followed:
 
 
 @dataclass
-class _Draft:
+class _Draft(Draft):
     """The drafts of one sequence so far."""
 
-    request: DraftRequest
-    followed: _Followed
-    most: int
-    tokens: list[int] = field(default_factory=list)
-    chooser: TokenChooser | None = None
+    followed: _Followed = field(kw_only=True)
 
     @property
     def row(self) -> Row:
         return Row(self.followed.slot, self.followed.stored, self.tokens)
-
-    def grow(self, logits: torch.Tensor) -> bool:
-        """Add a draft; return whether another one may follow."""
-        try:
-            self.chooser = self.chooser or self.request.chooser.fork()
-            self.tokens.append(self.chooser(logits, [*self.request.tokens, *self.tokens]))
-        except UserError:  # such as logits that are not finite; the sequence goes on without drafts
-            return False
-        return len(self.tokens) < self.most

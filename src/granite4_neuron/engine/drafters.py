@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -42,6 +42,28 @@ class DraftRequest:
     cache_salt: str | None = None
 
 
+@dataclass
+class Draft:
+    """The drafts of one sequence so far, chosen as the sequence chooses its own tokens.
+
+    most: the most drafts.
+    """
+
+    request: DraftRequest
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    chooser: TokenChooser | None = None
+
+    def grow(self, logits: torch.Tensor) -> bool:
+        """Add a draft; return whether another one may follow."""
+        try:
+            self.chooser = self.chooser or self.request.chooser.fork()
+            self.tokens.append(self.chooser(logits, [*self.request.tokens, *self.tokens]))
+        except UserError:  # such as logits that are not finite; the sequence goes on without drafts
+            return False
+        return len(self.tokens) < self.most
+
+
 class Drafter(Protocol):
     """Proposes the next tokens of sequences."""
 
@@ -58,7 +80,7 @@ class SeenTokens(NamedTuple):
     id: of the sequence.
     start: its length before them.
     tokens: all of its tokens so far, also those that no step has seen yet. They belong to the engine.
-    hidden_states: [how many the step has added, hidden_size], float32, see `Runtime.step_with_hidden_states`.
+    hidden_states: [how many the step has added, hidden_size], see `Runtime.step_with_hidden_states`.
     """
 
     id: int

@@ -38,6 +38,7 @@ def load(
     quantize: str | None = None,
     state_dtype: torch.dtype | str | None = None,
     tuned_configs: str | Path | None = None,
+    mtp: bool = False,
     adapters: Mapping[str, str | Path] = {},
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[str], None] = lambda sentence: None,
@@ -59,6 +60,7 @@ def load(
         compiled: for "nxdi" only, the folder that the compile command wrote; it fixes dtype, scan and kernel.
         quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.loading.load_model`.
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
+        mtp: of the backend "cpu", also load the model's layers for multi-token prediction, for `engine.MTPDrafter`.
         adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
         remark: called with a sentence on the weights of a GGUF file that are not kept as they are.
@@ -76,6 +78,7 @@ def load(
         tuned_configs=tuned_configs,
         quantize=quantize,
         state_dtype=state_dtype,
+        mtp=mtp,
         adapters=adapters,
         device=device,
         graphs=graphs,

@@ -20,16 +20,17 @@ from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.binding import Module, fix_weights, set_operators, shallow_copy
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.forms import forms_of
-from granite4_neuron.model.fused import FusedLayers, why_not_fused, why_not_one_call
+from granite4_neuron.model.fused import FusedLayers, why_not_one_call
 from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.moe import StackedWeights
+from granite4_neuron.model.mtp import MultiTokenPrediction
 from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
+from granite4_neuron.model.stack import LayerStack
 from granite4_neuron.model.step import DenseStep, NullSlotStep, PackedStep, Step
 from granite4_neuron.ops import CompactWeight, Operators, Weight, is_quantized, rotary_tables
 from granite4_neuron.ops.operators import Pack
-from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, LayerState, MambaState
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -39,6 +40,7 @@ class HybridForCausalLM(Module, ABC):
     """A hybrid with its language model head. It computes in plain torch; `bind` gives it other operators.
 
     fallbacks: a sentence for each faster way of computing that it was not given when it was bound.
+    mtp: its layers for multi-token prediction, if the config has them. They change no logits.
 
     Args:
         config: the model's dimensions and constants.
@@ -52,16 +54,21 @@ class HybridForCausalLM(Module, ABC):
         self._packed_call: Callable[..., torch.Tensor] | None = None
         self.config = config
         self.parallel = parallel
-        layers = [self.make_layer(config, number, parallel) for number in range(len(config.layer_types))]
-        self.model = _Decoder(config, parallel, layers)
+        self.model = _Decoder(config, parallel, self._make_layers(config, parallel))
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
+        self.mtp: MultiTokenPrediction | None = None
+        if (of_mtp := config.mtp_config) is not None:
+            self.mtp = MultiTokenPrediction(of_mtp, self._make_layers(of_mtp, parallel))
         self.tie_weights()
 
     @staticmethod
     @abstractmethod
     def make_layer(config: ModelConfig, number: int, parallel: Parallel) -> DecoderLayer:
         """Make a layer of the model by its number."""
+
+    def _make_layers(self, config: ModelConfig, parallel: Parallel) -> list[DecoderLayer]:
+        return [self.make_layer(config, number, parallel) for number in range(len(config.layer_types))]
 
     @property
     def is_fused(self) -> bool:
@@ -139,15 +146,20 @@ class HybridForCausalLM(Module, ABC):
         fix_weights(bound)
         return bound
 
-    def without_forms(self) -> Self:
-        """Return a model over the same weights, without chosen forms and without adapters; see `bind`."""
+    def weights_of_states(self) -> Self:
+        """Return a model over the weights on which its states depend: without chosen forms, without adapters (see
+        `bind`) and without layers for multi-token prediction.
+        """
         copied = shallow_copy(self)
-        copied._packed_call = copied.model._bound_stack = None
+        copied._packed_call = copied.model._bound_stack = copied.mtp = None
+        copied.config = copied.config.without_mtp()
         return copied
 
     def _choose_forms(self, adapters: Sequence[Adapter]) -> None:
         """Choose how layers and decode are computed, and record why a faster form of them is not used."""
         reasons = self.model.choose_forms(self.parallel, adapters)
+        if self.mtp is not None:
+            self.mtp.choose_forms(self.parallel, ())
         self._packed_call = None
         stack = self.model.stack
         if isinstance(stack, FusedLayers):
@@ -267,7 +279,7 @@ class HybridForCausalLM(Module, ABC):
         *,
         adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute `forward_packed` up to the head: [tokens, hidden_size] in float32, after the last norm."""
+        """Compute `forward_packed` up to the head: [tokens, hidden_size] in the model's dtype, after the last norm."""
         step = PackedStep(positions[None], lengths, slots, state.max_length, adapters=adapters)
         hidden_states, _ = self.model(input_ids[None], step, state)
         return hidden_states[0]
@@ -323,7 +335,8 @@ class HybridForCausalLM(Module, ABC):
         """Compute `forward`, or with `verifies` `verify`, up to the head.
 
         Returns:
-            [batch, tokens, hidden_size] in float32, after the last norm; and with `verifies` the inputs for `advance`.
+            [batch, tokens, hidden_size] in the model's dtype, after the last norm; and with `verifies` the inputs for
+            `advance`.
         """
         step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters, verifies=verifies)
         return self.model(input_ids, step, state)
@@ -384,11 +397,8 @@ def step_of(
     return DenseStep(*where, sequences, verifies=verifies, in_order=slots is None)
 
 
-class _Decoder(Module):
-    """Embedding, layers, final norm.
-
-    stack: how the layers are computed.
-    """
+class _Decoder(LayerStack):
+    """Embedding, layers, final norm."""
 
     def __init__(self, config: ModelConfig, parallel: Parallel, layers: Iterable[DecoderLayer]):
         super().__init__()
@@ -397,24 +407,6 @@ class _Decoder(Module):
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
         self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(layers))  # torch's list has any modules
         self.norm = norm_of(config)
-        self._bound_stack: OneByOne | FusedLayers | None = None
-
-    @property
-    def stack(self) -> OneByOne | FusedLayers:
-        return OneByOne(self.layers) if self._bound_stack is None else self._bound_stack
-
-    def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
-        """Choose how the layers are computed; return a sentence for each faster form that is not used."""
-        reasons: list[str] = []
-        if self.operators.fused_layers is not None:
-            refusal = why_not_fused(parallel, self.norm)
-            if refusal is None:
-                self._bound_stack = FusedLayers(self.operators, self.layers, self.config, adapters)
-                return reasons
-            reasons.append(f"the fused decoder layers are not used: {refusal}.")
-        forms, more_reasons = forms_of(self.layers)
-        self._bound_stack = OneByOne(forms)
-        return reasons + more_reasons
 
     def forward(
         self, input_ids: torch.Tensor, step: Step, state: HybridState
@@ -436,56 +428,3 @@ class _Decoder(Module):
         if not self.config.uses_rope:
             return None
         return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
-
-
-class OneByOne:
-    """The layers of a model, one after another.
-
-    Args:
-        layers: each in its chosen form.
-    """
-
-    def __init__(self, layers: Iterable[DecoderLayer]):
-        self.layers = tuple(layers)
-
-    def __call__(
-        self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Advance hidden_states, [batch, tokens, hidden_size] in float32, through all layers, and the state in place.
-
-        Returns:
-            The new hidden_states; and if the step verifies, the inputs of each Mamba layer's recurrence.
-        """
-        return through_layers(
-            lambda layer, x, layer_state: layer(x, step, layer_state, rotary),
-            self.layers,
-            state.layers,
-            hidden_states,
-            keep_inputs=step.verifies,
-        )
-
-    def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
-        """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
-        pairs = zip(self.layers, state.layers, strict=True)
-        mamba = [(layer, layer_state) for layer, layer_state in pairs if isinstance(layer_state, MambaState)]
-        for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
-            layer.advance(inputs, step, layer_state)
-
-
-def through_layers(
-    compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-    layers: Sequence[DecoderLayer],
-    states: Sequence[LayerState | Sequence[torch.Tensor]],
-    hidden_states: torch.Tensor,
-    keep_inputs: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute layers one after another: `compute(layer, hidden_states, state)` is what `DecoderLayer.forward` returns.
-
-    keep_inputs: also return the inputs of each Mamba layer's recurrence; otherwise each layer's inputs are freed.
-    """
-    kept_inputs = []
-    for layer, state in zip(layers, states, strict=True):
-        hidden_states, inputs = compute(layer, hidden_states, state)
-        if keep_inputs and inputs is not None:
-            kept_inputs.append(inputs)
-    return hidden_states, kept_inputs

@@ -20,7 +20,7 @@ _CORRECTION_BIAS = "block_sparse_moe.router.e_score_correction_bias"
 
 Axes = tuple[int | tuple[int, ...], ...]
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(model|mtp)\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ def parameters(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
     found[NORM] = outside[NORM]
     if not config.tie_word_embeddings:
         found[HEAD] = outside[HEAD]
+    if (of_mtp := config.mtp_config) is not None:
+        found |= {name: one for name, one in outside.items() if name.startswith("mtp.")}
+        for number, kind in enumerate(of_mtp.layer_types):
+            found |= {f"mtp.layers.{number}.{name}": one for name, one in _of_layer(config, kind, tp_degree).items()}
     return found
 
 
@@ -90,7 +94,9 @@ def parameter(name: str, config: ModelConfig, tp_degree: int = 1) -> Parameter:
     """
     match = _LAYER.match(name)
     if match is not None:
-        return _of_layer(config, config.layer_types[int(match[1])], tp_degree)[name[match.end() :]]
+        of_part = config if match[1] == "model" else config.mtp_config
+        assert of_part is not None  # the model has this parameter
+        return _of_layer(config, of_part.layer_types[int(match[2])], tp_degree)[name[match.end() :]]
     tables = (_of_layer(config, kind, tp_degree) for kind in dict.fromkeys(config.layer_types))
     return next(table[name] for table in (_outside_of_layers(config, tp_degree), *tables) if name in table)
 
@@ -107,6 +113,8 @@ def _outside_of_layers(config: ModelConfig, tp_degree: int) -> dict[str, Paramet
         EMBEDDING: Parameter(((vocabulary,), hidden), is_matrix=True),
         NORM: Parameter((hidden,)),
         HEAD: Parameter(((vocabulary,), hidden), is_matrix=True, may_be_quantized=True),
+        "mtp.eh_proj.weight": Parameter((hidden, 2 * hidden), is_matrix=True, may_be_quantized=True),
+        **{f"mtp.{name}.weight": Parameter((hidden,)) for name in ("enorm", "hnorm", "norm")},
     }
 
 

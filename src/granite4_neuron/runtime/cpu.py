@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
+from granite4_neuron.model.mtp import MultiTokenPrediction
+from granite4_neuron.model.step import PackedStep, Step
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
@@ -96,7 +99,7 @@ class CPURuntime(BoundModel):
         if self.model.is_fused:
             self.cannot = {ability: why for ability, why in self.cannot.items() if ability != "adapters"}
         # Without adapters that are loaded later: no state in a file depends on them, and this must not keep them alive.
-        self.weights_digest = partial(digest_of_weights, self.model.without_forms(), self.adapters)
+        self.weights_digest = partial(digest_of_weights, self.model.weights_of_states(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
         self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
@@ -105,6 +108,11 @@ class CPURuntime(BoundModel):
     def packs_rows(self) -> bool:
         """Implement `Runtime.packs_rows`."""
         return self.model.is_fused
+
+    @property
+    def mtp(self) -> CPUMTPLayers | None:  # type: ignore[override]
+        """Implement `Runtime.mtp`."""
+        return None if self.model.mtp is None else CPUMTPLayers(self)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Implement `Runtime.load_adapter`.
@@ -223,3 +231,41 @@ class CPURuntime(BoundModel):
 
 def _kv_length(rows: Sequence[Row]) -> int:
     return max(row.start + len(row.tokens) for row in rows)
+
+
+class CPUMTPLayers:
+    """The `MTPLayers` of a runtime's model, on the same kernels."""
+
+    def __init__(self, runtime: CPURuntime):
+        self._runtime = runtime
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """Implement `MTPLayers.allocate`."""
+        what = f"the cache for multi-token prediction of {num_sequences:,} sequences of up to {max_length:,} tokens"
+        with available_memory.enough_for(what):
+            return HybridState.allocate(self._layers.config, num_sequences, max_length, self._runtime.dtype)
+
+    @torch.inference_mode()
+    def step(self, state: HybridState, rows: Sequence[Row], hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Implement `MTPLayers.step`."""
+        step: Step
+        if self._runtime.packs_rows:
+            ids, positions, lengths, slots = packed_inputs(rows)
+            ids, hidden = ids[None], torch.cat(list(hidden_states))[None]
+            step = PackedStep(positions[None], lengths, slots, state.max_length)
+        else:
+            ids, positions, lengths, slots = step_inputs(rows, max(len(row.tokens) for row in rows))
+            hidden = pad_sequence(list(hidden_states), batch_first=True)
+            step = step_of(positions, lengths, slots, state, kv_length=_kv_length(rows))
+        embedded = self._runtime.model.model.embed(ids, step)
+        return step.last_tokens(self._layers(embedded, hidden, step, state))
+
+    @torch.inference_mode()
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Implement `MTPLayers.logits`."""
+        return self._runtime.model.head(hidden_states)
+
+    @property
+    def _layers(self) -> MultiTokenPrediction:
+        assert self._runtime.model.mtp is not None  # `CPURuntime.mtp`
+        return self._runtime.model.mtp

@@ -76,8 +76,8 @@ class Verification:
 
     logits: [rows, longest row, vocab_size], float32, after every token; unspecified beyond a shorter row.
     kept_inputs: the inputs of each Mamba layer's recurrence, in a form that only the runtime knows.
-    hidden_states: [rows, longest row, hidden_size], float32, the head's input for every token; unspecified beyond a
-        shorter row. None if the runtime lacks the ability "hidden_states".
+    hidden_states: [rows, longest row, hidden_size], the head's input for every token, in the model's dtype; unspecified
+        beyond a shorter row. None if the runtime lacks the ability "hidden_states".
     """
 
     rows: Sequence[Row]
@@ -99,6 +99,28 @@ class Decoded(Protocol):
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the float32 logits of rows, by their numbers: [len(rows), vocab_size]."""
+
+
+class MTPLayers(Protocol):
+    """A model's layers for multi-token prediction, see `model.mtp`: they predict the token after the next one."""
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """Allocate slots 1 to `num_sequences` of their own cache, of up to `max_length` rows each."""
+
+    def step(self, state: HybridState, rows: Sequence[Row], hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add rows to sequences, each from any row on that its cache has: what was behind it there is lost.
+
+        Args:
+            rows: with the token that follows each hidden state; their starts count rows of the cache.
+            hidden_states: for each row [its tokens, hidden_size]: the model's, see `Runtime.step_with_hidden_states`,
+                or results of this function.
+
+        Returns:
+            The last result of each row, [rows, hidden_size].
+        """
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return what these results predict: [rows, vocab_size], float32."""
 
 
 class Runtime(Protocol[State]):
@@ -177,6 +199,10 @@ class Runtime(Protocol[State]):
         """For each faster implementation that it does not use, a sentence that says why."""
 
     @property
+    def mtp(self) -> MTPLayers | None:
+        """The model's layers for multi-token prediction; None if it was loaded without them."""
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """Distinguishes its states from states of other weights or of other kernels."""
 
@@ -208,7 +234,7 @@ class Runtime(Protocol[State]):
         self, state: State, rows: Sequence[Row], all_logits: bool = False
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Like `step`, and also return the final hidden states, which the head reads: of each row
-        [its tokens, hidden_size] in float32, after the model's last norm.
+        [its tokens, hidden_size] in the model's dtype, after its last norm.
         """
 
     def decode(self, state: State, rows: Sequence[Row]) -> Decoded:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from granite4_neuron.model.causal_lm import HybridForCausalLM, OneByOne, through_layers
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.stack import OneByOne, through_layers
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops.xla.topk import TEMPERATURE, drawn, likeliest
 from granite4_neuron.runtime.graphs import Tensors, unpacked, with_chosen

@@ -187,7 +187,7 @@ class TestPipe:
         ("options", "message"),
         [
             (["--prefix-cache", "much"], "'much' is not a size"),
-            (["--speculate", "eagle"], "must be ngram or ngram:K"),
+            (["--speculate", "eagle"], "must be ngram, ngram:K, mtp or mtp:K"),
             (["--temperature", -1], "-1"),
         ],
     )

@@ -93,7 +93,7 @@ def test_what_is_refused(generate, texting_folder, small_folder, tmp_path):
         (["--prompt-cache", file, "--dtype", "bfloat16"], "made in torch.float32 and the model runs in torch.bfloat16"),
         (["--prompt-cache", file, "--prefix-cache", "1KiB"], "no room for the prompt"),
         (["another", "--prompt-cache", file], "takes one prompt"),
-        (["--speculate", "eagle"], "must be ngram or ngram:K"),
+        (["--speculate", "eagle"], "must be ngram, ngram:K, mtp or mtp:K"),
         (["--speculate", "ngram:0"], "draft_tokens is 0, and must be a whole number of at least 1"),
         (["--draft-tokens", 3], "--draft-tokens belongs to --draft-model"),
         (["--speculate", "ngram", "--draft-model", small_folder], "not both"),

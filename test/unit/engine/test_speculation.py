@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import DraftModel, Engine, Request
+from granite4_neuron.engine import DraftModel, Engine, MTPDrafter, Request
 from granite4_neuron.engine.drafters import DraftRequest, NgramDrafter
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.interface import Row
@@ -115,9 +115,28 @@ class PoisonedDraftModel(DraftModel):
         return super().propose(requests)
 
 
+class PoisonedMTPDrafter(MTPDrafter):
+    """A drafter that writes NaN into its cache behind accepted tokens, and into free slots, before each call."""
+
+    def propose(self, requests):
+        self._poison()
+        return super().propose(requests)
+
+    def see(self, steps):
+        self._poison()
+        super().see(steps)
+
+    def _poison(self):
+        stored = {followed.slot: followed.stored for followed in self._followed.values()}
+        free = [slot for slot in range(1, self._num_sequences + 1) if slot not in stored]
+        poison_state(self._state, free, stored)
+
+
 def drafter_of(kind, model, other_model, alone, num_sequences=4, options=tuple(OPTIONS)):
     if kind == "n-gram":
         return NgramDrafter(1, 3)
+    if kind == "mtp":
+        return PoisonedMTPDrafter(ChunkRuntime(model), num_sequences, 200)
     if kind == "script":
         numbers = itertools.product(range(16), options)
         return Script([prompt_of(number) + alone(number, MAX_TOKENS, option) for number, option in numbers])
@@ -131,7 +150,11 @@ KINDS = ["n-gram", "script", "same model", "same model, cached", "other model"]
 
 @pytest.mark.parametrize(
     ("model", "kind", "options"),
-    [*itertools.product(["granite"], KINDS, OPTIONS), ("nemotron", "same model, cached", "greedy")],
+    [
+        *itertools.product(["granite"], KINDS, OPTIONS),
+        ("nemotron", "same model, cached", "greedy"),
+        *(("nemotron, mtp", "mtp", options) for options in OPTIONS),
+    ],
     indirect=["model"],
 )
 def test_drafts_change_no_text(runtime, model, other_model, alone, kind, options):

@@ -8,9 +8,11 @@ from granite4_neuron.model.families import model_of
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, matmul_weights, parameters
-from test.support.checkpoints import CASES, NEMOTRON_CASES, small_config
+from test.support.checkpoints import CASES, NEMOTRON_CASES, NemotronCase, small_config
 
 pytestmark = pytest.mark.versions
+
+WITH_MTP = NemotronCase("nemotron_mtp", dict(mtp_layer_types=("attention", "mlp", "moe")))
 
 
 def module_parameters(config, degree):
@@ -27,7 +29,7 @@ def module_parameters(config, degree):
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES, WITH_MTP), ids=lambda case: case.name)
 def test_the_table_is_what_the_modules_have(case, degree):
     """The table gives the modules' names and a rank's shapes."""
     table = parameters(case.config(), degree)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
 from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
 from granite4_neuron.checkpoint.gguf.file import open_gguf
+from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,12 @@ class GGUFCheckpoint(Checkpoint):
     def stored_in(self) -> list[str]:
         """Implement `Checkpoint.stored_in`: GGUF's names of the types."""
         return sorted({one.type for one in self._file.tensors.values()})
+
+    def with_mtp(self) -> NoReturn:
+        """Implement `Checkpoint.with_mtp`."""
+        raise UserError(
+            f"{self.path} is a GGUF file, and layers for multi-token prediction are read from checkpoint folders only."
+        )
 
     @property
     def has_tokenizer(self) -> bool:

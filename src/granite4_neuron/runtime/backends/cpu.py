@@ -52,6 +52,13 @@ OPTIONS = (
         is_dtype=True,
         everywhere="float32",
     ),
+    # --speculate of the commands implies it.
+    Option(
+        "mtp",
+        refusal="drafting with the model's layers for multi-token prediction is for the backend cpu, and the backend "
+        "here is {backend}.",
+        default=False,
+    ),
     # --adapter of the commands is of one adapter, and not all of them have it.
     Option(
         "adapters",
@@ -68,6 +75,7 @@ def load(
     dtype: torch.dtype | None,
     cpu_kernels: str,
     quantize: str | None,
+    mtp: bool,
     adapters: Mapping[str, str | Path],
     progress: Callable[[int, int], None] | None,
     remark: Callable[[str], None],
@@ -81,7 +89,7 @@ def load(
 
     options["adapters"] = {name: read_adapter(folder, checkpoint.config) for name, folder in adapters.items()}
     model = load_model(
-        checkpoint,
+        checkpoint.with_mtp() if mtp else checkpoint,
         dtype,
         quantize=quantize,
         operators=cpu.operators(cpu_kernels),

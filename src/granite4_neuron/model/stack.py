@@ -1,0 +1,102 @@
+"""Layers one above the other, and the ways of computing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from granite4_neuron.config import ModelConfig
+from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.attention import RotaryTables
+from granite4_neuron.model.binding import Module
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.forms import forms_of
+from granite4_neuron.model.fused import FusedLayers, why_not_fused
+from granite4_neuron.model.norm import RMSNorm
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import Step
+from granite4_neuron.state.hybrid_state import HybridState, LayerState, MambaState
+
+
+class LayerStack(Module):
+    """Layers and the norm after them.
+
+    config: of these layers.
+    stack: how the layers are computed.
+    """
+
+    config: ModelConfig
+    layers: Sequence[DecoderLayer]
+    norm: RMSNorm
+    _bound_stack: OneByOne | FusedLayers | None = None
+
+    @property
+    def stack(self) -> OneByOne | FusedLayers:
+        return OneByOne(self.layers) if self._bound_stack is None else self._bound_stack
+
+    def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
+        """Choose how the layers are computed; return a sentence for each faster form that is not used."""
+        reasons: list[str] = []
+        if self.operators.fused_layers is not None:
+            refusal = why_not_fused(parallel, self.norm)
+            if refusal is None:
+                self._bound_stack = FusedLayers(self.operators, self.layers, self.config, adapters)
+                return reasons
+            reasons.append(f"the fused decoder layers are not used: {refusal}.")
+        forms, more_reasons = forms_of(self.layers)
+        self._bound_stack = OneByOne(forms)
+        return reasons + more_reasons
+
+
+class OneByOne:
+    """The layers of a model, one after another.
+
+    Args:
+        layers: each in its chosen form.
+    """
+
+    def __init__(self, layers: Iterable[DecoderLayer]):
+        self.layers = tuple(layers)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Advance hidden_states, [batch, tokens, hidden_size] in float32, through all layers, and the state in place.
+
+        Returns:
+            The new hidden_states; and if the step verifies, the inputs of each Mamba layer's recurrence.
+        """
+        return through_layers(
+            lambda layer, x, layer_state: layer(x, step, layer_state, rotary),
+            self.layers,
+            state.layers,
+            hidden_states,
+            keep_inputs=step.verifies,
+        )
+
+    def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
+        """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
+        pairs = zip(self.layers, state.layers, strict=True)
+        mamba = [(layer, layer_state) for layer, layer_state in pairs if isinstance(layer_state, MambaState)]
+        for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
+            layer.advance(inputs, step, layer_state)
+
+
+def through_layers(
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    layers: Sequence[DecoderLayer],
+    states: Sequence[LayerState | Sequence[torch.Tensor]],
+    hidden_states: torch.Tensor,
+    keep_inputs: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compute layers one after another: `compute(layer, hidden_states, state)` is what `DecoderLayer.forward` returns.
+
+    keep_inputs: also return the inputs of each Mamba layer's recurrence; otherwise each layer's inputs are freed.
+    """
+    kept_inputs = []
+    for layer, state in zip(layers, states, strict=True):
+        hidden_states, inputs = compute(layer, hidden_states, state)
+        if keep_inputs and inputs is not None:
+            kept_inputs.append(inputs)
+    return hidden_states, kept_inputs
