@@ -42,7 +42,7 @@ def mtp_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Hybri
     return nemotron_engine_model(seed, dtype, mtp_layer_types=("attention", "moe"))
 
 
-ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model, "nemotron, mtp": mtp_engine_model}
+ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model}
 
 
 class ChunkRuntime(CPURuntime):

@@ -24,6 +24,7 @@ from test.support.engines import (
     cached_bytes,
     engine_model,
     generate_one,
+    mtp_engine_model,
     poison_engine,
     poison_state,
     run,
@@ -33,6 +34,7 @@ from test.support.stepping import random_tokens
 
 OPTIONS = {"greedy": {}, "sampled": dict(temperature=0.8, top_k=20), "penalized": dict(repetition_penalty=1.3)}
 BASES = [random_tokens(VOCAB, 60, seed=seed).tolist() for seed in range(2)]
+MODELS = {**ENGINE_MODELS, "nemotron, mtp": mtp_engine_model}
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 50)
 MAX_TOKENS = 24
 
@@ -50,7 +52,7 @@ def request_of(number, max_tokens=MAX_TOKENS, options="greedy", **more):
 @pytest.fixture(scope="module")
 def model(request):
     """Return the engine's small model of a family of models; of Granite where a test names none."""
-    return ENGINE_MODELS[getattr(request, "param", "granite")]()
+    return MODELS[getattr(request, "param", "granite")]()
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,7 @@ KINDS = ["n-gram", "script", "same model", "same model, cached", "other model"]
     [
         *itertools.product(["granite"], KINDS, OPTIONS),
         ("nemotron", "same model, cached", "greedy"),
-        *(("nemotron, mtp", "mtp", options) for options in OPTIONS),
+        *itertools.product(["nemotron, mtp"], ["mtp"], OPTIONS),
     ],
     indirect=["model"],
 )
@@ -373,22 +375,26 @@ arrivals = st.lists(
 cases = Counter()
 
 
+@pytest.mark.parametrize(
+    ("model", "kinds"), [("granite", (None, *KINDS)), ("nemotron, mtp", ("mtp",))], indirect=["model"]
+)
 @settings(max_examples=150, deadline=None)
 @given(
     arrivals=arrivals,
     num_sequences=st.integers(1, 4),
-    kind=st.sampled_from([None, *KINDS]),
+    choice=st.integers(0, len(KINDS)),
     draft_tokens=st.integers(1, 9),
     budget=st.sampled_from([0, 30_000, 200_000, None]),
     interval=st.sampled_from([None, CHUNK, 2 * CHUNK]),
     kernels=st.sampled_from(["torch", "fused"]),
 )
 def test_every_text_is_that_of_the_sequence_alone(
-    model, other_model, alone, arrivals, num_sequences, kind, draft_tokens, budget, interval, kernels
+    model, kinds, other_model, alone, arrivals, num_sequences, choice, draft_tokens, budget, interval, kernels
 ):
     """Sequences come and go, with NaN in everything that must not be read. With the fused kernels a step has pieces of
     prompts beside tokens of others.
     """
+    kind = kinds[choice % len(kinds)]
     runtime = ChunkRuntime(model, kernels)
     cache = PoisonedPrefixCache(runtime, budget, interval)
     drafter = kind and drafter_of(kind, model, other_model, alone, num_sequences)
@@ -414,6 +420,7 @@ def test_every_text_is_that_of_the_sequence_alone(
     assert budget is None or cache.stats.num_bytes <= budget
     assert not any(node.users for node in cache._entries)
     assert not isinstance(drafter, DraftModel) or len(drafter._free) == num_sequences
+    assert not isinstance(drafter, MTPDrafter) or not drafter._followed
     cases.update(
         runs=1,
         sequences=len(expected),
