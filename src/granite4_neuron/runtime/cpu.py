@@ -229,10 +229,6 @@ class CPURuntime(BoundModel):
             state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
 
 
-def _kv_length(rows: Sequence[Row]) -> int:
-    return max(row.start + len(row.tokens) for row in rows)
-
-
 class CPUMTPLayers:
     """The `MTPLayers` of a runtime's model, on the same kernels."""
 
@@ -269,3 +265,7 @@ class CPUMTPLayers:
     def _layers(self) -> MultiTokenPrediction:
         assert self._runtime.model.mtp is not None  # `CPURuntime.mtp`
         return self._runtime.model.mtp
+
+
+def _kv_length(rows: Sequence[Row]) -> int:
+    return max(row.start + len(row.tokens) for row in rows)
