@@ -1,4 +1,4 @@
-"""NxD Inference's own generation: the example of docs/trainium.md, and scores beside those that it expects."""
+"""NxD Inference's own generation: the examples of docs/trainium.md, and scores beside those that it expects."""
 
 import re
 from pathlib import Path
@@ -23,17 +23,21 @@ CPU_MODE = {
 }
 
 
-def test_example():
-    """The page's example runs in CPU mode with the bundled model, and recites its text."""
-    (example,) = re.findall(r"```python\n(.*?HuggingFaceGenerationAdapter\(.*?)```", PAGE.read_text(), re.DOTALL)
-    for documented, here in CPU_MODE.items():
-        assert documented in example
-        example = example.replace(documented, here)
+def test_the_examples_recite_the_text():
+    """Without and with fused speculation, in CPU mode with the bundled model."""
+    plain, fused = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert all(documented in plain for documented in CPU_MODE)
+    generate = plain[plain.index("model.load(graphs)") :]
+    fused += generate.replace("max_new_tokens=20", "max_new_tokens=20, prompt_lookup_num_tokens=4")
+    folder = str(bundled_checkpoint())
     tokenizer = open_checkpoint(bundled_checkpoint()).load_tokenizer()
-    inputs = tokenizer("An assignment statement", return_tensors="pt")
-    names = dict(folder=str(bundled_checkpoint()), graphs=None, **inputs)
-    exec(example, names)
-    assert "evaluates the expression list (remember that" in tokenizer.decode(names["tokens"][0])
+    names = dict(folder=folder, draft_folder=folder, graphs=None)
+    names |= tokenizer("An assignment statement", return_tensors="pt")
+    for example in (plain, fused):
+        for documented, here in CPU_MODE.items():
+            example = example.replace(documented, here)
+        exec(example, names)
+        assert "evaluates the expression list (remember that" in tokenizer.decode(names.pop("tokens")[0])
 
 
 class TestScores:

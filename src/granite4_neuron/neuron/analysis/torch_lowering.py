@@ -2,6 +2,10 @@
 lowers.
 
 Source: the design of TorchNeuron's backend, as far as it is known; TorchNeuron itself is not used.
+
+torch-mlir widens the indices of `index_put` and of an embedding to int64, one to three for each row; those of
+`index_select` stay int32. A slice before an index (`state[:, rows]`) becomes an index for each element, so the graphs
+have none.
 """
 
 from __future__ import annotations
