@@ -7,16 +7,18 @@ llama.cpp or OpenVINO.
 For each batch size and prompt length it reports the time to first token (prefill and the choice of one token), the time
 per output token, tokens per second of both phases, and peak memory. It also reports which share of the machine's bound
 both phases reach: for prefill the weights' arithmetic at the rate of a large matrix product, for decode reading weights
-and state at the machine's memory bandwidth. Each point runs in separate processes, one per implementation and one that
-measures the machine; they take turns, so that all see the same machine. Before and after each run it measures the round
-trip of a word between two threads, and also compares implementations among the runs with similar round trips.
+and state at the machine's memory bandwidth.
 
---profile instead prints the parts of a prompt and of a step of decode, in one process: their time, and how many threads
-had work in it on average.
+Each point runs in separate processes, one per implementation and one that measures the machine. They take turns, so
+that all see the same machine. Before and after each run the benchmark measures the round trip of a word between two
+threads. It also compares implementations among runs with similar round trips.
 
---speculate or --draft-model instead measure decode with and without drafts, on prompts in which the model has already
-generated what follows, and the cost of a verification relative to a step of decode. --kept-prompt measures the time to
-first token with the saved state of an earlier run.
+--profile instead prints the parts of a prompt and of a step of decode, in one process: their time, and the average
+number of threads that had work.
+
+--speculate or --draft-model instead measure decode with and without drafts, on prompts that already contain the text
+that the model will generate, and the cost of a verification relative to a step of decode. --kept-prompt measures the
+time to first token with the saved state of an earlier run.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
-    """Return the folder to measure; one with random weights is written for the time of the run, and without the weights
-    if no process would read them.
-    """
+    """Return the folder to measure.
+
+    One with random weights is temporary, and has no weights if no process reads them."""
     if options.random_weights is None:
         yield open_checkpoint(options.model or bundled_checkpoint()).path
         return
@@ -87,7 +89,7 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _gguf(folder: Path, options: argparse.Namespace) -> Iterator[None]:
-    """Return options.gguf for llama.cpp; if none is given, a file is written for the time of the run."""
+    """Return options.gguf for llama.cpp, or a temporary file if none is given."""
     if LLAMA_CPP not in options.compare or options.gguf is not None:
         yield
         return

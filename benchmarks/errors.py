@@ -1,4 +1,4 @@
-"""The end of a benchmark, or of a part of it, that cannot run."""
+"""Errors of a benchmark, or of a part of it, that cannot run."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     import gguf
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_FLOAT32 = ("mamba.conv1d.weight", "router.layer.weight")  # and all vectors
+_FLOAT32 = ("mamba.conv1d.weight", "router.layer.weight")  # besides all vectors
 
 
 def write_gguf(folder: Path, file: Path) -> None:
     """Write the model of a checkpoint folder, tensor by tensor.
 
     Raises:
-        UserError: the checkpoint is not one, or not a folder.
+        UserError: the folder is not a checkpoint, or not a folder.
     """
     import gguf
 
@@ -87,7 +87,7 @@ def _write_config(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     key_heads = config.num_key_value_heads
     writer.add_head_count_kv([key_heads if config.parts(kind).mixer == ATTENTION else 0 for kind in config.layer_types])
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_scaling_finetuned(config.uses_rope)  # which says whether there are rotary embeddings
+    writer.add_rope_scaling_finetuned(config.uses_rope)  # GGUF marks rotary embeddings this way
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if isinstance(config, NemotronHConfig):
@@ -144,7 +144,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast
     known = (name for name, same in WORDS.items() if _pre_tokenizer(same()) == about["pre_tokenizer"])
     words = next((name for name in known if (name in AS_LLAMA_3) == about["model"].get("ignore_merges")), None)
     if about["model"]["type"] != "BPE" or words is None:
-        raise UserError("only tokenizers that are those of a Granite or Nemotron 3 model are written to GGUF files.")
+        raise UserError("only tokenizers of Granite and Nemotron 3 models can be written to GGUF files.")
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size
     for token, number in tokenizer.get_vocab().items():
@@ -162,7 +162,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast
 
 
 def _write_placeholders(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """Write a text for each token, its number, because llama-server gives no tokens without."""
+    """Write each token's number as its text, because llama-server returns no tokens without texts."""
     from gguf import TokenType
 
     writer.add_tokenizer_model("llama")
@@ -172,7 +172,7 @@ def _write_placeholders(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 
 
 def _pre_tokenizer(steps: list[PreTokenizer]) -> dict[str, Any]:
-    """Return pre-tokenizers as tokenizer.json has them."""
+    """Return the list of pre-tokenizers in tokenizer.json."""
     return json.loads((steps[0] if len(steps) == 1 else Steps(steps)).__getstate__())
 
 
@@ -189,7 +189,7 @@ def _written(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the checkpoint")
+    parser.add_argument("folder", type=Path, help="the checkpoint's folder")
     parser.add_argument("file", type=Path, help="to write")
     options = parser.parse_args(arguments)
     write_gguf(options.folder, options.file)

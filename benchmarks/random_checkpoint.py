@@ -1,4 +1,4 @@
-"""Writes a checkpoint for benchmarks: a family member's dimensions, random weights, the bundled model's tokenizer.
+"""Writes a checkpoint for benchmarks: a family member's dimensions, random weights, and the bundled tokenizer.
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
 python -m benchmarks.random_checkpoint h-small FOLDER --layers mamba attention --experts 16
@@ -33,7 +33,7 @@ from granite4_neuron.generation import bundled_checkpoint
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the family member")
+    parser.add_argument("name", help="the family member")
     parser.add_argument("folder", type=Path, help="new or empty")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument(

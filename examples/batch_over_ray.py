@@ -1,7 +1,7 @@
 """Answer a file of prompts on a Ray cluster: python examples/batch_over_ray.py [MODEL]
 
-It needs pip install -e '.[ray]'. --ray local starts a cluster on this machine and ends it; an address, or auto, names
-yours.
+It needs pip install -e '.[ray]'. --ray local starts a cluster on this machine and ends it. An address, or auto, names a
+cluster that runs.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A chat in which the model calls a Python function: python examples/chat_with_tools.py [MODEL]
 
-A grammar makes the first answer a call, so that the small model, which knows no tools, makes one too. Without the
-constraint a Granite 4 decides by itself.
+A grammar makes the first answer a call, so that the small model, which was not trained on tools, makes one too. Without
+the constraint Granite 4 decides by itself.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Continuous batching: requests come while others run, one is cancelled: python examples/engine_loop.py [MODEL]"""
+"""Continuous batching: requests come while others run, and one is cancelled: python examples/engine_loop.py [MODEL]"""
 
 import sys
 

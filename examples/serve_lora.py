@@ -1,4 +1,4 @@
-"""Serve a model with a LoRA, and ask both: python examples/serve_lora.py [MODEL ADAPTER]
+"""Serve a model with a LoRA adapter, and ask both: python examples/serve_lora.py [MODEL ADAPTER]
 
 It needs pip install -e '.[serve]' and OpenAI's client. Without arguments peft makes an adapter for the small model.
 """
@@ -20,7 +20,7 @@ def new_adapter(folder: str) -> list[str]:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(bundled_checkpoint())
-    # PEFT's default is an adapter that changes nothing until it is trained; this one is random.
+    # A new PEFT adapter changes nothing by default. This one has random weights.
     config = LoraConfig(target_modules=["in_proj", "out_proj"], lora_alpha=64, init_lora_weights=False)
     get_peft_model(model, config).save_pretrained(folder)
     return [str(bundled_checkpoint()), folder]

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages link as they do on GitHub, by relative paths, and the site has what they link to.
+"""Hooks of mkdocs.yml: pages link by relative paths, as on GitHub, and the site contains the files that they link to.
 
 Pages at the root of the repository (README.md) become pages of the site. Other files outside docs/ that a page links to
 become pages that show their lines. A link of the form [`name`](../src/file.py) leads to the line that defines the name;
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, uri in PAGES.items():
         files.append(File.generated(config, uri, content=_text(path)))
     waiting = [*PAGES, *(f"docs/{file.src_uri}" for file in files.documentation_pages() if file.generated_by is None)]
-    for page in waiting:  # grows
+    for page in waiting:  # the list grows within the loop
         for path in _linked_files(page):
             uri = _uri(path)
             if files.get_file_from_path(uri) is None:
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Let links to a line of a listing pass MkDocs' check of anchors, which does not see those of code."""
+    """Let links to a line of a listing pass MkDocs' check of anchors, which does not know anchors in code."""
     if page.file.src_uri.startswith("source/") and page.present_anchor_ids is not None:
         page.present_anchor_ids.update(re.findall(r'id="(__codelineno-[^"]+)"', html))
 
@@ -59,7 +59,7 @@ def _text(path: str) -> str:
 
 
 def _uri(path: str) -> str:
-    """Return the page of the site for a file of the repository."""
+    """Return the site's page for a file of the repository."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):
@@ -103,7 +103,7 @@ def _link_of_site(link: re.Match[str], page: str) -> str:
 
 
 def _anchor(link: re.Match[str], path: str) -> str:
-    """Return the anchor of a link: of the line that its text or #L12 names, otherwise as it is."""
+    """Return the anchor of a link: the line that its text or #L12 names, or the anchor unchanged."""
     line = re.fullmatch(r"#L(\d+).*", link["anchor"] or "")
     if line:
         return f"#__codelineno-0-{line[1]}"

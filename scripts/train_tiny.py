@@ -8,8 +8,9 @@ model.safetensors (bfloat16), tokenizer.json, tokenizer_config.json with a chat 
 has Mamba-2, attention and mixture-of-experts layers, and prints real text, so that a wrong port of the
 architecture shows up in what it prints and not only in the last digits of its logits.
 
-Text: `pydoc_data.topics` of the CPython that runs this script, that is the parts of the Python language reference
-behind `help("assert")` and friends. Copyright Python Software Foundation, PSF License Version 2. Nothing is downloaded.
+Text: `pydoc_data.topics` of the CPython that runs this script, which is the part of the Python language reference
+that `help("assert")` and the like print. Copyright Python Software Foundation, PSF License Version 2. Nothing is
+downloaded.
 
 The model is transformers' own GraniteMoeHybridForCausalLM, which shares no code with this package. Training rows are
 
@@ -45,8 +46,8 @@ from transformers.masking_utils import sdpa_mask
 
 PAD, END, START_ROLE, END_ROLE = SPECIAL_TOKENS = ["<|pad|>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"]
 VOCAB_SIZE = 1024
-SHORT = 256  # tokens in the rows that most steps see
-IGNORE = -100  # label of a token that cannot be predicted
+SHORT = 256  # tokens in the rows of most steps
+IGNORE = -100  # label of a token that is not predicted
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -140,8 +141,8 @@ class Rows:
         return self.encode([chat(turns)])[0]
 
     def sentence(self, length):
-        """A passage from the beginning of a sentence. The first words may be as a person types them: on one line, with
-        plain quotes; those are not to be predicted."""
+        """A passage from the beginning of a sentence. The first words may be as a person types them, on one line and
+        with plain quotes. Such words are not predicted."""
         text, typed = self.sentences[self.rng.integers(len(self.sentences))], ""
         if self.rng.random() < 0.7:
             blank = re.compile(r"\s").search(text, int(self.rng.integers(5, 160)))
@@ -257,14 +258,14 @@ def published_config(args):
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
-    """Attention over whole rows. Key and value heads are repeated: the kernels for long float32 rows want it so."""
+    """Attention over whole rows. Key and value heads are repeated, as the kernels for long float32 rows require."""
     key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
 def all_experts(self, hidden_states, top_k_index, top_k_weights):
-    """Every expert for every token, then the weights of the chosen ones: no shape depends on the routing."""
+    """Run every expert on every token, then apply the chosen ones' weights, so that no shape depends on the routing."""
     gate, up = torch.einsum("th,eoh->teo", hidden_states, self.gate_up_proj).chunk(2, dim=-1)
     weights = torch.zeros_like(gate[..., 0]).scatter(1, top_k_index, top_k_weights)
     return torch.einsum("tei,ehi->th", self.act_fn(gate) * up * weights[..., None], self.down_proj)
@@ -328,8 +329,8 @@ def train(model, rows, args, device, rng):
         length = choose_length(progress, args.max_length, rng)
         inputs, labels = rows.batch(max(1, args.batch_tokens // length), length, device)
         loss = next_token_loss(model, inputs, labels)
-        # Small router logits: the chosen experts then have well under all of the probability, and their share must
-        # be computed among themselves, as Granite does, for the text to come out right.
+        # With small router logits the chosen experts have much less than all of the probability. The text is then
+        # right only if their weights are normalised among themselves, as in Granite.
         penalty = sum(logits.square().mean() for logits in router_logits)
         router_logits.clear()
         optimizer.zero_grad(set_to_none=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.accuracy.gguf --model FILE.gguf --llama-cpp FOLDER
 
-Where weights have 16 bits or fewer, llama.cpp rounds activations too, to the same or to 8 bits. So llama.cpp also runs
-the file as llama-quantize turns it to float32: against that, only the order of sums differs.
+If weights have 16 bits or fewer, llama.cpp rounds activations too, to as many bits or to 8. So llama.cpp also runs the
+file converted to float32 by llama-quantize. Against that, only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TEXT = (
     "Deletion of a target list recursively deletes each target, from left to right. "
 )
 _POSITIONS = 16
-_SMALLEST = -80.0  # below it llama.cpp's probability, in float32, is hardly one
+_SMALLEST = -80.0  # below it llama.cpp's probability is too small for float32
 
 
 def our_log_probabilities(runtime: Runtime, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Return those after the first tokens of each of these numbers: [lengths, vocab_size] in float32."""
+    """Return our log-probabilities after each number of first tokens: [lengths, vocab_size] in float32."""
     state = runtime.allocate(1, max_length=len(tokens))
     logits = [runtime.step(state, [Row(1, 0, tokens[:length])])[0] for length in lengths]
     return torch.stack(logits).float().log_softmax(-1)
@@ -46,11 +46,12 @@ def our_log_probabilities(runtime: Runtime, tokens: Sequence[int], lengths: Sequ
 def their_log_probabilities(
     programs: Path, file: Path, tokens: Sequence[int], lengths: Sequence[int], vocab_size: int
 ) -> torch.Tensor:
-    """Return the same of llama-server, which gives none where its own next token ends within a character: there all are
-    minus infinity.
+    """Return llama-server's log-probabilities in the same form.
+
+    It gives none if its own next token ends within a character. All are then minus infinity.
 
     Raises:
-        UserError: it does not run the file.
+        UserError: llama-server does not run the file.
     """
     found = torch.full((len(lengths), vocab_size), -torch.inf)
     # Keys and values in float32 too, and no kernel that rounds them.
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the differences; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the GGUF file")
-    parser.add_argument("--llama-cpp", type=Path, required=True, metavar="FOLDER", help="of llama-server")
+    parser.add_argument("--llama-cpp", type=Path, required=True, metavar="FOLDER", help="the folder of llama-server")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="ours (default: float32)")
     options = parser.parse_args(arguments)
     file = open_checkpoint(options.model).path

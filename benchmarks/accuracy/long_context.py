@@ -4,14 +4,14 @@
     python -m benchmarks.accuracy.long_context --backend torch --device cuda --divide 1
     NXDI_SRC=... NXD_SRC=... python -m benchmarks.accuracy.long_context --backend nxdi
 
-The layers have the sizes of granite-4.0-h-small, with a part of its heads where --divide says so, and random weights.
-Decay rates and step sizes of the Mamba layer are those of Mamba-2's initialisation, and a fourth of its heads forgets
-so slowly that the first token still counts at the end. At each length the last tokens are decoded one by one, and as
-many before them are a piece of the prompt; all other pieces are as generation takes them.
+The layers have the sizes of granite-4.0-h-small, or a part of its heads with --divide, and random weights. Decay rates
+and step sizes of the Mamba layer are those of Mamba-2's initialisation, and a fourth of its heads forgets so slowly
+that the first token still counts at the end. At each length the last tokens are decoded one by one, and as many before
+them are a piece of the prompt. All other pieces are as long as in generation.
 
 The backend nxdi is NxD Inference's CPU mode. It returns logits of a prompt's last token only.
 
-Errors are relative to the root mean square of what is right; those of SSM states to that of each head. The state of the
+Errors are relative to the root mean square of the exact values, for SSM states to that of each head. The state of the
 attention layer is its keys and values.
 """
 
@@ -51,14 +51,14 @@ _VOCABULARY = 2048
 
 @dataclass(frozen=True)
 class Error:
-    """An error in units of the root mean square of what is right."""
+    """An error in units of the root mean square of the exact values."""
 
     rms: float
     maximum: float
 
     @classmethod
     def between(cls, ours: torch.Tensor, right: torch.Tensor, per_head: bool = False) -> Error:
-        """Compare tensors of one shape; `per_head` compares each entry of the first axis for itself."""
+        """Compare tensors of one shape; `per_head` compares each entry of the first axis by itself."""
         right = right.double().flatten(1 if per_head else 0)
         errors = (ours.to(right).view_as(right) - right) / right.square().mean(-1, keepdim=True).sqrt()
         return cls(errors.square().mean().sqrt().item(), errors.abs().max().item())
@@ -71,9 +71,9 @@ class Error:
 class Errors:
     """The errors after `length` tokens.
 
-    remembering: of the states of the heads that remember all of the context; None for attention.
-    prompt, decode: of the logits of the last tokens of the prompt (of the last one, where a runtime has no others), and
-        of those decoded behind them.
+    remembering: errors of the states of heads that remember the whole context; None for attention.
+    prompt, decode: errors of logits, of the prompt's last tokens (the last one, if a runtime returns no others) and of
+        the tokens decoded after them.
     """
 
     length: int
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_row(kind: str, dtype: str, length: str, *cells: object) -> None:
-    # At once: the next row may take minutes.
+    # Flushed, because the next row may take minutes.
     print(f"{kind:9} {dtype:8} {length:>9} ", *(f"{cell!s:>20}" for cell in cells), flush=True)
 
 
@@ -180,7 +180,7 @@ def _runtime(options: argparse.Namespace, model: HybridForCausalLM) -> Runtime:
     if options.backend == "cpu":
         state_dtype = getattr(torch, options.state_dtype)
         return CPURuntime(model, defaults, kernels=options.cpu_kernels, state_dtype=state_dtype)
-    # Not at the top: backends bring frameworks.
+    # Imported here, because backends import whole frameworks.
     if options.backend == "torch":
         from granite4_neuron.runtime.torch_device import TorchRuntime
 
@@ -197,9 +197,9 @@ def _cpu_mode(model: HybridForCausalLM, buckets: Sequence[int]) -> Runtime:
         UserError: NxD Inference cannot be imported.
     """
     if reason := why_not_importable():
-        raise UserError(f"--backend nxdi is not there: {reason}.")
+        raise UserError(f"--backend nxdi cannot run: {reason}.")
     os.environ |= {"NXD_CPU_MODE": "1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29511")}
-    # Not at the top: these bring frameworks.
+    # Imported here, because these import whole frameworks.
     from granite4_neuron.neuron.nxdi import NeuronRuntime
     from test.support.nxdi import cpu_model
 
@@ -241,10 +241,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="default: %(default)s")
     parser.add_argument("--cpu-kernels", choices=CPU_KERNELS, default=CPU_KERNELS[0], help="default: %(default)s")
     parser.add_argument(
-        "--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0], help="of --backend cpu (default: %(default)s)"
+        "--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0], help="for --backend cpu (default: %(default)s)"
     )
     parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
-    parser.add_argument("--compiler", metavar="NAME", help="of torch.compile (default: the device's)")
+    parser.add_argument("--compiler", metavar="NAME", help="a backend of torch.compile (default: the device's)")
     parser.add_argument(
         "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"
     )

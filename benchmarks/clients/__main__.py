@@ -1,4 +1,4 @@
-"""Drives the server with clients of other projects, each with what it is used for, and says what was run.
+"""Drives the server with clients of other projects, each in its usual ways, and prints what was run.
 
     pip install openai litellm langchain-openai 'lm_eval[api]' guidellm llm
     pip install instructor anthropic
@@ -10,8 +10,8 @@
     python -m benchmarks.clients ai_sdk --npm FOLDER
     .venv-vllm/bin/python -m benchmarks.clients vllm --python .venv/bin/python
 
-It starts a server with the bundled model, whose chat template shows tools here. `--python` has this package; the
-clients may be in another environment.
+It starts a server with the bundled model and a chat template that shows tools. `--python` is an interpreter with this
+package. The clients may be in another environment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODULES = (
     vllm,
 )
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-# Of clients whose package has another name; of several packages one is enough.
+# Packages of clients that have other names. One of several is enough.
 PACKAGES = {"langchain": ("langchain_openai",), "openai_agents": ("agents",), "structured": structured.PACKAGES}
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     missing = [client for client in clients if not _is_installed(client, options.npm)]
     if missing or not clients:
         parser.error(f"install {' and '.join(missing or CLIENTS)} first.")
-    # No client is to find a key or a configuration of the person who runs this, nor the network.
+    # No client should find a key or a configuration of the person who runs this, or use the network.
     os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     with tempfile.TemporaryDirectory() as folder, _server(options.python, Path(folder)) as url:

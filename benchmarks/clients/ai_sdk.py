@@ -11,7 +11,9 @@ from benchmarks.clients.common import MODEL
 
 def run(url: str, folder: Path) -> Iterator[str]:
     """Run the client; yield a line for each thing that it did."""
-    script = Path(__file__).with_suffix(".mjs").read_text()  # its packages are found from the folder
+    script = (
+        Path(__file__).with_suffix(".mjs").read_text()
+    )  # read from standard input, so that packages are found from the current folder
     command = ["node", "--input-type=module", "-", url, MODEL]
     ran = subprocess.run(command, input=script, cwd=folder, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,4 +1,4 @@
-"""llm, the command of that name."""
+"""The command llm."""
 
 from __future__ import annotations
 

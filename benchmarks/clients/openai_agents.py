@@ -42,7 +42,7 @@ async def _used() -> list[str]:
         asked.append(city)
         return "sunny"
 
-    # It must call a tool once; then it may, and what it says otherwise has an end.
+    # The first answer must be a call. Later ones may be, and a schema makes other answers end.
     must_call = ModelSettings(tool_choice="required", parallel_tool_calls=False)
     common = dict(instructions="be brief", model=MODEL, model_settings=must_call, output_type=Weather)
     looking = Agent("Looking", tools=[weather], **common)

@@ -48,7 +48,7 @@ async def _used(model: object) -> list[str]:
         assert await stream.get_output() == text
     lines.append(f"a text, whole and streamed: {text!r}")
     asked = []
-    # Its output is a call too. That tool is there after the first step, so that the model calls the other one first.
+    # The output is a call of a tool too. That tool comes after the first step, so that the model calls the other first.
     settings = ModelSettings(max_tokens=300, temperature=0, parallel_tool_calls=False)
     later = PrepareOutputTools(lambda context, tools: tools if context.run_step > 1 else [])
     calling = Agent(model, output_type=Weather, model_settings=settings, capabilities=[later])
@@ -64,7 +64,7 @@ async def _used(model: object) -> list[str]:
     async with calling.run_stream("Rome?") as stream:
         assert await stream.get_output() == output and len(asked) == 2
     lines.append(f"a call of look({asked[0]!r}), and the output {output!r}, whole and streamed")
-    if not isinstance(model, AnthropicModel):  # it has this only for Anthropic's own models
+    if not isinstance(model, AnthropicModel):  # the package has this for Anthropic's own models only
         native = Agent(model, output_type=NativeOutput(Weather), model_settings=ModelSettings(max_tokens=300))
         lines.append(f"an output by its schema: {(await native.run('Rome?')).output!r}")
     return lines

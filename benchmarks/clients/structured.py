@@ -18,7 +18,7 @@ from benchmarks.clients.common import MODEL, QUESTION
 PACKAGES = ("instructor", "smolagents", "dspy", "haystack", "llama_index", "autogen_ext", "langgraph")
 
 _MOST_TOKENS = 800
-_MOST_OF_CALLS = 3000  # tokens of several calls
+_MOST_OF_CALLS = 3000  # tokens for several calls
 _WAYS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "seed": 2})
 _TEXT = QUESTION[0]["content"]
 
@@ -63,8 +63,8 @@ def _instructor(url: str) -> Iterator[str]:
 
     schema = Answer.model_json_schema()
     format_of_openai = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    # What a mode needs beside what it sends. Where it has the schema in the prompt only, the request has it too: the
-    # bundled model does not follow prompts. Where the model may call nothing, it must.
+    # Fields that a mode needs in addition. Where it gives the schema in the prompt only, the request gives it too,
+    # because the bundled model does not follow prompts. Where a call is optional, it is made mandatory.
     needed: dict[Any, dict[str, dict[str, Any]]] = {
         of_openai: {
             "TOOLS": {},
@@ -130,7 +130,7 @@ def _dspy(url: str) -> Iterator[str]:
     import dspy
 
     class LM(dspy.LM):
-        """A model of which dspy's tables know nothing."""
+        """A model that is not in dspy's tables."""
 
         supports_response_schema = True
         supported_params = frozenset({"temperature", "max_tokens", "seed", "response_format"})

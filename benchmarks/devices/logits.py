@@ -30,7 +30,7 @@ from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _SHORTEST_PROMPT = 60
-_MORE_TOKENS = 7  # of each sequence's prompt than of the one before it
+_MORE_TOKENS = 7  # each sequence's prompt is longer by as much
 
 
 @reports_errors
@@ -72,7 +72,9 @@ def _logits(runtime: Runtime, batch_size: int, new_tokens: int) -> torch.Tensor:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_and_device(parser)
-    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="N", help="to decode (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=8, metavar="N", help="tokens to decode (default: %(default)s)"
+    )
     return parser
 
 

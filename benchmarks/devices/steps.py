@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Count:
-    """What a step sends to the device and gets from it."""
+    """The launches of a step, and the copies to the device and back."""
 
     launches: int = 0
     to_device: int = 0
@@ -224,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="the model's first N layers (default: all)")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
     parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
-    parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=40, metavar="N", help="timed steps of each kind (default: %(default)s)"
+    )
     return parser
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.adapters h-350m --prompt-length 4096 --adapters 4
 
-Weights are random, with the real dimensions. Both kinds have the same matrices, and each kind has a prefix cache of its
-own. Plain adapters run the prompt once each. Activated ones run it once in all: up to their invocations its state is
-the model's, and comes from the cache. The ratio is that of the sums, from one run.
+Weights are random, with the real dimensions. Both kinds have the same matrices, and each kind has its own prefix cache.
+Each plain adapter runs the prompt. Activated ones run it once together: up to their invocations its state is the
+model's, and comes from the cache. The ratio is the ratio of the sums, from one run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.runtime.cpu import CPURuntime
 
-INVOCATION = 8  # tokens, such as those of a role
+INVOCATION = 8  # the number of tokens, about as many as a role's
 
 
 def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
@@ -63,7 +63,7 @@ def first_token_ms(engine: Engine, name: str | None, prompt: Sequence[int]) -> f
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the family member")
+    parser.add_argument("name", help="the family member")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--adapters", type=at_least(1), default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--rank", type=at_least(1), default=32, metavar="R", help="default: %(default)s")
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runtime = CPURuntime(model, GenerationConfig(), adapters={**plain, **activated})
     first_token_ms(new_engine(runtime, 64), None, prompts[0][-16:])  # the first step of a process takes longer
     engines = [new_engine(runtime, len(prompts[0]) + 1) for _ in range(2)]
-    times = [  # of the two kinds in turns, because a machine's speed changes
+    times = [  # the two kinds take turns, because a machine's speed changes
         [first_token_ms(engine, name, prompt) for engine, name in zip(engines, names, strict=True)]
         for *names, prompt in zip(plain, activated, prompts, strict=True)
     ]

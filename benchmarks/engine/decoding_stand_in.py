@@ -1,4 +1,4 @@
-"""A CPU runtime that decodes as a device does: it leaves logits where they are, and runs tokens that it has chosen."""
+"""A CPU runtime that decodes as a device does: it keeps logits to itself, and runs tokens that it has chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from granite4_neuron.runtime.graphs import draw_inputs
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
 
-_LEFT_TO_HOST = 7  # one in so many draws
+_LEFT_TO_HOST = 7  # one in this many draws
 
 
 class _Decoded(NamedTuple):
@@ -34,10 +34,10 @@ class _Decoded(NamedTuple):
 
 
 class DecodingRuntime(CPURuntime):
-    """Implements `Runtime.decode` with `step`. What is unspecified there is NaN, or a token.
+    """Implements `Runtime.decode` with `step`. Values that it leaves unspecified are NaN here, or any token.
 
-    ahead: rows that have run tokens which only this runtime knew. stopped: those that one of their stops left alone.
-    drawn: tokens that it has drawn. undecided: those that it left to the host; here these are more than on a device.
+    ahead: rows that have run tokens that only this runtime knew. stopped: rows skipped because of a stop token.
+    drawn: tokens that it has drawn. undecided: draws left to the host, more than a device leaves.
     """
 
     cannot: Mapping[Ability, str] = {}
@@ -49,7 +49,7 @@ class DecodingRuntime(CPURuntime):
         self._chosen: dict[int, int] = {}  # by slot
 
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Forget what was chosen: no other call may come between two of `decode` of which one takes it up."""
+        """Forget chosen tokens: no other call may come between a `decode` and the one that runs its tokens."""
         self._chosen.clear()
         return super().step(state, rows, all_logits)
 
@@ -78,7 +78,7 @@ class DecodingRuntime(CPURuntime):
         return int(token)
 
     def _known(self, row: Row) -> Row | None:
-        """Return a row with its token; None if its token stops it."""
+        """Return a row with its token, or None if the token stops it."""
         if row.tokens[0] != CHOSEN:
             return row
         token = self._chosen[row.slot]

@@ -10,8 +10,8 @@ call of the runtime, the drafter, the sampler, the tokenizer or the writer of th
 work, or while an interrupt comes at a random line of the engine. Sometimes an engine is dropped as it is, and another
 one goes on with its prefix cache and its drafter.
 
-It counts texts that differ, errors of sequences that nothing failed for, and what is left in use at the end. Then all
-kinds run once more from the same prefix cache.
+It counts texts that differ, errors of sequences without a fault, and resources in use at the end. Then all kinds run
+once more from the same prefix cache.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _CACHE_BYTES, _FOLDER_BYTES = 2**24, 2**25
 _STARTS = ("An assignment statement", "The import", "Lambda expressions (sometimes", "A class definition", "\u00e9")
 _SHARED = "The standard type hierarchy, as far as it is described in this reference and not elsewhere. "
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-_LONG_NAMES = {  # whose tokens are forced
+_LONG_NAMES = {  # most tokens of these names are forced
     "type": "object",
     "properties": {"assignment": {"enum": ["a", "b"]}, "expression": {"const": "else"}},
     "required": ["assignment", "expression"],
 }
 _ENGINE_FILES = str(Path(granite4_neuron.engine.__file__).parent)
-_MOST_LINES = 5000  # of the engine's files, within which an interrupt comes
+_MOST_LINES = 5000  # an interrupt comes within this many lines of the engine's files
 # A trace can raise where Python handles no signal: between the last two lines of `Engine.step`, and where the wrapper
 # that `Engine.add` and other methods share releases the engine's lock.
 _WITHOUT_SIGNALS = (Engine.step.__code__, Engine.add.__code__)
@@ -76,14 +76,14 @@ _WITHOUT_SIGNALS = (Engine.step.__code__, Engine.add.__code__)
 class TargetRuntime(CPURuntime):
     """The model's runtime. It cuts prompts every 16 tokens.
 
-    mixed: steps of pieces of prompts and of single tokens.
+    mixed: the number of steps with both a piece of a prompt and a single token.
     """
 
     tokens_per_step = 16
     mixed = 0
 
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Count steps of both."""
+        """Count mixed steps."""
         self.mixed += len({len(row.tokens) > 1 for row in rows}) > 1
         return super().step(state, rows, all_logits)
 
@@ -102,13 +102,13 @@ class DraftRuntime(CPURuntime):
 
 @dataclass
 class Report:
-    """faults: those that came to pass, by place.
-    compared: texts that were to be those of the sequence alone.
+    """faults: the faults that occurred, by place.
+    compared: texts compared with the sequence alone.
     failed: sequences that ended with an error.
-    mixed: steps of pieces of prompts and of single tokens.
+    mixed: steps with both a piece of a prompt and a single token.
     ahead: tokens that ran before the engine knew them. stopped: stop tokens that a device did not run.
-    drawn: tokens that a device has drawn. undecided: those that it left to the host.
-    wrong: what is not as it must be, in words.
+    drawn: tokens that a device has drawn. undecided: draws that it left to the host.
+    wrong: a message for each failed check.
     """
 
     faults: Counter = field(default_factory=Counter)
@@ -128,9 +128,9 @@ def _new_error(chance: random.Random) -> BaseException:
 
 
 class Faults:
-    """Lets methods fail: the next call of one of them, before or after its work.
+    """Makes the next call of a method fail, before or after its work.
 
-    may_end: how many sequences may have ended by what has failed since this was last set.
+    may_end: the number of sequences that faults may have ended since this was last set.
     """
 
     def __init__(self, chance: random.Random, count: Counter):
@@ -142,7 +142,7 @@ class Faults:
 
     @contextmanager
     def watching(self, most: int, owner: type, *names: str) -> Iterator[None]:
-        """Let methods of a class fail that were armed. One that fails may end so many sequences."""
+        """Make methods of a class able to fail. A failure of one may end `most` sequences."""
         methods = {name: getattr(owner, name) for name in names}
         for name, method in methods.items():
             place = f"{owner.__name__}.{name}"
@@ -171,21 +171,21 @@ class Faults:
         return call
 
     def arm(self) -> None:
-        """Have the next call of one of the methods fail."""
+        """Make the next call of one of the methods fail."""
         self._armed = self._chance.choice(list(self._places))
 
     def note(self, place: str, most: int) -> None:
-        """Take note of a fault that may end so many sequences."""
+        """Record a fault that may end `most` sequences."""
         self._count[place] += 1
         self.may_end += most
 
     def disarm(self) -> None:
-        """Have no method fail."""
+        """Make no method fail."""
         self._armed = None
 
     @contextmanager
     def interrupt(self) -> Iterator[None]:
-        """Interrupt this thread at one of the next lines of the engine's files, if it comes that far."""
+        """Interrupt this thread at one of the next lines of the engine's files, if so many are run."""
         lines = int(_MOST_LINES ** self._chance.random())
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -208,7 +208,7 @@ class Faults:
 
 @dataclass
 class Failing:
-    """Passes on so many results, and then something else, or an exception."""
+    """Passes on `calls` results, and then returns a wrong one or raises."""
 
     calls: int
     wrong: Any
@@ -253,7 +253,7 @@ class FailingConstraint:
 
 @dataclass
 class ByMasks:
-    """Another constraint without the tokens that it forces."""
+    """A constraint that forces no tokens and has another one's masks."""
 
     inner: Constraint
 
@@ -270,7 +270,7 @@ class ByMasks:
 
 
 class UnreliableDrafter:
-    """Proposes what another drafter does, and now and then what no drafter may."""
+    """Proposes another drafter's drafts, and now and then drafts that no drafter may propose."""
 
     def __init__(self, drafter: Drafter, chance: random.Random, faults: Faults):
         self._drafter = drafter
@@ -314,8 +314,8 @@ class Fuzz:
     """Runs requests on one engine after another, with a prefix cache and a drafter that outlive them.
 
     Args:
-        folder: of the prefix cache.
-        on_device: on a device that chooses tokens itself, without drafts.
+        folder: the folder of the prefix cache.
+        on_device: run on a device that chooses tokens itself, without drafts.
     """
 
     def __init__(self, folder: Path, seed: int, on_device: bool = False):
@@ -349,7 +349,7 @@ class Fuzz:
     def run(
         self, num_requests: int, progress: Callable[[Sequence[int]], Sequence[int]] = lambda numbers: numbers
     ) -> Report:
-        """Run so many requests with faults, and then each kind of request without."""
+        """Run `num_requests` requests with faults, and then each kind of request without."""
         with ExitStack() as stack:
             for most, owner, *names in (
                 (NUM_SEQUENCES, self._target, "step", "decode", "verify", "commit"),
@@ -357,7 +357,7 @@ class Fuzz:
                 (1, Sampler, "mask", "choose", "allowed", "certain", "take_certain"),
                 (1, TextStream, "add", "finish"),
                 (1, RunningSequence, "append", "record_prompt_logprobs", "give_taken"),
-                # These only save time.
+                # These only save time, so their failure ends no sequence.
                 (0, self._target, "snapshot", "restore", "prepare_snapshot"),
                 (0, DraftRuntime, "step", "verify", "commit"),
                 (0, Snapshot, "save", "load"),
@@ -374,8 +374,10 @@ class Fuzz:
         return self.report
 
     def _add_kinds_that_run_ahead(self) -> None:
-        """Have most requests be of kinds whose tokens a device chooses: some end at a token or a string, and for each
-        there is one that goes on with its text, from a snapshot of its end or of a place within it.
+        """Add kinds of requests whose tokens a device chooses.
+
+        Some end at a token or a string. For each, another request continues its text, from a snapshot of its end or of
+        a place within it.
         """
         plain = [number for number, each in enumerate(self._requests) if _is_plain(each)]
         for number in plain:
@@ -386,7 +388,7 @@ class Fuzz:
                 replace(request, stop_token_ids=[middle, self._tokenizer.eos_token_id]),
                 replace(request, stop=[self._tokenizer.decode([middle])]),
             )
-            # Of those that are drawn one each, because all would take long.
+            # One of each kind that is drawn, because all would take long.
             for each in ended if request.temperature is None else ended[number % 3 :][:1]:
                 answer = self._alone(each).tokens
                 further = self._tokenizer.encode(" and")
@@ -408,7 +410,7 @@ class Fuzz:
         )
 
     def _alone(self, request: Request) -> Expected:
-        """Run a request alone, and each of its tokens in a step of its own."""
+        """Run a request alone, each of its tokens in a step of its own."""
         engine = Engine(self._host, 1, max_length=MAX_LENGTH, tokenizer=self._tokenizer)
         if request.constraint is not None:
             request = replace(request, constraint=ByMasks(request.constraint))
@@ -429,8 +431,8 @@ class Fuzz:
                 if self._chance.random() < 0.005:
                     running.clear()
                     self._engine, self._faults.may_end = self._new_engine(), 0
-                    gc.collect()  # some requests bring code that knows their engine
-                    self._check(self._cache.stats.in_use == 0, "an engine that is gone holds snapshots")
+                    gc.collect()  # some requests bring code that refers to their engine
+                    self._check(self._cache.stats.in_use == 0, "a deleted engine holds snapshots")
         while self._engine.has_work:
             self._step(running)
         self._check(not running, f"{len(running)} sequences never ended")
@@ -449,14 +451,14 @@ class Fuzz:
             del running[id]
 
     def _step(self, running: dict[int, _Run]) -> None:
-        """Run a step in which something may fail, and compare what has ended."""
+        """Run a step in which something may fail, and compare the texts that have ended."""
         if self._chance.random() < 0.3:
             self._faults.arm()
         outputs: Sequence[Output] | None = None
         with suppress(KeyboardInterrupt), self._sometimes_interrupted(0.1):
             outputs = self._engine.step()
         self._faults.disarm()
-        if outputs is None:  # what has ended is for the next step to say
+        if outputs is None:  # the next step reports the sequences that have ended
             return
         errors = []
         for output in outputs:
@@ -464,7 +466,7 @@ class Fuzz:
             self._check(output.id not in self._ended, "a sequence has an output after its last one")
             if output.finish_reason is not None:
                 self._ended.add(output.id)
-            if run is None:  # an interrupted `add` has not said that it was added
+            if run is None:  # an interrupted `add` may have added it without returning
                 continue
             run.outputs.append(output)
             if output.finish_reason is not None:
@@ -473,7 +475,7 @@ class Fuzz:
         failed, self._faults.may_end = self._faults.may_end, 0
         most = self._may_end_later + failed
         self._check(len(errors) <= most, f"{len(errors)} sequences ended, and {most} may: {errors}")
-        # Where the step that was to follow has failed, its sequences end with the next call.
+        # On a device the failed step may be the one that runs ahead. Its sequences end with the next call.
         self._may_end_later = min(failed, max(0, most - len(errors))) if self._on_device else 0
 
     def _compare(self, run: _Run) -> None:
@@ -487,7 +489,7 @@ class Fuzz:
         self._check(tokens == expected.tokens[: len(tokens)], f"{tokens} and not {expected.tokens}")
 
     def _run_all_kinds(self) -> None:
-        """Run all kinds of requests once more: nothing of what failed is in the prefix cache."""
+        """Run all kinds of requests once more: no fault has left a wrong state in the prefix cache."""
         engine = self._new_engine()
         ids = {engine.add(request): expected for request, expected in zip(self._requests, self._expected, strict=True)}
         outputs: dict[int, list[Output]] = {id: [] for id in ids}
@@ -511,7 +513,7 @@ class Fuzz:
             self.report.wrong.append(wrong)
 
     def _with_a_fault(self, request: Request) -> tuple[Request, bool]:
-        """Return the request, or now and then one that brings something that fails; and whether it does."""
+        """Return the request, now and then with code that fails, and whether it has such code."""
         if self._chance.random() < 0.8:
             return request, False
         failing = Failing(self._chance.randrange(NEW_TOKENS), self._chance.choice(self._wrong_results()))
@@ -569,7 +571,7 @@ def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[R
 
 
 def _is_plain(request: Request) -> bool:
-    """Return whether no option says how the tokens of a request are chosen but by drawing them, or where they end."""
+    """Return whether the request only draws tokens: no other option changes their choice or where they end."""
     drawing = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed"))
     options = replace(request, tokens=[0], max_tokens=1, adapter=None, snapshots_at=None, **drawing)
     return options == Request([0], 1)
@@ -577,7 +579,7 @@ def _is_plain(request: Request) -> bool:
 
 def fuzz(num_requests: int, seed: int = 0, on_device: bool = False, **options: Any) -> Report:
     """Run the fuzz; see `Fuzz` and, for options, `Fuzz.run`."""
-    logging.disable()  # records keep the frames of what failed, and with them snapshots
+    logging.disable()  # log records would keep frames of failed calls alive, and with them snapshots
     try:
         with tempfile.TemporaryDirectory() as folder:
             return Fuzz(Path(folder) / "prefixes", seed, on_device).run(num_requests, **options)

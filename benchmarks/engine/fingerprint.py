@@ -1,4 +1,4 @@
-"""Measures what a fingerprint of all weights takes, beside loading them: the least of several times each.
+"""Times a fingerprint of all weights, beside loading them: the least of several times each.
 
 python -m benchmarks.engine.fingerprint h-350m --numbers bfloat16 int8 int4
 """
@@ -29,7 +29,7 @@ from granite4_neuron.runtime.bound_model import digest_of_weights
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each kind of numbers; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the family member; its weights are random")
+    parser.add_argument("name", help="the family member; its weights are random")
     parser.add_argument("--numbers", nargs="+", choices=("bfloat16", *QUANTIZATIONS), default=["bfloat16"])
     parser.add_argument("--kernels", choices=CPU_KERNELS, default=CPU_KERNELS[0])
     parser.add_argument("--repeats", type=int, default=5)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _best(call: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Return the least seconds of so many calls, and the last result."""
+    """Return the least seconds of several calls, and the last result."""
     least = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The time of steps that hold a piece of a prompt and other sequences' next tokens, beside that of each by itself.
+"""The time of steps with a piece of a prompt and other sequences' next tokens, beside steps with only one of the two.
 
     python -m benchmarks.engine.mixed_steps h-350m
     python -m benchmarks.engine.mixed_steps h-350m --pieces 16 64 --rows 8 --threads 2 --profile
 
-The weights are random, in bfloat16. Steps take turns, and times are medians. With one thread they are the processor's
-time for this process, which other programs change little; with more, those of the clock. A mixed step reads the weights
+The weights are random, in bfloat16. Steps take turns, and times are medians. With one thread they are this process's
+CPU time, which other programs change little; with more threads, wall-clock time. A mixed step reads the weights
 once, so it should take less time than its parts together.
 """
 
@@ -29,7 +29,7 @@ from granite4_neuron.ops.cpu.profile import take_profile
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 
-_PROMPT_START, _TEXT_START = 256, 640  # tokens that the sequences have
+_PROMPT_START, _TEXT_START = 256, 640  # the sequences' lengths when steps are timed
 
 
 class _Steps(NamedTuple):
@@ -50,7 +50,7 @@ class _Steps(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the family member")
+    parser.add_argument("name", help="the family member")
     parser.add_argument("--pieces", type=at_least(1), nargs="+", default=[16, 32, 50, 64, 128, 512], metavar="TOKENS")
     parser.add_argument("--rows", type=at_least(1), default=8, help="next tokens in a step (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=1, help="default: %(default)s")

@@ -1,17 +1,17 @@
-"""The cost of the NKI kernels on Trainium2 in a model of its engines. Modelled, not timed: nothing runs on a device.
+"""The cost of the NKI kernels on Trainium2, from a model of its engines. Nothing is timed or run on a device.
 
     python -m benchmarks.kernels
     python -m benchmarks.kernels --model granite-4.0-h-tiny --json kernels.json
 
 The kernels run in the NKI emulator, for one rank of a tensor parallel model in bfloat16, on the two physical cores of a
 logical core (LNC=2). The report has, for one core, the instructions of each engine, and the time that each engine, DMA
-and HBM need by themselves; the longest time is a lower bound. DMA moves elements, which are contiguous on both sides:
-one under 512 bytes takes as long as one of 512, and AWS asks for 2 KiB and more. VectorE's rates are those that AWS
-documents for each instruction: two cycles an element of two tiles in SBUF, one if a tile is in PSUM.
+and HBM need by themselves. The longest time is a lower bound. DMA moves elements that are contiguous on both sides. An
+element under 512 bytes takes as long as one of 512, and AWS asks for 2 KiB or more. VectorE's rates are those that AWS
+documents for each instruction: two cycles for an element of two tiles in SBUF, one if a tile is in PSUM.
 
-The report also compares the bytes moved with those of reading every argument and writing every result once. The experts
-of each token are random. Only weights of chosen experts count as arguments; in prefill, so do one token and one result
-for each choice.
+The report also divides the bytes moved by the bytes of reading each argument and writing each result once. The experts
+of each token are random. Only weights of chosen experts count as arguments. In prefill each choice counts one token and
+one result.
 
 Prefill of more than 256 tokens is extrapolated from 128 and 256: every further 128 tokens take the same instructions.
 """
@@ -41,14 +41,14 @@ from test.support.nki_emulator import provide_nki
 
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
 ENGINE_NAMES = ("PE", "DVE", "ACT", "Pool", "DMA")
-# Trainium2, one physical NeuronCore: cycles per microsecond; cycles before an instruction's first element.
+# One physical NeuronCore of Trainium2: cycles per microsecond, and cycles before an instruction's first element.
 CLOCK = dict(tensor=2400, vector=960, scalar=1200, gpsimd=1200)
 START_CYCLES = dict(vector=60, scalar=60, gpsimd=100)
 HBM_BYTES_PER_MICROSECOND = 2.9e6 / 8
-DMA_BYTES_PER_MICROSECOND = 16 * 23e3  # of its 16 engines together
-DMA_COSTS_AT_LEAST, DMA_SHOULD_HAVE = 512, 2048  # bytes of an element
+DMA_BYTES_PER_MICROSECOND = 16 * 23e3  # all 16 engines together
+DMA_COSTS_AT_LEAST, DMA_SHOULD_HAVE = 512, 2048  # bytes per element
 SHORTEST_PRODUCT = 64  # columns
-FLOAT32_PASSES, FLOAT32_ONEZERO_PASSES = 4, 2  # the fewer where one operand is declared to be ones and zeros
+FLOAT32_PASSES, FLOAT32_ONEZERO_PASSES = 4, 2  # the smaller one if an operand is declared to be ones and zeros
 
 BLOCK = 128
 PROMPT_LENGTHS = (128, 1024, 8192)
@@ -151,7 +151,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
 
 
 def experts(config: ModelConfig, width: int) -> Iterator[Row]:
-    """Return the report's lines for the experts; `width` is that of an expert on one rank."""
+    """Return the report's lines for the experts. `width` is an expert's width on one rank."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
     from granite4_neuron.ops.nki.experts_prefill import experts_prefill
 
@@ -180,7 +180,7 @@ def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int
     """Return the bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
 
     Args:
-        width: of the experts, a rank's share of it.
+        width: a rank's share of the experts' width.
         itemsize: bytes per element of weights and tokens.
     """
     return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)
@@ -274,7 +274,7 @@ def _print(rows: list[Row], title: str) -> None:
         )
     Console(width=None if sys.stdout.isatty() else 210).print(table)
     print("PE is TensorE, DVE VectorE, ACT ScalarE, Pool GpSimd; the first five columns are instructions.")
-    print("elements: contiguous pieces that DMA moves, and how many of them have less than 512 and than 2,048 bytes.")
+    print("elements: contiguous pieces that DMA moves, and how many of them are smaller than 512 and than 2,048 bytes.")
 
 
 def require_emulator() -> None:

@@ -4,8 +4,8 @@
 
 FOLDER is a checkout of github.com/aws-neuron/nki-library, of SDK 2.30 or later. Both kernels run in the NKI emulator on
 one sequence in bfloat16 with an initial state, on the two physical cores of a logical core (LNC=2). The instructions
-are those of one core, the bytes those of both. No time is measured. As in `benchmarks.kernels`, prompts of more than
-256 tokens are extrapolated.
+are one core's, the bytes are both cores'. No time is measured. As in `benchmarks.kernels`, prompts of more than 256
+tokens are extrapolated.
 """
 
 from __future__ import annotations

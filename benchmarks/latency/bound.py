@@ -1,5 +1,5 @@
-"""The bound of this machine: the weights' arithmetic at the rate of one large matrix product, and weights and
-state at the rate at which memory can be read.
+"""The bound of this machine: the weights' arithmetic at the rate of a large matrix product, and reading weights and
+state at the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from granite4_neuron.state.sizes import FLOAT32_BYTES, sequence_bytes, token_byt
 from granite4_neuron.system.large_memory import LargeMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
-_TRIAL_SIZE = 512  # of a product that shows which dtype is faster
+_TRIAL_SIZE = 512  # the size of a product that shows which dtype is faster
 _READ_BYTES = 2**29
 _TRIES = 5
 
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: of a large matrix product in the model's dtype, or in float32 where that is faster, per second.
-    bytes: read from memory, per second.
+    """flops: FLOP/s of a large matrix product in the model's dtype, or in float32 if that is faster.
+    bytes: bytes/s read from memory.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class Rates:
 
 
 class Machine:
-    """Measures the rates with weights that lie in memory as a model's do."""
+    """Measures the rates with weights laid out in memory as a model's."""
 
     def __init__(self, dtype: torch.dtype):
         faster = _faster_dtype(dtype, torch.float32)
@@ -54,7 +54,7 @@ class Machine:
 
     @torch.inference_mode()
     def rates(self) -> Rates:
-        """Measure the rates; each is the best of a few ways."""
+        """Measure the rates, each the best of a few ways."""
         flops = max(_flops(x, w) / _seconds(lambda x=x, w=w: F.linear(x, w)) for x, w in self._products)
         numbers = self._matrix.view(torch.float32)
         ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._read))
@@ -82,7 +82,7 @@ def decode_bytes(
 ) -> float:
     """Return the bytes of weights and state that a step reads for `batch_size` sequences of `context` tokens.
 
-    Of the experts, only chosen ones count: as many different ones as if each token took any of them with equal chance.
+    Only chosen experts count: as many different ones as if each token chose among all with equal probability.
     """
     chosen = 1.0
     if config.num_local_experts:
@@ -95,7 +95,7 @@ def decode_bytes(
 
 
 def _stored_bytes(name: str, matrix: Parameter, dtype: torch.dtype, quantize: str | None) -> int:
-    """Return the bytes of a matrix as it lies in memory, with its scales."""
+    """Return the bytes of a matrix in memory, with its scales."""
     if quantize is None or not matrix.may_be_quantized:
         return matrix.numel * dtype.itemsize
     format = FORMATS[quantize]
@@ -108,8 +108,9 @@ def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def _faster_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype with the faster products: without instructions for bfloat16, torch's products in it are many
-    times slower than the processor could compute them.
+    """Return the dtype with the faster products.
+
+    Without instructions for bfloat16, torch's products in it are many times slower than the processor could be.
     """
     trials = {dtype: _weights(dtype, _TRIAL_SIZE, _TRIAL_SIZE) for dtype in dtypes}
     return min(trials, key=lambda dtype: _seconds(lambda: F.linear(trials[dtype], trials[dtype])))
@@ -120,7 +121,7 @@ def _flops(x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _seconds(call: Callable[[], torch.Tensor]) -> float:
-    """Return the median time of several calls, as for the times that are compared with it."""
+    """Return the median time of several calls. The compared times are medians too."""
     times = []
     for _ in range(_TRIES):
         started = time.perf_counter()

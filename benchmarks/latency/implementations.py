@@ -1,6 +1,4 @@
-"""Implementations in a latency benchmark: this package, transformers, llama.cpp or OpenVINO, each in a process of its
-own.
-"""
+"""Implementations in a latency benchmark: this package, transformers, llama.cpp and OpenVINO, one process each."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ OPENVINO = "openvino"
 
 @dataclass(frozen=True)
 class Point:
-    """A point to measure: `batch_size` random prompts of one length, the number of new tokens for each, and the number
-    of other processes that keep a processor busy meanwhile.
+    """A point to measure: `batch_size` random prompts of one length, and the number of new tokens of each.
+
+    busy_processes: the number of other processes that each keep a processor busy meanwhile.
     """
 
     batch_size: int
@@ -60,10 +59,10 @@ class Point:
 class Run:
     """The measurements of an implementation at a point.
 
-    times: the moments of its tokens, in seconds from the start.
+    times: when its tokens came, in seconds from the start.
     peak_bytes: the most memory that its process has held so far.
-    weight_bytes: of that, the weights; 0 where they are elsewhere.
-    round_trips: seconds between two threads, just before and just after it; None where that could not be measured.
+    weight_bytes: the weights' part of it; 0 if they are in another process or on a device.
+    round_trips: seconds of a round trip between two threads just before and just after the run; None if unknown.
     """
 
     times: list[float]
@@ -99,8 +98,8 @@ class Ours:
             self.weight_bytes = self._runtime.weight_bytes
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
-        """Run a point; return the moments at which the first and each further token of all prompts was there, in
-        seconds from the start.
+        """Run a point. Return when the first and each further token of all prompts was complete, in seconds from the
+        start.
         """
         times, started = [], time.perf_counter()
         for number, _ in enumerate(
@@ -152,26 +151,24 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
 
 
 def runtime_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the backend but for the dtype, with the kernels that --kernels means."""
+    """Return the backend's options except the dtype, with the kernels that --kernels chooses."""
     chosen = backend_options(options) | kernels_of(options, options.kernels)
     return {each.name: chosen[each.name] for each in BACKENDS[options.backend].options if each.name != "dtype"}
 
 
 def draws_weights(options: argparse.Namespace) -> bool:
-    """Return whether random weights are drawn where they are used: a single device's, beside which nothing is
-    measured.
-    """
+    """Return whether the process that runs the model draws random weights: on one device, if nothing is compared."""
     is_alone = options.backend == "torch" and options.tp_degree == 1 and not options.compare
     return options.random_weights is not None and is_alone
 
 
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
-    """Return the requested dtype, or that of the stored weights."""
+    """Return the requested dtype, or the stored weights'."""
     return getattr(torch, options.dtype or open_checkpoint(folder).dtype)
 
 
 def weights_format(folder: Path, options: argparse.Namespace) -> str | None:
-    """Return the requested quantisation, or that of the stored weights; of two the one with fewer bits."""
+    """Return the requested format, or the stored weights', the one with the fewest bits if there are several."""
     stored = open_checkpoint(folder).quantization
     if options.quantize or stored is None:
         return options.quantize
@@ -197,7 +194,7 @@ def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iter
 
 
 def ask(worker: Connection, name: str, point: Point, turn: int) -> Run | Rates:
-    """Have a worker run a point; the machine's worker answers with its rates."""
+    """Let a worker run a point. The machine's worker answers with its rates."""
     try:
         worker.send((point, turn))
         answer = worker.recv()
@@ -248,8 +245,9 @@ def _serve(
 
 
 def _peak_bytes(name: str, device: str) -> int:
-    """Return the most memory that an implementation has held so far: of the GPU if it runs there, but for llama.cpp,
-    which does not tell.
+    """Return the most memory that an implementation has held so far, on the GPU if it runs there.
+
+    llama.cpp does not report GPU memory, so that is its process's memory.
     """
     if device.startswith("cuda") and name != LLAMA_CPP:
         return torch.cuda.max_memory_allocated(device)

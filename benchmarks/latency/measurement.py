@@ -36,8 +36,7 @@ from granite4_neuron.commands.options import dtype_of
 class Sample:
     """One run, in milliseconds: to the first token, and the mean of the steps after it.
 
-    round_trips_ns: between two threads, just before and just after the run; see `round_trip`. None where it could not
-        be measured.
+    round_trips_ns: between two threads, just before and just after the run, see `round_trip`; None if unknown.
     """
 
     first_token_ms: float
@@ -47,11 +46,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak, and
-    what of it is not weights.
+    """One implementation at one point. Times are in milliseconds, over all repeats. Memory is the process's peak, and
+    the peak without weights.
 
-    machine_gflops and machine_gbytes_per_second are what the machine does at most, measured in between; the shares of
-    the bound are computed from them. All four are 0 where the machine is not this processor.
+    machine_gflops and machine_gbytes_per_second are the machine's highest rates, measured between the runs. The shares
+    of the bound are computed from them. All four are 0 on a device, whose rates are not measured.
     """
 
     implementation: str
@@ -77,7 +76,7 @@ class Result:
 def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]:
     """Measure every implementation at every point that the options ask for; return the results by point.
 
-    Each point's are also written to stderr when they are there.
+    The results of each point are also written to standard error at once.
     """
     points = [
         Point(batch_size, prompt_length, options.output_length)

@@ -16,7 +16,7 @@ while True:
 
 @contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Keep this many processes computing without a pause within the block."""
+    """Keep this many processes computing without pause within the block."""
     processes = []
     try:
         for _ in range(number):

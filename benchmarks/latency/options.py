@@ -53,7 +53,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--kept-prompt", action="store_true", help="measure what a file of an earlier run's prompt saves"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="print where the time goes, part by part, in place of the rest"
+        "--profile", action="store_true", help="print the time of each part of the model instead of the other numbers"
     )
     parser.add_argument(
         "--compare",
@@ -94,7 +94,7 @@ def check(options: argparse.Namespace) -> None:
     """Check, before any work, that the options go together.
 
     Raises:
-        UserError: they do not, or one of them asks for what is not there.
+        UserError: they do not, or one of them needs something that is missing.
     """
     for name in ("batch_size", "prompt_length", "output_length", "repeats", "threads"):
         value = getattr(options, name)
@@ -164,7 +164,7 @@ def check_lengths(folder: Path, options: argparse.Namespace) -> None:
     """Check that the model takes texts of this length.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not take them.
     """
     limit = open_checkpoint(folder).config.max_position_embeddings
     longest = max(options.prompt_length) + options.output_length

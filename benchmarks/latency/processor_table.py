@@ -3,9 +3,9 @@
     python -m benchmarks.random_checkpoint h-350m h-350m
     python -m benchmarks.latency.processor_table h-350m --llama-cpp llama.cpp/build/bin --openvino h-350m-openvino
 
-It measures as benchmark_latency.py does: in turns, medians. llama.cpp gets the weights in BF16, Q8_0 and Q4_0.
-h-350m-openvino has a folder for each format, bfloat16, int8 and int4: the export of these weights. A second table has
-the time of a step of several sequences. Both are printed in Markdown.
+It measures medians in turns, as benchmark_latency.py does. llama.cpp gets the weights in BF16, Q8_0 and Q4_0.
+h-350m-openvino has a folder with an export of these weights for each format: bfloat16, int8 and int4. A second table
+has the time of a step of several sequences. Both are printed in Markdown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from granite4_neuron.commands.output import write
 
 PLAIN = "bfloat16"
 FORMATS = (PLAIN, *QUANTIZATIONS)
-_STEP_PROMPT = 16  # tokens, so that a step of several sequences is hardly one of attention
+_STEP_PROMPT = 16  # tokens, so few that attention takes little of a step of several sequences
 
 
 @reports_errors
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_format(name: str, options: argparse.Namespace) -> list[str]:
-    """Print the rows of a format; return lines on what the machine did meanwhile."""
+    """Print the rows of a format; return lines on the machine's state meanwhile."""
     peers = [peer for peer in _peers(options) if name in (PLAIN, *GGUF_TYPES)]
     with _compared(name, peers, options) as compared:
         lengths = ("--prompt-length", *map(str, options.prompt_length), "--output-length", str(options.output_length))
@@ -92,7 +92,7 @@ def _print_steps(options: argparse.Namespace) -> None:
 
 
 def _measure(name: str, options: argparse.Namespace, *arguments: str) -> list[list[Result]]:
-    """Return what benchmark_latency.py measures with these arguments in a format, by point."""
+    """Return benchmark_latency.py's results with these arguments in a format, by point."""
     quantize = () if name == PLAIN else ("--quantize", name)
     common = ("--model", str(options.model), "--dtype", PLAIN, "--threads", str(options.threads))
     latency = latency_parser("").parse_args([*common, "--repeats", str(options.repeats), *quantize, *arguments])
@@ -103,7 +103,7 @@ def _measure(name: str, options: argparse.Namespace, *arguments: str) -> list[li
 
 @contextmanager
 def _compared(name: str, peers: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Return the arguments for what is compared; llama.cpp's file is written for the time of the run."""
+    """Return the arguments for the compared implementations. llama.cpp's file is temporary."""
     with tempfile.TemporaryDirectory() as into:
         arguments = ["--compare", *peers] if peers else []
         if LLAMA_CPP in peers:
@@ -122,16 +122,20 @@ def _peers(options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the checkpoint's folder, in bfloat16")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[PLAIN, "int8", "int4"], help="of weights")
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="with llama-bench and llama-quantize")
-    parser.add_argument("--openvino", type=Path, metavar="FOLDER", help="of an exported model for each format")
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=[PLAIN, "int8", "int4"], help="formats of weights"
+    )
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="the folder of llama-bench and llama-quantize")
+    parser.add_argument(
+        "--openvino", type=Path, metavar="FOLDER", help="a folder with an exported model for each format"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--prompt-length", type=int, nargs="+", default=[512, 2048], metavar="N", help="default: 512 2048"
     )
     parser.add_argument("--output-length", type=int, default=17, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--batch-size", type=int, nargs="+", default=[1, 8, 16, 32], metavar="N", help="of the second table"
+        "--batch-size", type=int, nargs="+", default=[1, 8, 16, 32], metavar="N", help="batch sizes of the second table"
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
     return parser

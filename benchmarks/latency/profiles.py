@@ -49,7 +49,7 @@ def profile(runtime: CPURuntime, point: Point, turn: int) -> tuple[Phase, Phase]
 
 
 def _since(started: float, steps: int = 1) -> Phase:
-    """Return the parts of a step, of as many since then."""
+    """Return the average parts of the `steps` steps since then."""
     seconds, parts = time.perf_counter() - started, take_profile(True)
     rest = seconds - sum(part.seconds for part in parts.values())
     parts |= {REST: PartTimes(rest, rest)}

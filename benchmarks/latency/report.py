@@ -117,7 +117,7 @@ def machine_rates(results: list[Result]) -> Iterator[str]:
 
 
 def _states(points: list[list[Result]]) -> Iterator[str]:
-    """Yield lines on how the first result of a point compares with the others within each state of the machine."""
+    """Yield lines that compare the first result of a point with the others within each state of the machine."""
     for point in points:
         for theirs in point[1:]:
             ours = _compared_with(theirs, point)
@@ -172,14 +172,14 @@ def _plot(results: list[Result], title: str, file: Path) -> None:
 
 
 def source(options: argparse.Namespace) -> str:
-    """Return the name of the model; of a folder or file its last part."""
+    """Return the name of the model, for a folder or file the last part of its path."""
     if options.model and Path(options.model).exists():
         return Path(options.model).resolve().name
     return options.random_weights or options.model or "the small model that comes with the package"
 
 
 def machine_facts(threads: int) -> dict[str, str]:
-    """Return the facts on which the numbers depend, besides the model."""
+    """Return the facts besides the model on which the numbers depend."""
     return {
         "processor": f"{processor_name()}, {threads} threads",
         "python": f"Python {platform.python_version()}",

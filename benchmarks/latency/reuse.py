@@ -1,6 +1,4 @@
-"""Savings of speculation and of kept prompts: each is timed beside the same work without it, on the same runtime, in
-turns.
-"""
+"""Savings of speculation and of kept prompts. Each takes turns with the same work without it, on the same runtime."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.snapshot import Snapshot
 
-AGAIN = 16  # fewer tokens would not tell which of several texts it is
+AGAIN = 16  # fewer tokens might begin several texts
 
 
 @dataclass(frozen=True)
 class Speculation:
     """The measurements of one batch. Rates are tokens per second of decode, times are medians in milliseconds.
 
-    verify_ms: of a verification of `draft_tokens` + 1 tokens of each sequence with its commit; decode_ms: of a step of
-        one token of each.
+    verify_ms: time to verify `draft_tokens` + 1 tokens of each sequence and commit.
+    decode_ms: time of a step of one token of each sequence.
     """
 
     batch_size: int
@@ -39,7 +37,7 @@ class Speculation:
 
 @dataclass(frozen=True)
 class KeptPrompt:
-    """Times to the first token of one prompt in milliseconds, medians; the second with a file of an earlier run."""
+    """Times to the first token of one prompt, medians in milliseconds; second_ms is with a file of an earlier run."""
 
     prompt_length: int
     first_ms: float
@@ -75,7 +73,7 @@ def measure_speculation(
 
 
 def measure_kept_prompt(runtime: Runtime, prompt: Sequence[int], warmup: int, repeats: int) -> KeptPrompt:
-    """Measure one prompt from its tokens, and from a file with its saved state; reading the file counts."""
+    """Measure one prompt from its tokens, and from a file with its saved state. The time includes reading the file."""
     first, second = [], []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompt"
@@ -92,9 +90,7 @@ def measure_kept_prompt(runtime: Runtime, prompt: Sequence[int], warmup: int, re
 
 
 def recitation(runtime: Runtime, beginning: Sequence[int], length: int) -> list[int]:
-    """Return a prompt of this length after which a model repeats itself: its own text, and the text's first tokens
-    again.
-    """
+    """Return a prompt of this length after which a model repeats itself: its own text, and the text's beginning."""
     text = list(beginning)
     engine = Engine(runtime, 1)
     engine.add(Request(text, max(1, length - AGAIN - len(text))))
@@ -118,7 +114,7 @@ def _generate(
 def _steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int, warmup: int, repeats: int
 ) -> tuple[float, float]:
-    """Time a step of decode, and a verification with its commit, after the prompts, in milliseconds."""
+    """Return the milliseconds of a step of decode, and of a verification with its commit, after the prompts."""
     state = runtime.allocate(len(prompts), max(map(len, prompts)) + tokens)
     for slot, prompt in enumerate(prompts, start=1):
         for start in range(0, len(prompt), runtime.tokens_per_step):

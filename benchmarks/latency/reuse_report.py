@@ -1,4 +1,4 @@
-"""A table of what speculation, or a kept prompt, saves."""
+"""A table of the savings of speculation or of a kept prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from granite4_neuron.runtime.cpu import CPURuntime
 
 
 def measure_reuse(folder: Path, options: argparse.Namespace) -> None:
-    """Print what speculation, or a kept prompt, saves."""
+    """Print the savings of speculation or of a kept prompt."""
     torch.set_num_threads(options.threads)
     runtime = cpu_runtime(folder, options)
     turns = (options.warmup, options.repeats)
@@ -77,7 +77,7 @@ def _speculation(
 
 
 def _beginning(folder: Path) -> list[int]:
-    """Return the beginning of a text that the bundled model knows by heart; any tokens if there is no tokenizer."""
+    """Return the beginning of the bundled model's training text, or any tokens if there is no tokenizer."""
     checkpoint = open_checkpoint(folder)
     if not checkpoint.has_tokenizer:
         return list(range(8))

@@ -1,4 +1,4 @@
-// How long one thread waits for the answer of another: a word in memory goes there and back.
+// Measures how long one thread waits for the answer of another: a word in memory goes there and back.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -13,7 +13,7 @@ constexpr int TRIPS = 500;
 
 alignas(128) std::atomic<int> word;
 
-// Whether the other thread has said `number` before `end`.
+// Returns whether the other thread writes `number` before `end`.
 bool hears(int number, Clock::time_point end) {
     while (word.load(std::memory_order_acquire) != number) {
         if (Clock::now() > end) return false;
@@ -23,8 +23,8 @@ bool hears(int number, Clock::time_point end) {
 
 }  // namespace
 
-// Seconds of one round trip: the mean of 500 in a row, the best of as many such rows as fit into `seconds`; infinity
-// where none does, as on one processor.
+// Returns the seconds of one round trip: the mean of 500 in a row, the best of as many such rows as fit into `seconds`.
+// Returns infinity if none fits, as on one processor.
 extern "C" double round_trip(double seconds) {
     const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     word = 0;

@@ -1,7 +1,7 @@
-"""The current distance between the machine's processors, as two threads see it.
+"""The current distance between the machine's processors, measured by two threads.
 
-A virtual machine's processors move within seconds between places near to each other and far apart. That changes how
-long threads wait for each other and how fast memory is read, and so the results of a benchmark.
+A virtual machine's processors may move closer together or further apart within seconds. That changes how long threads
+wait for each other and how fast memory is read, and so the results of a benchmark.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SECONDS = 0.01
 
 
 def load_round_trip() -> Callable[[], float | None]:
-    """Return a function that measures, in a hundredth of a second, the time in seconds that a word in memory takes from
-    one thread to another and back; None if two threads do not run at a time.
+    """Return a function that measures for 0.01 s how many seconds a word in memory takes from one thread to another and
+    back. It returns None if two threads cannot run at the same time.
 
     Raises:
         UserError: there is no C++ compiler.

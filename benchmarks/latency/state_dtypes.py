@@ -29,9 +29,9 @@ STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member")
+    parser.add_argument("--random-weights", metavar="NAME", required=True, help="the family member")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each dtype (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each dtype (default: %(default)s)")
     options = parser.parse_args(arguments)
     model = random_model(GraniteMoeHybridConfig.from_family(options.random_weights), dtype=torch.bfloat16)
     steps = [_step(CPURuntime(model, GenerationConfig(), state_dtype=each), options) for each in STATE_DTYPES]

@@ -15,8 +15,9 @@ _APART = 2.0  # round trips of one state differ by less than this factor
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ratios of medians in one state. prefill and decode: how many times as fast the first is; decode is 0 without
-    steps.
+    """The ratios of medians in one state.
+
+    prefill, decode: the speed of the first relative to the second; decode is 0 without steps.
     """
 
     round_trip_ns: float
@@ -26,7 +27,7 @@ class Comparison:
 
 
 def compare_in_states(ours: Result, theirs: Result) -> list[Comparison]:
-    """Compare in each state in which both have samples. A run in which the state changed belongs to none."""
+    """Compare in each state that has samples of both. A run in which the state changed counts in none."""
     both = (ours.samples, theirs.samples)
     limit = _boundary([trip for samples in both for sample in samples for trip in sample.round_trips_ns if trip])
     comparisons = []
@@ -47,7 +48,7 @@ def _compare(ours: list[Sample], theirs: list[Sample]) -> Comparison:
 
 
 def _is_far(sample: Sample, limit: float) -> bool | None:
-    """Return whether both round trips are long; None if only one is, or one is not known."""
+    """Return whether both round trips are long, or None if only one is or one is unknown."""
     if None in sample.round_trips_ns:
         return None
     before, after = (trip >= limit for trip in sample.round_trips_ns)
@@ -55,8 +56,9 @@ def _is_far(sample: Sample, limit: float) -> bool | None:
 
 
 def _boundary(round_trips: Sequence[float]) -> float:
-    """Return a boundary between the round trips of two states; it is below all of them if they are of one state, and 0
-    if there are none.
+    """Return a boundary between the round trips of two states.
+
+    It is below all of them if there is only one state, and 0 if there are none.
     """
     if not round_trips:
         return 0.0

@@ -1,9 +1,9 @@
-"""Granite 4 in vLLM on this machine's CPU: this package, vLLM as it is, and this package's own engine, in turns.
+"""Granite 4 in vLLM on this machine's CPU: with this package, without it, and this package's own engine, in turns.
 
     python -m benchmarks.latency.vllm_speed --random-weights h-350m
 
-Prefill is one prompt and its first token; decode is what further tokens of a batch of short prompts take. Results are
-medians; every turn is a process of its own.
+Prefill is one prompt and its first token. Decode is the further tokens of a batch of short prompts. Results are
+medians. Each turn is a process of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _turn(way: str, model: str, repeats: int) -> dict[str, float]:
-    # GOMP_SPINCOUNT is what this package sets in the processes that vLLM starts; vLLM alone is slower with it.
+    # This package sets GOMP_SPINCOUNT in the processes that vLLM starts. vLLM alone is slower with it.
     own = {"VLLM_PLUGINS": ""} if way == "vLLM" else {"GOMP_SPINCOUNT": "0"}
     command = [sys.executable, "-m", __spec__.name, "--turn", way, "--model", model, "--repeats", str(repeats)]
     environment = {**os.environ, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--random-weights", metavar="NAME", help="real dimensions, random weights")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--turns", type=int, default=2, help="processes of each way (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="within a process (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats within a process (default: %(default)s)")
     parser.add_argument("--turn", choices=WAYS, help=argparse.SUPPRESS)
     return parser
 

@@ -1,16 +1,17 @@
-"""Measures whether a text depends on how it is served: each sequence alone, and the same one beside others, with its
-prompt in chunks, behind a prefix hit, with drafts and on other numbers of threads.
+"""Measures whether a text depends on how it is served: each sequence runs alone, beside others, with its prompt in
+chunks, after a prefix hit, with drafts, and on other numbers of threads.
 
     python -m benchmarks.one_text --compare transformers vllm
     python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
     python -m benchmarks.one_text --backend torch --device cuda --batch-invariant --random-weights h-350m
 
-Texts are greedy. A row is a token, and its number the log-probability that the implementation reports; those that it
-does not report, and rows behind the first token that differs, are not compared. vllm is vLLM without this package's
-plugin, vllm-plugin with it; both need an environment with vLLM. llama.cpp is llama-server with the same weights; it
-needs gguf (`pip install gguf`). openvino is OpenVINO GenAI's engine on an export of the same weights. The tables of
-products show the price of a fixed order of sums: products of this package beside torch's own, whose order depends on
-the number of rows.
+Texts are greedy. A row is a token, and its number is the log-probability that the implementation reports. Rows without
+a number, and rows after the first token that differs, are not compared.
+
+vllm is vLLM without this package's plugin, vllm-plugin is vLLM with it. Both need an environment with vLLM. llama.cpp
+is llama-server with the same weights. It needs gguf (`pip install gguf`). openvino is OpenVINO GenAI's engine on an
+export of the same weights. The tables of products show the price of a fixed order of sums: this package's products
+beside torch's, whose order depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def differences(alone: Sequence[Text], served: Sequence[Text]) -> Difference:
-    """Compare texts with those of each sequence alone."""
+    """Compare texts with each sequence's text alone."""
     pairs = [pair for texts in zip(alone, served, strict=True) for pair in _same_context(*texts)]
     pairs = [pair for pair in pairs if None not in (pair[0].logprob, pair[1].logprob)]
     differ = [abs(before.logprob - after.logprob) for before, after in pairs if before != after]
@@ -170,12 +171,12 @@ def _cells(found: Difference, sequences: int) -> tuple[str, str, str]:
 
 
 def _groups(prompts: Sequence[Sequence[int]], sequences: int, batch: int) -> list[Sequence[Sequence[int]]]:
-    """Return the prompts that run at the same time, up to those with the last of the compared sequences."""
+    """Return the groups of prompts that run together, up to the group with the last compared sequence."""
     return [prompts[start : start + batch] for start in range(0, sequences, batch)]
 
 
 def _prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:
-    """Return prompts that repeat themselves, so that drafts are found in them: those to compare, and others."""
+    """Return prompts that repeat themselves, so that drafts are found: the prompts to compare, and others."""
     generator = torch.Generator().manual_seed(0)
     count = options.sequences + max(way.batch for way in WAYS)
     period = max(1, options.prompt_length // 3)
@@ -212,12 +213,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help=f"for --compare {OPENVINO}: the same weights, as `optimum-cli export openvino` has written them",
     )
-    parser.add_argument("--backend", choices=RUNTIMES, default="cpu", help="of this package (default: %(default)s)")
     parser.add_argument(
-        "--device", choices=DEVICES, default=DEVICES[0], help="of --backend torch (default: %(default)s)"
+        "--backend", choices=RUNTIMES, default="cpu", help="this package's backend (default: %(default)s)"
     )
-    parser.add_argument("--compiler", help="of --backend torch, such as aot_eager (default: the device's)")
-    parser.add_argument("--batch-invariant", action="store_true", default=None, help="of a GPU, as for generate")
+    parser.add_argument(
+        "--device", choices=DEVICES, default=DEVICES[0], help="for --backend torch (default: %(default)s)"
+    )
+    parser.add_argument("--compiler", help="for --backend torch, such as aot_eager (default: the device's)")
+    parser.add_argument("--batch-invariant", action="store_true", default=None, help="for a GPU, as for generate")
     parser.add_argument(
         "--slots",
         type=at_least(1),

@@ -1,4 +1,4 @@
-"""Implementations in the comparison of one text: each serves groups of prompts in a given way."""
+"""Implementations in the comparison of texts: each serves groups of prompts in a given way."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ Text = Sequence[Row]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve: how many sequences at a time, whether prompts run in chunks (of a third), whether their first
-    half comes from a cache, whether drafts are verified, and on how many threads.
+    """A way to serve: the number of sequences at a time, whether prompts run in chunks (of a third), whether their
+    first half comes from a cache, whether drafts are verified, and the number of threads.
 
     drafts: None without a drafter; False with one that never proposes anything.
     """
@@ -67,10 +67,10 @@ class Served(Protocol):
     """An implementation."""
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
-        """Serve the prompts of each group at the same time, and one group after another. Return greedy texts.
+        """Serve the groups one after another, and the prompts of a group at the same time. Return greedy texts.
 
         Raises:
-            Failed: it cannot.
+            Failed: the implementation cannot do this.
         """
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Ours:
         return Request(prompt, self._new, temperature=0, logprobs=0, snapshots_at=cuts)
 
     def _beginning(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Return the beginning that a cache has: half of a prompt, or more if it may not be cut so early."""
+        """Return the beginning of a prompt that a cache holds: half of it, or more if it may not be cut so early."""
         half = half_of(prompt)
         return half if self._runtime.prompt_cuts.last(len(half), len(prompt)) else prompt[:-1]
 
@@ -146,7 +146,7 @@ RUNTIMES = {"cpu": _cpu, "torch": _torch, "xla": _xla}
 
 
 class _Knowing:
-    """A drafter that knows the texts from before, and gets every third token wrong."""
+    """A drafter that knows the texts and gets every third token wrong."""
 
     def __init__(self, texts: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int):
         self._texts, self._vocab_size = texts, vocab_size
@@ -205,7 +205,7 @@ class Transformers:
 
 
 class VLLM:
-    """vLLM without this package's plugin, in a process of its own for each of its options."""
+    """vLLM without this package's plugin, in one process for each combination of options."""
 
     plugins = ""
 
@@ -222,7 +222,7 @@ class VLLM:
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
         process = self._process(way)
-        # What comes first fills the cache.
+        # The first prompts fill the cache.
         first = [list(map(half_of, group)) for group in groups] if way.from_cache else []
         try:
             process.stdin.write(json.dumps([*first, *groups]) + "\n")
@@ -282,12 +282,12 @@ class VLLMWithPlugin(VLLM):
 
 
 def chunk_of(options: argparse.Namespace) -> int:
-    """Return the tokens of a prompt in a step, where it runs in chunks."""
+    """Return how many tokens of a prompt run in a step if it runs in chunks."""
     return max(1, options.prompt_length // 3 + 1)
 
 
 def half_of(prompt: Sequence[int]) -> Sequence[int]:
-    """Return the beginning of a prompt that a cache has."""
+    """Return the beginning of a prompt that a cache holds."""
     return prompt[: len(prompt) // 2]
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp in the comparison of one text: llama-server with the same weights, started anew for each way."""
+"""llama.cpp in the comparison of texts: llama-server with the same weights, restarted for each way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.one_text.engines import DRAFT_TOKENS, Groups, Row, Text, Way, ch
 from benchmarks.other_engines.llama_cpp import gguf_of
 from benchmarks.other_engines.llama_server import complete, running
 
-_LOOKUP = 2  # tokens that an n-gram has
+_LOOKUP = 2  # tokens per n-gram
 
 
 class LlamaServer:
@@ -38,7 +38,7 @@ class LlamaServer:
 
     def _group(self, client: httpx.Client, way: Way, group: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         body = dict(temperature=0, ignore_eos=True, n_probs=1, cache_prompt=way.from_cache)
-        if way.from_cache:  # a slot keeps what it ran last
+        if way.from_cache:  # a slot keeps its last sequence
             complete(client, body | dict(prompt=[half_of(prompt) for prompt in group], n_predict=1))
         return complete(client, body | dict(prompt=group, n_predict=self._new))
 
@@ -57,5 +57,5 @@ class LlamaServer:
 
 
 def _row(entry: dict[str, Any]) -> Row:
-    """Return a token with its log-probability; llama-server reports none for tokens that it verifies."""
+    """Return a token with its log-probability. llama-server reports none for tokens that it verifies."""
     return Row(entry["id"], entry["logprob"] if entry["top_logprobs"] else None)

@@ -1,4 +1,4 @@
-"""OpenVINO in the comparison of one text: an exported model with the same weights, loaded anew for each way."""
+"""OpenVINO in the comparison of texts: an exported model with the same weights, loaded again for each way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpenVinoGenAI:
     def serve(self, way: Way, groups: Groups) -> list[Text]:
         if way.drafts:
             raise Failed("it has no drafts for these models in this engine.")
-        # It does not report hits; a whole prompt takes a step more than the rest of one after a hit.
+        # It does not report hits. A whole prompt takes one step more than a prompt's rest after a hit.
         chunk = self._chunk if way.in_chunks else self._length - 1 if way.from_cache else None
         pipeline = openvino.load(self._folder, self._dtype, way.threads, way.batch, chunk)
         if way.from_cache:

@@ -1,4 +1,4 @@
-"""Products of activations and weights: this package's, in a fixed order of sums, beside torch's own."""
+"""Products of activations and weights: this package's, with a fixed order of sums, beside torch's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.ops import cpu
 
-_BYTES = 2**27  # of weights, more than caches hold
+_BYTES = 2**27  # bytes of weights, more than the processor's caches hold
 _MOST_COPIES = 16
 _SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a matrix [outputs, inputs] and some rows; seconds of one."""
+    """A product of a matrix [outputs, inputs] and some rows. seconds: the time of one."""
 
     name: str
     outputs: int

@@ -1,8 +1,8 @@
-"""vLLM in the comparison of one text: a process that serves groups of prompts.
+"""vLLM in the comparison of texts: a process that serves groups of prompts.
 
 Its argument is a job in JSON: model, dtype, options of `LLM` and the number of new tokens. Each line of standard input
-is a list of groups, and is answered by a line with their texts, and with the prompt tokens that were cached and the
-tokens that were drafted so far.
+is a list of groups. The answer is a line with their texts, the prompt tokens cached so far, and the tokens drafted so
+far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")  # vLLM writes to standard output
+    answers = os.fdopen(os.dup(1), "w")  # vLLM itself writes to standard output
     os.dup2(2, 1)
     job = json.loads(sys.argv[1])
     llm = LLM(

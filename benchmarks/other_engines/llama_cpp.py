@@ -1,4 +1,4 @@
-"""llama.cpp in a latency benchmark: llama-bench on the same weights, a process of its own for each run."""
+"""llama.cpp in a latency benchmark: llama-bench on the same weights, one process for each run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gguf_checkpoint import write_gguf
 from granite4_neuron import UserError
 
 BENCH, QUANTIZE = "llama-bench", "llama-quantize"
-# The nearest type to each quantisation of this package, and its dtypes.
+# The nearest GGUF type to each quantization format and dtype of this package.
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float32": "F32", "bfloat16": "BF16"}
 
 
@@ -20,8 +20,8 @@ class LlamaCpp:
     Args:
         programs: the folder of llama-bench.
         file: the weights.
-        device: "cuda" or "cuda:N" for that GPU, which llama-bench refuses if it is built without CUDA; others for the
-            CPU.
+        device: "cuda" or "cuda:N" for that GPU, which llama-bench refuses if it is built without CUDA; any other for
+            the CPU.
     """
 
     def __init__(self, programs: Path, file: Path, threads: int, device: str):
@@ -84,6 +84,6 @@ def _run(command: list[str]) -> str:
         raise UserError(f"{command[0]} cannot be run ({error.strerror}).") from None
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or ["no reason given"]
-        # Behind the reason there may be a page of help.
+        # A page of help may follow the reason.
         reason = next((line for line in lines if line.startswith("error:")), lines[-1])
         raise UserError(f"{' '.join(command)} failed: {reason}") from None

@@ -1,4 +1,4 @@
-"""llama-server of llama.cpp, as benchmarks run it and ask it."""
+"""Runs llama.cpp's llama-server for benchmarks, and sends it requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def running(programs: Path, weights: Path, arguments: Sequence[str]) -> Iterator
     """
     port = _free_port()
     command = [str(programs / SERVER), "--host", _HOST, "--port", str(port), "-m", str(weights), *arguments]
-    limits = httpx.Limits(max_keepalive_connections=0)  # the server may close one that waits
+    limits = httpx.Limits(max_keepalive_connections=0)  # the server may close an idle connection
     client = httpx.Client(base_url=f"http://{_HOST}:{port}", timeout=None, limits=limits)
     with tempfile.TemporaryFile("w+") as log, client:
         try:
@@ -69,7 +69,7 @@ def running(programs: Path, weights: Path, arguments: Sequence[str]) -> Iterator
 
 
 def complete(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Have prompts run at the same time; return an answer for each.
+    """Run prompts at the same time; return an answer for each.
 
     Raises:
         Failed: the server refuses.
@@ -82,7 +82,7 @@ def complete(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Have a prompt run; return the events of its answer as they come.
+    """Run a prompt; yield the events of its answer as they come.
 
     Raises:
         Failed: the server refuses.

@@ -13,16 +13,16 @@ import torch
 from granite4_neuron import UserError
 
 MODEL = "openvino_model.xml"
-_CACHE_GB = 4  # a limit; random prompts of a benchmark need less
+_CACHE_GB = 4  # a limit; a benchmark's random prompts need less
 
 
 def load(folder: Path, dtype: torch.dtype, threads: int, most_sequences: int, chunk: int | None = None) -> Any:
     """Return a `ContinuousBatchingPipeline` of a model that `optimum-cli export openvino` has written.
 
     Args:
-        dtype: of activations, if it is float32; otherwise OpenVINO takes the one that is fastest on this processor.
-        most_sequences: at once.
-        chunk: the most tokens of a step; None for all prompts in the first step.
+        dtype: float32 for activations in float32. With any other, OpenVINO takes the fastest on this processor.
+        most_sequences: the most sequences at once.
+        chunk: the most tokens per step; None to run all prompts in the first step.
 
     Raises:
         UserError: it cannot be loaded.
@@ -88,7 +88,7 @@ def check(folder: Path) -> None:
     """Check that OpenVINO is installed and that a folder has an exported model.
 
     Raises:
-        UserError: one of them is not so.
+        UserError: one of them is missing.
     """
     if importlib.util.find_spec("openvino_genai") is None:
         raise UserError("--compare openvino needs OpenVINO GenAI: pip install openvino-genai")
@@ -97,5 +97,5 @@ def check(folder: Path) -> None:
 
 
 def last_line(error: RuntimeError) -> str:
-    """Return what an error of OpenVINO comes down to."""
+    """Return the last line of an OpenVINO error, which says what is wrong."""
     return str(error).strip().splitlines()[-1]

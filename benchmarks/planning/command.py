@@ -1,11 +1,11 @@
-"""What `granite4-neuron plan` predicts of an engine on this machine, beside what the engine does.
+"""Compares `granite4-neuron plan`'s predictions for an engine on this machine with the engine.
 
     python -m benchmarks.planning --model FOLDER
 
-Step times are measured, and three loads are served by the engine with its model and simulated: a third of what it can
-do, most of it with prompts of different lengths and a shared prefix, and all requests at once. Both take the time of
-a processor that one thread has used, so that other programs on the machine hardly disturb them; waits for an arrival
-take none. There is no server and no client.
+Step times are measured. Then the engine serves three loads with its model, and the same loads are simulated: a third of
+the engine's rate, most of its rate with prompts of different lengths and a shared prefix, and all requests at once.
+Both count one thread's CPU time, which other programs hardly change. Waiting for an arrival takes none. There is no
+server and no client.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONGEST = 1024
 
 
 class Figures(NamedTuple):
-    """Times in seconds, the last two of them medians."""
+    """Times in seconds. The last two are medians."""
 
     tokens_per_second: float
     first_token: float
@@ -48,7 +48,7 @@ class Figures(NamedTuple):
 
 
 class _Clock:
-    """The processor time of this process, and the time that was skipped."""
+    """A clock of this process's CPU time and of the time skipped while nothing ran."""
 
     def __init__(self) -> None:
         self.skipped = 0.0
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_rows(table: Table, load: str, predicted: Figures, kind: str, found: Figures) -> None:
-    """Add what was predicted of a load, what was found, and the ratio of both, to a table."""
+    """Add a load's predicted and measured numbers, and their ratios, to a table."""
     for name, figures in (("predicted", predicted), (kind, found)):
         table.add_row(load, name, f"{figures[0]:.1f}", *(f"{1e3 * each:.1f}" for each in figures[1:]))
     table.add_row(load, "ratio", *(f"{one / other:.2f}" for one, other in zip(predicted, found, strict=True)))

@@ -1,9 +1,9 @@
-"""Predicted latency (`neuron.analysis.latency`) of other models, beside published figures for a Trainium2.
+"""Predicted latency (`neuron.analysis.latency`) of other models, beside published figures for Trainium2.
 
     python -m benchmarks.planning.predicted_latency
 
-Predictions come from the models' configs alone. A layer's launch is fitted to eight of the figures, those in `FITTED`;
-the others are not used. Times to the first token are those of the bucket that a prompt is padded to.
+Predictions come from the models' configs alone. The launch time of a layer is fitted to eight of the figures, `FITTED`.
+The others are not used. Times to the first token are for the bucket that a prompt is padded to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from granite4_neuron.neuron.analysis.published_latency import FIGURES, FITTED
 
 
 def fit() -> tuple[float, float]:
-    """Fit seconds per layer and per step, neither below 0, to the logarithms of the `FITTED` figures."""
+    """Fit seconds per layer and per step, both at least 0, to the logarithms of the `FITTED` figures."""
     steps = [figure.step() for figure in FITTED]
     known = torch.tensor([step.bound + step.losses["collectives"] for step in steps], dtype=torch.float64)
     layers = torch.tensor([float(figure.model.layers) for figure in FITTED], dtype=torch.float64)
@@ -35,7 +35,7 @@ def main() -> int:
     table = Table(
         "model", "ranks", "step", "bound", "predicted", "published", "predicted / published", "most of it", "source"
     )
-    table.title = "milliseconds; bound and prediction are of the model's config, not timed"
+    table.title = "milliseconds; bound and prediction are computed from the model's config, not timed"
     for figure in FIGURES:
         step = figure.step()
         table.add_row(

@@ -1,12 +1,12 @@
-"""What `granite4-neuron plan --traffic` predicts of a server on this machine, beside what the server does.
+"""Compares `granite4-neuron plan --traffic`'s predictions for a server on this machine with the server.
 
     python -m benchmarks.planning.server --model FOLDER
 
 `granite4-neuron measure` measures step times. `granite4-neuron serve` then serves three loads of `benchmarks.serving`,
 and the same requests are simulated: at a third of the rate that it can serve, at two thirds of it with prompts of
-different lengths and a shared prefix, and all at once. Clients are elsewhere as a rule, so one of the processors is
-left to them: the kernels have as many threads as there are others. It takes a few minutes, in which the machine should
-have nothing else to do.
+different lengths and a shared prefix, and all at once. Clients usually run on another machine, so one processor is left
+to them here, and the kernels use the others. The benchmark takes a few minutes. The machine should do nothing else
+meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from granite4_neuron.simulation.server import Server
 from granite4_neuron.simulation.traffic import Arrival, at_rate, poisson, read_traffic
 
 _LONGEST = 1024
-_MEDIAN = 1  # its place in what `benchmarks.serving` says of a time
+_MEDIAN = 1  # its index among the percentiles of `benchmarks.serving`
 _FIXED = ("512", "64")  # lengths of prompts and answers
 _MIXED = ("normal:400:100", "uniform:32:96")
 _PREFIX = 128
@@ -111,7 +111,7 @@ def _serving(model: Sequence[str]) -> Iterator[str]:
 
 
 def _ask(address: str, name: Path, load: Sequence[str]) -> tuple[Figures, list[Arrival]]:
-    """Send a load; return what `benchmarks.serving` measured, and the requests."""
+    """Send a load; return the results of `benchmarks.serving`, and the requests."""
     numbers, traffic = name.with_suffix(".json"), name.with_suffix(".jsonl")
     files = ["--json", str(numbers), "--traffic", str(traffic)]
     _run("benchmarks.serving", address, "--warmup=0", *load, *files)
@@ -126,7 +126,7 @@ def _run(module: str, *arguments: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, with a processor that the kernels leave to others."""
+    """Return this process's environment, with one processor left to other processes by the kernels."""
     return {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1))}
 
 

@@ -1,12 +1,12 @@
-"""A prefix cache under traffic: what it finds of the prompts of traces, at several limits of its memory, with this
+"""A prefix cache under traffic: the parts of prompts that it finds in traces, at several memory limits, with this
 package's policy, with the least recently used evicted first, and with Marconi's policy.
 
     python -m benchmarks.prefix_traces
     python -m benchmarks.prefix_traces --sessions 6 --lengths 0.25 --longest-answer 8 --measure
 
-The first needs no model: it counts tokens and bytes with the dimensions of one. --measure serves the traces with the
-engine and reports the times to the first token. Limits of memory are parts of the trace's working set: what Marconi's
-policy would keep without a limit.
+The first command runs no model: it counts tokens and bytes with a model's dimensions. --measure serves the traces with
+the engine and reports the times to the first token. Memory limits are fractions of the trace's working set, which is
+the memory that Marconi's policy would use without a limit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _savings(
 
 
 def _by_cuts(traces: dict[str, list[Turn]], config: GraniteMoeHybridConfig) -> Table:
-    """Compare, with memory for all, what is found where prompts may only be cut at places, and what is to be run."""
+    """Compare restrictions on where prompts may be cut, without a memory limit: tokens found, and work left to run."""
     title = "tokens found, % / work before first tokens, beside that with any cuts"
     ways = {
         "any cuts": ANYWHERE,
@@ -98,7 +98,7 @@ def _by_cuts(traces: dict[str, list[Turn]], config: GraniteMoeHybridConfig) -> T
 
 
 class _AnyWithoutAnswers(Anywhere):
-    """Any cuts, but only prompts leave states that others may begin from."""
+    """Any cuts, but only prompts leave states for other prompts, answers do not."""
 
     keeps_answers = False
 
@@ -164,10 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--model", type=Path, help="a checkpoint's folder (default: the bundled model)")
     model.add_argument("--random-weights", metavar="NAME", help="real dimensions, random weights")
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES), help="default: all")
-    parser.add_argument("--sessions", type=at_least(1), default=60, help="of a trace (default: %(default)s)")
-    parser.add_argument("--lengths", type=float, default=1.0, help="factor of all lengths (default: %(default)s)")
-    parser.add_argument("--longest-answer", type=at_least(2), help="in tokens (default: no limit)")
-    parser.add_argument("--seed", type=int, default=0, help="of the traces (default: %(default)s)")
+    parser.add_argument("--sessions", type=at_least(1), default=60, help="sessions per trace (default: %(default)s)")
+    parser.add_argument(
+        "--lengths", type=float, default=1.0, help="multiply all lengths by this factor (default: %(default)s)"
+    )
+    parser.add_argument("--longest-answer", type=at_least(2), help="the most tokens per answer (default: no limit)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traces (default: %(default)s)")
     parser.add_argument(
         "--budgets",
         nargs="+",
@@ -182,7 +184,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cuts", action="store_true", help="also compare runtimes by where they may cut prompts without a difference"
     )
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="of measurements (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="repeats of each measurement (default: %(default)s)"
+    )
     parser.add_argument("--compare", nargs="*", choices=ENGINES, default=[], help="other engines on the same traces")
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="FOLDER", help=f"for --compare {LLAMA_CPP}: of {SERVER} and {QUANTIZE}"

@@ -67,7 +67,7 @@ def _first_token_times(turns: Sequence[Turn], runtime: CPURuntime, max_bytes: in
 
 
 def _generate(engine: Engine, prompt: Tokens, length: int) -> tuple[float, Tokens]:
-    """Return the seconds to the first token, and all new ones."""
+    """Return the seconds to the first token, and all new tokens."""
     tokens, first = [], 0.0
     started = time.perf_counter()
     engine.add(Request(prompt, length, temperature=0))
@@ -86,7 +86,7 @@ def _longest(turns: Sequence[Turn]) -> int:
 
 
 class Answer(NamedTuple):
-    """The number of a prompt's tokens that a cache had, the seconds to the first new token, and all new ones."""
+    """The number of a prompt's tokens that were cached, the seconds to the first new token, and all new tokens."""
 
     found: int
     seconds: float
@@ -94,13 +94,13 @@ class Answer(NamedTuple):
 
 
 class Served(Protocol):
-    """An engine of others."""
+    """Another project's engine."""
 
     def generate(self, prompt: Tokens, length: int) -> Answer:
-        """Return as many greedy new tokens.
+        """Return `length` greedy new tokens.
 
         Raises:
-            Failed: it cannot.
+            Failed: the engine cannot do this.
         """
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Served(Protocol):
 
 
 class VLLMWithPlugin:
-    """vLLM with this package's plugin, in a process of its own. Its memory is also that of the running sequence."""
+    """vLLM with this package's plugin, in another process. Its cache shares the memory with the running sequence."""
 
     def __init__(self, folder: Path, max_bytes: int, turns: Sequence[Turn], options: argparse.Namespace):
         if importlib.util.find_spec("vllm") is None:
@@ -146,7 +146,7 @@ class VLLMWithPlugin:
 
 
 class LlamaServer:
-    """llama-server with its own defaults. What it keeps of ended sequences has the memory of the cache."""
+    """llama-server with its own defaults. It may keep as much of ended sequences as the cache may hold."""
 
     def __init__(self, folder: Path, max_bytes: int, turns: Sequence[Turn], options: argparse.Namespace):
         threads = str(torch.get_num_threads())

@@ -1,6 +1,4 @@
-"""Policies of prefix caches, and a replay of traces that runs no model: the package's own cache, with states that have
-sizes only.
-"""
+"""Policies of prefix caches, and a replay of traces without a model: states in the package's cache have sizes only."""
 
 from __future__ import annotations
 
@@ -32,11 +30,11 @@ _BOOTSTRAP = 5
 
 
 class SizesOnly:
-    """A runtime as a prefix cache sees it. Its snapshots have the sizes of a model's in bfloat16, and no memory.
+    """A runtime as a prefix cache sees it. Its snapshots have the sizes of a model's in bfloat16, but no memory.
 
     Args:
-        cuts: where prompts may be cut; as the fused kernels let them be.
-        buckets: tokens of pieces of prompts; None for steps of any tokens.
+        cuts: where prompts may be cut; by default as the fused kernels allow.
+        buckets: sizes of prompts' pieces in tokens; None for steps of any size.
     """
 
     cannot: Mapping[str, str] = {}
@@ -58,7 +56,7 @@ class SizesOnly:
 
 
 class LeastRecentlyUsed(Entries):
-    """Evicts the entry that was not used for longest."""
+    """Evicts the least recently used entry."""
 
     def victim(self) -> Node:
         return min((entry for entry in self if not entry.users), key=lambda entry: entry.last_use)
@@ -108,8 +106,8 @@ class MarconiCache(PrefixCache):
     """Marconi's policy in the package's tree, for one sequence at a time whose answer has two tokens or more.
 
     It keeps states only where a prompt diverges from an earlier sequence, and after the last token that was run.
-    `alpha` is 0 until five times as many requests have come as before the first eviction. Then all these are replayed
-    with each value from 0 to 2, and the one that saves most FLOPs is taken for good.
+    `alpha` is 0 until five times as many requests have come as before the first eviction. Then these requests are
+    replayed with each value from 0 to 2, and the value that saves most FLOPs stays.
     """
 
     def __init__(self, runtime: Runtime, max_bytes: int | None):
@@ -136,7 +134,7 @@ class MarconiCache(PrefixCache):
             super().insert(tokens, state, slot, logits)
 
     def tune(self) -> None:
-        """Choose `alpha`, if it is time: between requests, as Marconi does it aside."""
+        """Choose `alpha` if it is time. It is done between requests here; Marconi does it in the background."""
         if self._window is None and self._entries.has_evicted:
             self._window = _BOOTSTRAP * len(self._prompts)
         if self._window is not None and len(self._prompts) == self._window:
@@ -167,9 +165,10 @@ POLICIES: Mapping[str, Callable[[Runtime, int | None], PrefixCache]] = {
 
 @dataclass
 class Savings:
-    """Totals over the prompts of a trace; num_bytes: of the cache at its end.
+    """Totals over the prompts of a trace.
 
-    work: what the pieces of prompts cost that were run, in tokens; see `prompt_cuts.cost`.
+    num_bytes: the cache's size at the end.
+    work: the cost in tokens of the prompts' pieces that were run, see `prompt_cuts.cost`.
     """
 
     prompt_tokens: int = 0
@@ -232,8 +231,9 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
 
 
 def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Tokens) -> tuple[int, int]:
-    """Ask and fill a cache as `Engine` does for a sequence that runs alone; return how many tokens it had, and the work
-    for the others.
+    """Query and fill a cache as `Engine` does for a sequence that runs alone.
+
+    Return the number of tokens found, and the work for the others.
     """
     limit, cuts, work = len(prompt) + len(answer), runtime.prompt_cuts, 0
     request, text = Request(prompt, len(answer)), TextStream(None, [], prompt)
@@ -250,7 +250,7 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
         if sequence.is_kept(cache.interval):
             cache.insert(prompt[: sequence.stored], None, 0, runtime.logits)
     sequence.tokens += answer
-    while cuts.keeps_answers and sequence.stored < limit - 1:  # the last token is chosen, and not run
+    while cuts.keeps_answers and sequence.stored < limit - 1:  # the last token is chosen but not run
         interval = cache.interval or limit
         sequence.stored = min(limit - 1, (sequence.stored // interval + 1) * interval)
         cache.insert(sequence.tokens[: sequence.stored], None, 0, runtime.logits)

@@ -1,4 +1,4 @@
-"""Traces of requests whose prompts have beginnings in common, for benchmarks of prefix caches."""
+"""Traces of requests whose prompts share beginnings, for benchmarks of prefix caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tokens = list[int]
 class Turn:
     """A request of a session. Its prompt is the session's tokens so far, prompts and answers, and then `new`.
 
-    time: in seconds, by which turns are in order.
+    time: in seconds. Turns are sorted by it.
     """
 
     session: int
@@ -26,8 +26,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sizes:
-    """sessions: of each trace; a trace of single questions has four for each.
-    lengths: factor of all lengths of prompts and answers, 1 for the published ones.
+    """sessions: the number of sessions per trace; a trace of single questions has four questions for each.
+    lengths: factor on all lengths of prompts and answers, 1 for the published lengths.
     longest_answer: in tokens; None for no limit.
     """
 
@@ -45,7 +45,7 @@ class Chance:
         self._sizes = sizes
 
     def tokens(self, length: float) -> Tokens:
-        """Return as many tokens, times the factor of lengths."""
+        """Return random tokens, this many times the factor of lengths."""
         return self._random.choices(range(3, self._sizes.vocab_size), k=self._scaled(length))
 
     def length(self, mean: float) -> int:
@@ -58,7 +58,7 @@ class Chance:
         return max(2, min(self._scaled(self.length(mean)), self._sizes.longest_answer or math.inf))
 
     def turns(self, least: int, mean: float) -> int:
-        """Draw a number of turns: `least`, and more of a geometric distribution up to this mean."""
+        """Draw a number of turns: `least`, plus a geometric number so that the mean is `mean`."""
         more = mean - least
         return least + (int(math.log(1 - self._random.random()) / math.log(more / (1 + more))) if more else 0)
 
@@ -82,9 +82,9 @@ class Chance:
 def conversations(chance: Chance, sessions: int) -> Iterator[Turn]:
     """Conversations with a person.
 
-    Marconi's evaluation takes those of at least ten turns from ShareGPT and LMSYS-Chat-1M, a session per second, and
-    pauses as long as typing the next message at 90 words per minute (half a second per token). Messages of 161 tokens
-    and answers of 338 are ShareGPT's means (PagedAttention, SOSP 2023).
+    Marconi's evaluation takes conversations of at least ten turns from ShareGPT and LMSYS-Chat-1M, one per second, and
+    pauses for the time to type the next message at 90 words per minute (half a second per token). Messages of 161
+    tokens and answers of 338 are ShareGPT's means (PagedAttention, SOSP 2023).
     """
     for session, time in enumerate(itertools.islice(chance.arrivals(1), sessions)):
         for turn in range(chance.turns(10, 14)):
@@ -108,9 +108,9 @@ def agents(chance: Chance, sessions: int) -> Iterator[Turn]:
 
 
 def few_shot(chance: Chance, sessions: int) -> Iterator[Turn]:
-    """Questions behind the examples of their task, with answers of a letter and the end of the text.
+    """Questions that follow examples of their task. Answers are a letter and the end of the text.
 
-    MMLU has 57 tasks of five examples; here it is a task for each eighth question. Examples have 700 tokens and
+    MMLU has 57 tasks of five examples. Here there is a task for every eighth question. Examples have 700 tokens and
     questions 90 on average.
     """
     tasks = [chance.tokens(chance.length(700)) for _ in range(max(2, sessions // 2))]
@@ -120,8 +120,8 @@ def few_shot(chance: Chance, sessions: int) -> Iterator[Turn]:
 
 
 def shift(chance: Chance, sessions: int) -> Iterator[Turn]:
-    """Prompts of 2,200 tokens that share their first 1,600 or 1,500, so that a cache with long blocks which keeps the
-    state at a block's end finds all of them or none (vLLM's issue 45238). A prefix belongs to 16 prompts.
+    """Prompts of 2,200 tokens that share their first 1,600 or 1,500. A cache with long blocks that keeps the state at a
+    block's end finds all of these or none (vLLM's issue 45238). A prefix belongs to 16 prompts.
     """
     prefixes = [chance.tokens(1600) for _ in range(math.ceil(sessions / 4))]
     for session, time in enumerate(itertools.islice(chance.arrivals(1), 4 * sessions)):

@@ -1,7 +1,7 @@
 """vLLM in a replay of traces: a process that answers prompts one after another.
 
-Its argument are options of `LLM` in JSON. Each line of standard input is a prompt and the number of new tokens. It is
-answered by a line with these tokens, the seconds to the first, and how many of the prompt's tokens were cached.
+Its argument is a JSON object of options of `LLM`. Each line of standard input is a prompt and the number of new tokens.
+The answer is a line with these tokens, the seconds to the first, and the number of the prompt's cached tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")  # vLLM writes to standard output
+    answers = os.fdopen(os.dup(1), "w")  # vLLM itself writes to standard output
     os.dup2(2, 1)
     llm = LLM(
         dtype="bfloat16",

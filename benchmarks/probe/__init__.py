@@ -1,1 +1,1 @@
-"""A first look at a PyTorch device: what runs on it and is right. See docs/first-device-run.md."""
+"""A first look at a PyTorch device: which parts run on it and give right numbers. See docs/first-device-run.md."""

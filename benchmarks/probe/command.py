@@ -2,8 +2,8 @@
 
     python -m benchmarks.probe --device neuron --out probe.json
 
-Each step runs in a process of its own with a time limit; after one that fails, crashes or hangs the others run all the
-same. --step runs a single one in this process, where all that it prints can be seen.
+Each step runs in a process of its own with a time limit, so a step that fails, crashes or hangs stops no other. --step
+runs a single step in this process and shows everything that it prints.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ STEPS = (
 )
 
 
-# Those that the probe has not in another form; its steps have lengths of prompts of their own.
+# The probe has its own form of the others. Its steps choose lengths of prompts themselves.
 _OWN_OPTIONS = ("device", "dtype", "tp_degree", "prefill_buckets")
 MODEL_OPTIONS = [each for each in torch_device.OPTIONS if each.name not in _OWN_OPTIONS]
 
@@ -117,10 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = None) -> int:
-    """Do as `main`, with other steps.
+    """Run a probe with these steps, otherwise like `main`.
 
     Args:
-        module: of a program that calls this function with the same steps.
+        module: the module of a program that calls this function with the same steps.
     """
     options = parser().parse_args(arguments)
     for name in options.models:
@@ -141,7 +141,7 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
             progress.update(task, description=step.name)
             records.append(run_apart(step, _command(step, options, module)))
             progress.advance(task)
-            _write(records, options)  # now: there may be no later
+            _write(records, options)  # after each step, in case the next one takes the machine down
     _print(records)
     return 0 if all(record.result == OK for record in records) else 1
 

@@ -29,9 +29,9 @@ _ROUNDS, _CALLS = 3, 10  # of a measurement
 
 
 def versions(place: Place) -> Iterator[Finding]:
-    """Yield what a result depends on, then whether the device is there."""
+    """Yield the versions on which results depend, then whether the device is there."""
     names = {each.name for each in importlib.metadata.distributions() if _PACKAGES.search(each.name)}
-    # Of several versions on the path the first is imported, and `version` tells that one.
+    # If several versions are on the path, the first is imported, and `version` reports that one.
     packages = {name: importlib.metadata.version(name) for name in sorted(names)}
     facts = {
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
@@ -58,7 +58,7 @@ def _driver(name: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Return what a program prints, None if it is not here or fails."""
+    """Return a program's output, or None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True)
@@ -84,7 +84,7 @@ def compare(
     """Compare what a function returns, compiled on the device, with its definition in plain torch on the CPU.
 
     Args:
-        arguments: of both; neither sees what the other writes to them.
+        arguments: arguments of both. Each gets its own copy.
     """
     expected = definition(*tree_map_only(torch.Tensor, torch.clone, arguments))
     return judge(what, compiled(place, function)(*to_device(place, arguments)), expected)
@@ -122,7 +122,7 @@ def milliseconds(place: Place, function: Callable[[], Any]) -> float:
 
 
 def memory_bytes(place: Place) -> int | None:
-    """Return the memory in use: of the process on a CPU, of tensors on another device; None if it does not say."""
+    """Return the memory in use: the process's on a CPU, the tensors' on another device; None if unknown."""
     kind = find_device(place.device).type
     if kind == "cpu":
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -32,11 +32,11 @@ from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _LAYERS = {"mamba": ("h-350m", "mamba"), "attention": ("h-350m", "attention"), "experts": ("h-tiny", "mamba")}
 _PROMPTS = ["An assignment statement", "The import statement is used to find a module and"]
-MAX_LENGTH = 3000  # of a cache that has two lengths of graphs
+MAX_LENGTH = 3000  # a cache of this length has graphs of two lengths
 
 
 def layer(place: Place, kind: str) -> Iterator[Finding]:
-    """A model of one layer, with fewer experts' channels and a small vocabulary."""
+    """A model of one layer, with narrower experts and a small vocabulary."""
     yield from steps(*_runtimes(place, layer_model(kind), 128))
 
 
@@ -49,7 +49,7 @@ def kernels(place: Place, prefill_scan: str) -> Iterator[Finding]:
 
 
 def bucket(place: Place, tokens: str) -> Iterator[Finding]:
-    """The bundled model's graphs for prompts of so many tokens, for two lengths of the cache."""
+    """The bundled model's graphs for prompts of a bucket, with two lengths of the cache."""
     cpu, ours = _runtimes(place, load_model(bundled_checkpoint(), torch.float32), int(tokens))
     started = time.perf_counter()
     ours.warm_up(ours.allocate(2, MAX_LENGTH))
@@ -146,7 +146,7 @@ def latency(place: Place, name: str, tp_degree: str) -> Iterator[Finding]:
 
 
 def _chosen(place: Place) -> dict[str, Any]:
-    """Return all options of the backend, with the defaults of the device and the degree: they are given apart."""
+    """Return all options of the backend; the device and the degree, which are passed separately, have defaults."""
     defaults = {option.name: option.default for option in torch_device.OPTIONS}
     return defaults | dict(compiler=place.compiler) | place.options
 

@@ -1,5 +1,5 @@
-"""Each operator of compiled graphs, beside its definition in plain torch, in float32 at the widths of h-350m, but where
-it says otherwise.
+"""Each operator of compiled graphs, beside its definition in plain torch, in float32 at the widths of h-350m unless
+said otherwise.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from granite4_neuron.runtime.interface import Row
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
 _MAMBA_HEADS, _MAMBA_HEAD_DIM, _D_STATE, _CHANNELS, _D_CONV = 48, 32, 128, 1792, 4
-_EXPERTS_OF_H_SMALL = 72, 4096, 192, 10  # experts, hidden size, width on a rank of four, chosen ones
+_EXPERTS_OF_H_SMALL = 72, 4096, 192, 10  # experts, hidden size, width on a rank of four, experts per token
 _EPS = 1e-5
-_BFLOAT16_TOLERANCE = 2e-2  # of a sum of ten experts, each rounded between its products
-_TOKENS = (1, 128)  # of a step of decode, and of a prompt
+_BFLOAT16_TOLERANCE = 2e-2  # for a sum of ten experts, each rounded between its products
+_TOKENS = (1, 128)  # a step of decode, and a prompt
 
 
 def _randn(*shape: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _randn(*shape: int) -> torch.Tensor:
 
 
 def _weight(*shape: int) -> torch.Tensor:
-    """Return a matrix that keeps the scale of what it multiplies."""
+    """Return a matrix that keeps the scale of its input."""
     return _randn(*shape) / shape[-1] ** 0.5
 
 
@@ -123,10 +123,10 @@ def experts_decode(place: Place, form: str) -> Iterator[Finding]:
 
 
 def _form_of_experts(form: str) -> tuple[Callable[..., torch.Tensor], bool]:
-    """Return the operator of one of `choices.EXPERTS_DECODE`, and whether it takes weights with axes exchanged."""
+    """Return the operator of one of `choices.EXPERTS_DECODE`, and whether it takes transposed weights."""
     if form != "kernel":
         return partial(XLA.fused_experts, path=ExpertPath({"all": ALL, "gather": CHOSEN}[form])), False
-    # Not at the top: the package works without nki.
+    # Imported here, because the package works without nki.
     from granite4_neuron.ops.nki.experts import fused_experts as by_kernel
 
     return by_kernel, True
@@ -142,7 +142,7 @@ def rotary(place: Place) -> Iterator[Finding]:
 
 
 def cached_attention(place: Place, rows: str) -> Iterator[Finding]:
-    """One token of each of 4 sequences, of which one idles; or 128 tokens, 100 of them real, of one that has begun."""
+    """One token of each of 4 sequences, one of them idle; or 128 tokens, 100 of them real, of a running sequence."""
     if rows == "in_order":
         tokens, slots, lengths, kv_lengths = 1, None, _int32(1, 1, 0, 1), (2048,)
         positions = _int32(0, 70, 90, 1500)[:, None]
@@ -165,7 +165,7 @@ def convolution(place: Place) -> Iterator[Finding]:
 
 
 def _scan_arguments(batch: int, tokens: int) -> tuple:
-    """Return the arguments of a scan from a state on; the last tokens are padding."""
+    """Return the arguments of a scan that starts from a state. The last tokens are padding."""
     dt = _randn(batch, tokens, _MAMBA_HEADS).sigmoid()
     dt[:, 100:] = 0.0
     return (
@@ -198,7 +198,7 @@ def logits(place: Place) -> Iterator[Finding]:
 
 
 def drawn(place: Place) -> Iterator[Finding]:
-    """Sampled tokens: those that the host draws, but for a few that are left to it."""
+    """Sampled tokens: the device draws the host's tokens, and leaves a few draws to the host."""
     rows, params = 64, SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
     logits, sampler = 3 * _randn(rows, _VOCAB), Sampler(params, 0)
     draws = [Row(row + 1, 0, [0], draw=sampler.draw(row, _VOCAB)) for row in range(rows)]

@@ -1,6 +1,6 @@
 """Steps of a probe, each in a process of its own: one that hangs or crashes ends no other.
 
-Nothing here imports torch: where a device belongs to one process, that is the step's.
+Nothing here imports torch: if a device belongs to one process only, the step's process needs it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WRONG, FAILED = "wrong", "failed"
 # Status of a step.
 OK, CRASHED, TIMED_OUT = "ok", "crashed", "timed out"
 
-# A graph that fails to compile is an error, and so is a tensor on the CPU among its inputs; TorchNeuron would otherwise
-# run both on the CPU without a word. What the caller has set comes first.
+# A graph that fails to compile is an error, and so is a tensor on the CPU among its inputs. TorchNeuron would otherwise
+# run both on the CPU silently. The caller's own settings take precedence.
 ENVIRONMENT = {
     "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1",
     "TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY": "1",
 }
-_MARK = "probe finding: "  # the library of a device may print too
+_MARK = "probe finding: "  # a device's library may print too
 _LAST_LINES = 40
 
 
@@ -41,7 +41,7 @@ _LAST_LINES = 40
 class Place:
     """The place of steps: a device of the backend torch, and a backend of torch.compile, None for the device's own.
 
-    options: further ones of the backend, of the steps that run a model.
+    options: further options of the backend, for the steps that run a model.
     """
 
     device: str
@@ -53,10 +53,10 @@ class Place:
 class Finding:
     """One result of a step.
 
-    what: it is about.
+    what: the subject.
     verdict: "equal", "wrong", "failed" or "fact".
-    error: the largest difference, relative to the largest expected value; None where nothing is compared, or where it
-        is not finite.
+    error: the largest difference, relative to the largest expected value; None if nothing is compared or it is not
+        finite.
     message: for people.
     numbers: for programs.
     """
@@ -88,7 +88,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Record:
-    """The result of a step. last_lines: of its output, unless it was as it should be."""
+    """The result of a step. last_lines: its last lines of output, if the result is not OK."""
 
     name: str
     result: str
@@ -99,10 +99,10 @@ class Record:
 
 
 def run_here(step: Step, place: Place) -> None:
-    """Run a step in this process, and print each finding as it comes: a crash leaves the earlier ones.
+    """Run a step in this process, and print each finding as it comes, so that a crash does not lose earlier ones.
 
     Raises:
-        Exception: what the step raised; it has been printed as a finding.
+        Exception: the step raised it. It has been printed as a finding.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
@@ -119,10 +119,10 @@ def _print(finding: Finding) -> None:
 
 
 def run_apart(step: Step, command: Sequence[str]) -> Record:
-    """Run a step as a process, and end it and all that it started at the step's limit.
+    """Run a step as a process. At the step's limit end the process and all that it started.
 
     Args:
-        command: of a program that calls `run_here`.
+        command: the command of a program that calls `run_here`.
     """
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
@@ -137,7 +137,7 @@ def run_apart(step: Step, command: Sequence[str]) -> Record:
 
 
 def _run(command: Sequence[str], log: Any, limit: float) -> int | None:
-    """Return the exit code, None for a process that was ended."""
+    """Return the exit code, or None if the process reached the limit."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -149,7 +149,7 @@ def _run(command: Sequence[str], log: Any, limit: float) -> int | None:
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGUSR1)  # it prints where it is
+        process.send_signal(signal.SIGUSR1)  # the process prints its stack
         time.sleep(1)
         return None
     finally:
@@ -161,13 +161,13 @@ def _run(command: Sequence[str], log: Any, limit: float) -> int | None:
 
 def _findings(lines: Sequence[str]) -> Iterator[Finding]:
     for line in lines:
-        # A line is cut off where the process was ended while it wrote it.
+        # The last line is cut off if the process was killed while it wrote it.
         if line.startswith(_MARK) and line.endswith("}"):
             yield Finding(**json.loads(line.removeprefix(_MARK)))
 
 
 def _judge(code: int | None, findings: Sequence[Finding], limit: float) -> tuple[str, str]:
-    """Return a step's result, and a line on it."""
+    """Return a step's result, and a line that describes it."""
     if code is None:
         return TIMED_OUT, f"not done after {limit:g} seconds"
     if code < 0:

@@ -1,4 +1,4 @@
-"""Processes that each have a device: what they send each other, and models that are split over them."""
+"""Processes that each have a device: collectives between them, and models split over them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _split(place: Place, folder: Path, degree: int) -> Iterator[SplitRuntime]:
 
 
 def _too_few(place: Place, degree: int) -> Finding | None:
-    """Return what to say where a machine has too few GPUs; how many cores there are only Neuron's runtime knows."""
+    """Return a finding if the machine has too few GPUs. Only Neuron's runtime knows the number of its cores."""
     if place.device == "cuda" and torch.cuda.device_count() < degree:
         return Finding("devices", FACT, message=f"torch finds {torch.cuda.device_count()} GPUs here")
     return None
@@ -151,7 +151,7 @@ def _collective(
     function: Callable[[torch.Tensor], torch.Tensor],
     definition: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> list[Finding]:
-    """Compare a collective with its definition, which takes all ranks' tensors; and take its time."""
+    """Compare a collective with its definition, which takes all ranks' tensors, and time it."""
     findings = []
     for tokens in _TOKENS:
         every = [

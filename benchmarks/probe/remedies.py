@@ -1,4 +1,4 @@
-"""What to try when a step of the probe is not as it should be: options of the backend torch, and of the probe."""
+"""Options of the backend torch and of the probe to try when a step of the probe fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _MUCH_LESS = 0.67
 
 @dataclass(frozen=True)
 class Remedy:
-    """A step, and an option that helps if the step fails. other: a step that must be right; None if none shows it."""
+    """A step, and an option that helps if it fails.
+
+    other: a step whose success shows that the option works; None if there is none.
+    """
 
     step: str
     option: str
@@ -33,7 +36,7 @@ REMEDIES = (
 
 
 def advice(records: Sequence[Record]) -> list[str]:
-    """Return a sentence for each option that these records speak for."""
+    """Return a sentence for each option that these records suggest."""
     results = {record.name: record for record in records}
     return [*_kv_write(results), *_others(results)]
 
@@ -68,7 +71,7 @@ def _others(results: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _is_shown(results: Mapping[str, Record], name: str | None) -> bool:
-    """Return whether a step was right, and compared something: without NKI its kernels' steps have only facts."""
+    """Return whether a step was right and compared something. Without NKI, steps of its kernels have only facts."""
     if name is None:
         return True
     record = results.get(name)

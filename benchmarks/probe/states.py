@@ -11,8 +11,8 @@ from benchmarks.probe.process import EQUAL, FACT, WRONG, Finding, Place
 from granite4_neuron.ops import write_cache
 from granite4_neuron.ops.xla import write_cache_as
 
-MEGABYTES = (8, 32, 128)  # of caches
-# A write by an index takes the same time whatever the cache's size; times of one that does vary by less than this.
+MEGABYTES = (8, 32, 128)  # sizes of caches
+# A write by index takes the same time for any size of the cache. Measured times of such a write vary by less than this.
 _MOST_GROWTH = 2.0
 
 
@@ -22,7 +22,7 @@ def alias(place: Place) -> Iterator[Finding]:
 
     def step(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         state.copy_(state * 0.5 + x)
-        return x[:1] + 0  # a graph for Neuron has to have an output
+        return x[:1] + 0  # a graph for Neuron must have an output
 
     expected, x = torch.randn(16, 1024, 1024), torch.randn(1024)
     (state, given), run = to_device(place, (expected, x)), compiled(place, step)
@@ -57,7 +57,7 @@ def kv_write(place: Place, form: str) -> Iterator[Finding]:
             cache, *arguments = to_device(place, (expected, values, *where))
             write_cache(expected, values, *where)
             run(cache, *arguments)
-            # The null slot takes what belongs nowhere.
+            # The null slot, which takes the writes of idle rows and padding, is not compared.
             yield judge(f"{what}, {megabytes} MB", cache[1:], expected[1:], tolerance=0)
             times[megabytes] = milliseconds(place, lambda run=run, cache=cache, rest=arguments: run(cache, *rest))
         smallest, largest = MEGABYTES[0], MEGABYTES[-1]
@@ -78,7 +78,7 @@ def _writing(write: Callable[..., None]) -> Callable[..., torch.Tensor]:
 
 @torch.no_grad()
 def leading_view(place: Place) -> Iterator[Finding]:
-    """One graph that writes a view of one slot of two states, for each slot; the other slots stay as they are."""
+    """One graph for all slots writes a view of one slot of two states. The other slots stay unchanged."""
 
     def step(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         first.copy_(first * 0.5 + x)

@@ -6,10 +6,10 @@
         --output-length 128 --num-requests 32 --repeats 3 --goodput first-token:2000 per-token:100
 
 Prompts are random token ids. Answers are greedy and have exactly the requested number of tokens. With several addresses
-the servers take turns with the same questions; each repetition has new ones. The report has the time to the first
-token, the time per output token (the mean over a request's tokens after the first), the time between two parts of a
-stream, tokens per second, and goodput: requests per second within all limits. Times are in milliseconds, over all
-repetitions; rates are medians of the repetitions.
+the servers take turns with the same questions, and each repetition has new questions. The report has the time to the
+first token, the time per output token (the mean over a request's tokens after the first), the time between two parts of
+a stream, tokens per second, and goodput: requests per second within all limits. Times are in milliseconds, over all
+repetitions. Rates are medians of the repetitions.
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def _good(run: Run) -> list[Answer]:
 
 
 def _is_within(answer: Answer, limits: dict[str, float]) -> bool:
-    """Whether an answer is within all limits; a single token has no time per further token and passes that limit."""
+    """Return whether an answer is within all limits. An answer of one token passes the limit per further token."""
     return not any(getattr(answer, name) > limit for name, limit in limits.items())
 
 
 def _statistics(values: Sequence[float]) -> list[float]:
-    """The mean, and percentiles by nearest rank; NaN where there is nothing."""
+    """Return the mean, and percentiles by nearest rank; NaN without values."""
     ordered = sorted(value for value in values if not math.isnan(value))
     if not ordered:
         return [math.nan] * len(STATISTICS)
@@ -153,7 +153,7 @@ def _statistics(values: Sequence[float]) -> list[float]:
 
 
 def _servers(given: Sequence[str]) -> dict[str, str]:
-    """Addresses by the names they are given, or by themselves."""
+    """Return {name: address}. An address without a name is its own name."""
     servers = {}
     for text in given:
         name, _, address = text.rpartition("=") if "=" in text.partition("://")[0] else (text, "", text)
@@ -168,7 +168,9 @@ def _goodput_limits(given: Sequence[str]) -> dict[str, float]:
     for text in given:
         name, _, number = text.partition(":")
         if name not in GOODPUT_TIMES or not number.isdecimal():
-            raise UserError(f"{text!r} is no limit; write {', '.join(GOODPUT_TIMES)} and milliseconds: per-token:100.")
+            raise UserError(
+                f"{text!r} is no limit; write {', '.join(GOODPUT_TIMES)} with milliseconds, such as per-token:100."
+            )
         limits[GOODPUT_TIMES[name]] = float(number)
     return limits
 
@@ -220,7 +222,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("servers", nargs="+", metavar="[NAME=]ADDRESS", help="of an API, such as http://HOST:PORT/v1")
+    parser.add_argument(
+        "servers", nargs="+", metavar="[NAME=]ADDRESS", help="address of an API, such as http://HOST:PORT/v1"
+    )
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument("--concurrency", type=at_least(1), metavar="N", help="requests at a time (default: all)")
     pace.add_argument(
@@ -247,9 +251,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size", type=at_least(2), default=1000, metavar="N", help="prompts' token ids are below it"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the prompts and moments")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of the prompts and their times")
     parser.add_argument(
-        "--goodput", nargs="+", default=[], metavar="LIMIT", help="such as first-token:1000 per-token:50 total:9000, ms"
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="LIMIT",
+        help="limits in ms, such as first-token:1000 per-token:50 total:9000",
     )
     parser.add_argument(
         "--traffic",

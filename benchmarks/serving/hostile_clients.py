@@ -1,4 +1,4 @@
-"""Clients that hold up a server: they send slowly, half or far too much, do not read, or leave."""
+"""Clients that try to hold up a server: they send slowly, or half a request, or far too much, do not read, or leave."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ KINDS: tuple[Callable[..., Awaitable[str]], ...] = (half_sent, slow, unread, res
 
 
 async def attack(address: str, kind: Callable[..., Awaitable[str]], chance: random.Random, outcomes: Counter) -> None:
-    """Make one connection of this kind; count how it ended, which is "lost" if it should have got another answer."""
+    """Make one connection of this kind and count how it ended: "lost" if it got another answer than it should."""
     url = urlsplit(address)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     try:

@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server: the requests, when they are sent, and when their tokens arrive."""
+"""Load on an OpenAI-compatible server: requests, their times, and the times at which their tokens arrive."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ async def ask_all(
     """Send questions to a server.
 
     Args:
-        address: of its API, such as http://127.0.0.1:8000/v1.
-        asked: in this order.
+        address: address of its API, such as http://127.0.0.1:8000/v1.
+        asked: the questions, in this order.
         concurrency: questions at a time; None for no limit.
         request_rate: questions per second on average, as a Poisson process; None for as soon as possible.
 
     Raises:
-        UserError: nothing answers there.
+        UserError: no server answers at the address.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits) as client:
@@ -113,7 +113,7 @@ async def ask_all(
 
 
 def moments(number: int, request_rate: float | None, seed: int) -> Iterator[float]:
-    """Yield when `ask_all` sends each question, in seconds."""
+    """Yield the time in seconds at which `ask_all` sends each question."""
     chance, moment = random.Random(seed), 0.0
     for _ in range(number):
         yield moment

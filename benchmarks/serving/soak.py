@@ -5,9 +5,9 @@
     python -m benchmarks.serving.soak --seconds 100 -- --backend torch --device cuda --batch-invariant
 
 It starts a server process with the bundled model in float32, or with the model and backend that follow `--`. The server
-has a prefix cache and speculation, and gets requests of mixed kinds. The test compares each text with that of an idle
-engine without cache and drafts. Meanwhile hostile clients (`hostile_clients.py`) do what they can to stop the server,
-and another asks for /health. Before and after, while the server is idle, it compares the process's slots in use,
+has a prefix cache and speculation, and gets requests of mixed kinds. The test compares each text with an idle engine's,
+without cache and drafts. Meanwhile hostile clients (`hostile_clients.py`) try to stop the server, and another client
+asks for /health. Before and after, while the server is idle, it compares the process's slots in use,
 snapshots, file descriptors and memory.
 """
 
@@ -107,11 +107,11 @@ class Surroundings:
 
 @dataclass
 class Report:
-    """statuses: of all responses to clients that are not hostile.
-    hostile: how the others' connections ended, by kind.
+    """statuses: counts of all responses to clients that are not hostile.
+    hostile: how hostile clients' connections ended, by kind.
     mismatches: texts that differ from those of an idle engine.
     health_seconds: how long each answer of /health took.
-    log: what the server said on standard error.
+    log: the server's standard error.
     """
 
     statuses: Counter = field(default_factory=Counter)
@@ -232,7 +232,7 @@ async def _soak(
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         report.seconds = time.perf_counter() - started
-        for _ in range(20):  # the last sockets close after their clients are gone, and what leaks stays
+        for _ in range(20):  # the last sockets close after their clients are gone; leaked ones stay open
             report.after = await _surroundings(client, pid)
             if report.after.is_like(report.before):
                 break
@@ -247,7 +247,7 @@ async def _client(
     report: Report,
     chance: random.Random | None,
 ) -> None:
-    """Send one request after the other; without `chance`, none is malformed or abandoned."""
+    """Send requests one after another. Without `chance`, none is malformed or abandoned."""
     for number in jobs:
         path, body = kinds[number]
         way = 1.0 if chance is None else chance.random()
@@ -267,14 +267,14 @@ async def _client(
 
 
 async def _hostile(address: str, outcomes: Counter, chance: random.Random, rounds: int | None = None) -> None:
-    """Make one connection of each hostile kind after the other; without `rounds`, until it is cancelled."""
+    """Make connections of each hostile kind one after another, until cancelled if `rounds` is not given."""
     for _ in itertools.count() if rounds is None else range(rounds):
         for kind in chance.sample(KINDS, len(KINDS)):
             await attack(address, kind, chance, outcomes)
 
 
 async def _ask_for_health(address: str, seconds: list[float]) -> None:
-    """Ask for /health again and again, until it is cancelled."""
+    """Ask for /health again and again until cancelled."""
     async with httpx.AsyncClient(base_url=address, timeout=300) as client:
         while True:
             started = time.perf_counter()
@@ -321,7 +321,7 @@ async def _surroundings(client: httpx.AsyncClient, pid: int) -> Surroundings:
         if slots == 0:
             break
         await asyncio.sleep(0.05)
-    await asyncio.sleep(0.5)  # for sockets to close
+    await asyncio.sleep(0.5)  # until sockets have closed
     in_use, snapshots = numbers["prefix_cache_snapshots_in_use"], numbers["prefix_cache_snapshots"]
     status = Path(f"/proc/{pid}/status").read_text()
     memory = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
@@ -342,7 +342,9 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="S",
         help="end after so many seconds, if --requests is larger",
     )
-    parser.add_argument("model", nargs="*", default=MODEL, metavar="-- OPTION", help="of serve: the model, the backend")
+    parser.add_argument(
+        "model", nargs="*", default=MODEL, metavar="-- OPTION", help="options of serve: the model, the backend"
+    )
     options = parser.parse_args(arguments)
     load = Load(options.requests, options.clients, options.hostile, options.seed, options.seconds)
     report = soak(load, options.model)

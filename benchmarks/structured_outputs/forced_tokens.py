@@ -1,12 +1,13 @@
-"""How much faster texts by JSON schemas are because tokens without an alternative run together: each text with and
-without, in turns, greedy and one at a time.
+"""How much faster texts that follow JSON schemas are because forced tokens run together.
+
+Each text is generated with and without, in turns, greedily and one at a time.
 
     python -m benchmarks.structured_outputs.forced_tokens
     python -m benchmarks.random_checkpoint h-350m FOLDER
     python -m benchmarks.structured_outputs.forced_tokens FOLDER --schemas 200
 
-Schemas are drawn: some with long names and short values, and some with short names and long texts. Random checkpoints
-have a tokenizer of as many tokens as the model's vocabulary, trained on Python's standard library.
+Schemas are random: some with long names and short values, and some with short names and long texts. Random checkpoints
+get a tokenizer with as many tokens as the model's vocabulary, trained on Python's standard library.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MOST_TOKENS = 300
 
 
 def schema_with_long_names(chance: random.Random) -> dict[str, Any]:
-    """Draw a schema with names of several words and short values, as programs ask for them."""
+    """Draw a schema with names of several words and short values, as programs send them."""
     values: list[dict[str, Any]] = [
         {"type": "boolean"},
         {"type": "integer", "minimum": 0, "maximum": 999},
@@ -70,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="a checkpoint (default: the bundled model)")
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=list(_KINDS), help="default: both")
-    parser.add_argument("--schemas", type=at_least(1), default=20, help="of each kind (default: %(default)s)")
-    parser.add_argument("--repeats", type=at_least(1), default=1, help="of each text (default: %(default)s)")
+    parser.add_argument("--schemas", type=at_least(1), default=20, help="schemas of each kind (default: %(default)s)")
+    parser.add_argument("--repeats", type=at_least(1), default=1, help="repeats of each text (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads(), help="default: %(default)s")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -1,9 +1,9 @@
-"""The time that a JSON schema adds to a step of decode, with a vocabulary of as many tokens as the model's.
+"""The time that a JSON schema adds to a step of decode, with a vocabulary of the model's size.
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
 python -m benchmarks.structured_outputs.masks FOLDER --sequences 1 8
 
-The tokenizer is trained on Python's standard library, because random checkpoints have that of the bundled model.
+The tokenizer is trained on Python's standard library, because a random checkpoint has the bundled model's small one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _END = "<|end|>"
 
 @dataclass
 class Timed:
-    """A constraint that adds up the time in it."""
+    """A constraint that adds up the time of its calls."""
 
     inner: Constraint
     seconds: list[float] = field(default_factory=list)
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the shares; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkpoint")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1], help="at a time (default: 1)")
-    parser.add_argument("--tokens", type=int, default=200, help="of each (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1], help="sequences at a time (default: 1)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -1,11 +1,11 @@
-// Products of bfloat16 in AMX's order, as functions of C: test/unit/ops/cpu/kernels/test_tile_products.py compiles this.
+// C functions for products of bfloat16 in AMX's order. test/unit/ops/cpu/kernels/test_tile_products.py compiles this.
 #include "products.cpp"
 
 #include "formats.h"
 
 using namespace granite4_neuron;
 
-// y = x weight^T, for a weight that is packed first.
+// Packs a weight and computes y = x weight^T.
 template <typename Tiles>
 void pack_and_multiply(
     const void* values, const float* scales, int64_t rows, int64_t columns, const at::BFloat16* x, int64_t vectors,
@@ -21,7 +21,7 @@ void pack_and_multiply(
   multiply_all<Tiles, at::BFloat16, float>(weight, x, vectors, nullptr, 1.0f, y);
 }
 
-// values, scales: as the format has them, scales in float32 or null; x: [vectors, columns]; y: [vectors, rows].
+// values, scales: in the format's layout, scales in float32 or null; x: [vectors, columns]; y: [vectors, rows].
 #define MULTIPLY(NAME, ...)                                                                                          \
   extern "C" void NAME(                                                                                              \
       const void* values, const float* scales, int64_t rows, int64_t columns, const at::BFloat16* x, int64_t vectors, \

@@ -1,1 +1,1 @@
-"""Measures of a model's accuracy: against transformers, and on a text."""
+"""Measurements of a model's accuracy: against transformers, and on a text."""

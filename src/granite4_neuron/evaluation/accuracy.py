@@ -18,12 +18,12 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 
-COMPRESSED_AGREEMENT = 0.9  # share of equal top tokens, with less exact weights or states
+COMPRESSED_AGREEMENT = 0.9  # the least share of equal top tokens if weights or states are less exact than the dtype
 # AWS accepts ports below this R-ratio; above 10 a formula is wrong. Source: the Neuron SDK's page on its skill
 # neuron-framework-equivalence.
 MOST_R_RATIO = 1.2
-# AWS's tolerances for the logits of the k likeliest tokens, None for all; and the amount to subtract from a difference
-# first. Source: the Neuron SDK's page on the logit validation of vLLM Neuron.
+# AWS's tolerances for the logits of the k likeliest tokens, None for all, and the amount first subtracted from a
+# difference. Source: the Neuron SDK's page on the logit validation of vLLM Neuron.
 TOP_K_TOLERANCES = {5: 0.011, 50: 0.02, 1000: 0.03, None: 0.05}
 _ABSOLUTE_TOLERANCE = 1e-5
 

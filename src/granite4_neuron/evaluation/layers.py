@@ -121,13 +121,13 @@ def compare_layers(
 
 
 def operators_of_layers(runtime: BoundRuntime, kind: str) -> list[str]:
-    """Name the operators that the first layer of a kind runs over a prompt and a token of decode, such as
+    """Return the operators that the first layer of a kind runs for a prompt and for a token of decode, by names such as
     "ops.norm.rms_norm".
     """
-    names: dict[str, None] = {}  # in order, each once
+    names: dict[str, None] = {}  # an ordered set
     layer = runtime.config.layer_types.index(kind)
     part = _with_layers(runtime, slice(layer, layer + 1), noting(runtime.model.operators, names.setdefault))
-    # More tokens than a kernel for a few tokens takes.
+    # The prompt has more tokens than kernels for a few tokens take.
     _hidden_states(part, [0] * (_TRIAL_TOKENS + 1), _TRIAL_TOKENS)
     return list(names)
 

@@ -15,7 +15,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.state.hybrid_state import HybridState
 
-_ROWS = 64  # of logits at a time: 51 MB in float64 with a vocabulary of 100,000
+_ROWS = 64  # rows of logits at a time: 51 MB in float64 with a vocabulary of 100,000
 _DECODE_TOKENS = 32
 
 
@@ -108,7 +108,7 @@ def measure(
 
     Args:
         runtimes: of models with the same vocabulary. Divergence is measured from the first.
-        tokens: the text's.
+        tokens: the text's token ids.
         windows: the parts of the text to run, and the tokens in them to score.
         progress: called with (tokens run, tokens to run).
 

@@ -32,11 +32,11 @@ def load(
     """Load a `NeuronRuntime`; see `neuron.nxdi.loading.load_compiled`.
 
     Raises:
-        UserError: as there; also when the Neuron SDK is not installed, or the checkpoint is a GGUF file.
+        UserError: as there, or the Neuron SDK is not installed, or the checkpoint is a GGUF file.
     """
     folder = require_folder(checkpoint)
     neuron_sdk.require()
-    # Not at the top: only this backend needs NxD Inference.
+    # Imported here, because only this backend needs NxD Inference.
     from granite4_neuron.neuron.nxdi import loading
 
     return loading.load_compiled(folder, Path(compiled), generation_config)

@@ -19,16 +19,16 @@ CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
     "commit",
     "copy of a slot",
 )
-# Those of prompts on PyTorch's device, where each type of layer has its own, and of what follows.
+# Graphs for prompts on PyTorch's device, where each type of layer has its own, and for choosing tokens.
 EMBEDDING, LAYER, HEAD, DRAW = "embedding", "layer", "head", "draw"
 _SHORTEST_BUCKET = 128
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """kind: one of the above. bucket: entries of the cache that a step reads; if it reads none, the tokens that it
-    takes.
-    tokens: tokens of each sequence, if graphs of a kind and bucket differ in that. layer_type: of a LAYER.
+    """kind: one of the above.
+    bucket: the entries of the cache that a step reads, or its tokens if it reads none.
+    tokens: tokens of each sequence, if graphs of a kind and bucket differ in that. layer_type: the type of a LAYER.
     """
 
     kind: str
@@ -44,10 +44,10 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """The options of the compile command that decide which graphs there are.
+    """The options of the compile command that decide which graphs are compiled.
 
-    max_context_length: tokens of the largest graph for prompts. verified_tokens: of a sequence in a verification; 0 for
-    none. context_buckets, token_buckets: lengths of prompts and of the cache, ascending; None for
+    max_context_length: tokens of the largest graph for prompts. verified_tokens: tokens of a sequence in a
+    verification; 0 for none. context_buckets, token_buckets: lengths of prompts and of the cache, ascending; None for
     `default_context_buckets` and for NxD Inference's own.
     """
 

@@ -70,7 +70,7 @@ def install(nxdi_source: Path, nxd_source: Path) -> None:
     sys.meta_path.append(_Finder())
     sys.path[:0] = [str(nxdi_source / "src"), str(nxd_source / "src")]
     for name in ("nki", "nki.language", "nki.isa"):
-        _answer_every_name(importlib.import_module(name))  # the emulator, if there is one, has only a few names
+        _answer_every_name(importlib.import_module(name))  # the emulator, if installed, has only a few names
     vars(torch.classes)["neuron"] = _stand_in("neuron")
     import torch_neuronx.utils
 

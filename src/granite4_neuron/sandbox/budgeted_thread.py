@@ -62,7 +62,7 @@ class BudgetedThread:
             self._given_up = [thread for thread in self._given_up if thread.is_alive()]
             if len(self._given_up) >= _MOST_GIVEN_UP:
                 raise OverBudget
-            if self._thread is None or not self._thread.is_alive():  # it is not alive in a forked process
+            if self._thread is None or not self._thread.is_alive():  # after a fork the thread is not alive
                 self._thread = self._start()
             thread = self._thread
             assert thread.ident is not None  # it has started
@@ -79,7 +79,7 @@ class BudgetedThread:
                         future.exception(left)
                 used = time.clock_gettime(clock) - started
             finally:
-                if not future.done():  # too much, or Ctrl-C
+                if not future.done():  # over the budget, or interrupted by Ctrl-C
                     self._give_up(thread)
         return future.result(), used
 

@@ -69,7 +69,7 @@ def _rendered(template: str, variables: dict[str, Any]) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what an assistant said, for training; here it is a block like any other."""
+        """{% generation %} marks an assistant's text for training. Here it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's attribute)
 

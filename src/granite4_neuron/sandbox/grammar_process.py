@@ -21,21 +21,21 @@ _MEMORY_BYTES = 2**29
 # A grammar that overflows this stack ends the process. Afterwards grammars are used in threads with eight times as much
 # stack, or in the caller's thread, which has twice as much by default.
 _STACK_BYTES = 2**20
-# A state takes 1 to 2 kB, and llguidance's default is four times as many. A row has an item for each member that an
-# object may have; 500 members reach the default of 2,000. A verbose error of a large grammar takes a second to write.
+# A state takes 1 to 2 kB; llguidance's default limit is four times as large. A row has items for each member that an
+# object may have, and 500 members reach the default limit of 2,000. A verbose error of a large grammar takes a second.
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=2**16, max_items_in_row=2**14, verbose_errors=False)
-_END = 256  # after the bytes
+_END = 256  # the id after those of the bytes
 
 
 class GrammarFailed(Exception):
-    """There is no such grammar; the message says why."""
+    """The grammar cannot be used; the message says why."""
 
 
 class GrammarProcess(LimitedProcess):
     """Converts grammars to llguidance's format, and compiles each as a trial. Several threads may share one.
 
     Args:
-        special_tokens: of the vocabulary, to which a grammar may refer.
+        special_tokens: the vocabulary's, to which a grammar may refer.
     """
 
     def __init__(self, special_tokens: Sequence[str]) -> None:

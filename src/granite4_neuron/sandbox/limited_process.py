@@ -119,7 +119,7 @@ class LimitedProcess:
             self._process = self._start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None  # both are pipes
-        # The limit in the process is on processor time; this one is for an answer that waits.
+        # The limit in the process is on processor time. This one ends a process that only waits.
         timer = threading.Timer(6 * self._seconds, process.kill)
         timer.start()
         answer = None

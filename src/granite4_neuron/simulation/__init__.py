@@ -1,1 +1,1 @@
-"""Traffic on engines without a model: how many replicas it needs, and what answers then take."""
+"""Traffic on engines without a model: the number of replicas it needs, and the latency of its answers."""

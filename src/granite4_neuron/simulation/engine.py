@@ -80,7 +80,7 @@ class SimulatedSequence(RunningSequence):
         """Set `left`, the number of tokens until its next event.
 
         Args:
-            interval: of the prefix cache's snapshots.
+            interval: tokens between two snapshots of the prefix cache.
         """
         self.left = self.most_drafts(self.limit, interval) + 1
 
@@ -112,16 +112,16 @@ class SimulatedSequence(RunningSequence):
 
 
 class SimulatedEngine(Engine):
-    """An engine on a `SimulatedRuntime`, with the times that its requests saw.
+    """An engine on a `SimulatedRuntime` that records its requests' latencies.
 
     Attributes:
-        runtime: with the clock.
+        runtime: has the clock.
         first_tokens: the seconds from arrivals to first tokens.
         gaps: the seconds between two tokens of an answer.
         waited: the integral over time of the number of sequences that wait for a slot, in seconds.
         most_waiting: the largest number of waiting sequences.
         refused: the number of requests that are too long.
-        prompt_tokens: of the other requests.
+        prompt_tokens: the number of prompt tokens of the other requests.
     """
 
     runtime: SimulatedRuntime
@@ -145,8 +145,8 @@ class SimulatedEngine(Engine):
         )
         self.first_tokens, self.gaps = Histogram(), Histogram()
         self.waited, self.most_waiting, self.refused, self.prompt_tokens = 0.0, 0, 0, 0
-        self._ends: list[float] = []  # of the steps that were last taken together
-        # Times of the last tokens of sequences that decode, and how many came then.
+        self._ends: list[float] = []  # the ends of the steps that were last taken together
+        # {time of a decoding sequence's last token: number of sequences with a token at that time}.
         self._last_times: dict[float, int] = {}
         request = Request([0], temperature=0.0, stop_token_ids=[])
         request = replace(request.with_defaults(runtime.generation_config), tokens=[0])
@@ -171,22 +171,22 @@ class SimulatedEngine(Engine):
             self.most_waiting = max(self.most_waiting, len(self._live.waiting))
 
     def advance(self, until: float = math.inf) -> None:
-        """Run a step, and further steps without an event. These begin before `until`, when the next request arrives; or
-        later too, if all slots are taken and that request could not begin.
+        """Run a step, and further steps without an event. These begin before `until`, when the next request arrives, or
+        also later, if all slots are taken so that the request could not begin.
         """
         runtime, began = self.runtime, self.runtime.clock
         self._live.keep_due()
         self._scheduler.admit()
         waiting, started = len(self._live.waiting), runtime.clock
         step = self._scheduler.schedule()
-        count = len(step.rows) - step.prompt_rows  # of sequences that decode, which come first
+        count = len(step.rows) - step.prompt_rows  # decoding sequences, which come first
         sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
         if step.prompt_rows:
             (logits, _), ends = self._run(step), [runtime.clock]
             self._grow(sequences, ends)
             self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits[count:])
         elif sequences:
-            # Either all sequences decode, or some have just got their first tokens from the prefix cache.
+            # If not all sequences decode, some have just got their first tokens from the prefix cache.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
             is_full = len(self._live.running) == self.num_sequences
             ends = runtime.run_decode([row.start for row in step.rows], most, math.inf if is_full else until)

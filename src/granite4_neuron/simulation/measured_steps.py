@@ -26,10 +26,10 @@ VERSION = 2
 class Measured:
     """The contents of a file of step times.
 
-    model, dtype, backend, machine: of the measurement; dtype of activations and cache, `state_dtype` of SSM states.
-    config: of the model, as in config.json.
-    tokens_per_step, rows_per_step, packs_rows, max_length: of the runtime.
-    prompt_cuts: of the runtime, as `runtime.prompt_cuts.as_json` returns them.
+    model, backend, machine: their names. dtype: of activations and cache. state_dtype: of SSM states.
+    config: the model's, as in config.json.
+    tokens_per_step, rows_per_step, packs_rows, max_length: the runtime's.
+    prompt_cuts: the runtime's, as `runtime.prompt_cuts.as_json` returns them.
     decode: rows, tokens of each sequence before the step, seconds of a step with one token of each.
     prompts: rows, tokens of each, seconds of a step at the beginning of prompts.
     contexts: tokens of a prompt before the step, seconds of a step with `tokens_per_step` further tokens.
@@ -95,8 +95,8 @@ class MeasuredSteps:
 
     A step of single tokens takes the time for its number of rows at their mean length. A step of prompts takes the time
     for its rows at their mean length, or at the longest length if rows are padded, plus the time of each row's
-    attention to earlier tokens. A step of both reads the weights once: it takes the time of its prompts plus what the
-    single tokens add.
+    attention to earlier tokens. A step of both reads the weights once: it takes the time of its prompts plus the
+    additional time of the single tokens.
     """
 
     def __init__(self, measured: Measured):

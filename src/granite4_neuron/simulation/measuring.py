@@ -15,11 +15,11 @@ from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.runtime.prompt_cuts import as_json
 from granite4_neuron.simulation.measured_steps import Measured
 
-_STEPS = 6  # of decode
-_NEW_TOKENS = 16  # of each sequence, so that none ends while they are measured
+_STEPS = 6  # timed steps of decode
+_NEW_TOKENS = 16  # per sequence, so that none ends during the measurement
 _TURNS = 3
-_SHORT = 64  # tokens before a step of decode, at least
-_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a step's tokens
+_SHORT = 64  # the least number of tokens before a step of decode
+_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the most tokens of a step
 
 
 def measure(
@@ -40,7 +40,7 @@ def measure(
         model, backend, machine: their names.
         most_rows: sequences at a time.
         longest: tokens of a sequence.
-        progress: is called with the number of measurements done, and with that of all.
+        progress: called with the number of measurements done and the number of all measurements.
         clock: tells the time in seconds.
     """
     meter = _Meter(runtime, tokenizer, longest, clock)

@@ -1,4 +1,4 @@
-"""Step times predicted for a Trainium2; see `neuron.analysis.latency`. Nothing here is measured."""
+"""Step times predicted for Trainium2; see `neuron.analysis.latency`. Nothing here is measured."""
 
 from __future__ import annotations
 

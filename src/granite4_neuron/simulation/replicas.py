@@ -12,7 +12,7 @@ from granite4_neuron.simulation.engine import SimulatedEngine
 from granite4_neuron.simulation.statistics import Histogram
 from granite4_neuron.simulation.traffic import Arrival
 
-_WORTH_PROCESSES = 20_000  # least requests for several processes, which take seconds to start
+_WORTH_PROCESSES = 20_000  # with fewer requests, starting several processes takes longer than it saves
 
 NewEngine = Callable[[], SimulatedEngine]
 

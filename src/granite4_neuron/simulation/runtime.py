@@ -27,8 +27,8 @@ _WITHOUT_MODEL = "a simulated runtime has no model."
 
 
 class _Sized:
-    """Stands for zeros [1, positions] or [vocab_size] with the parts of a tensor that a prefix cache uses. It has only
-    a size."""
+    """Stands in for zeros [1, positions] or [vocab_size]. It has a size, and the tensor methods that a prefix cache
+    calls."""
 
     device = torch.device("meta")
 
@@ -43,7 +43,7 @@ class _Sized:
         return 0.0
 
     def clone(self) -> _Sized:
-        """Return the same tensor, to which nobody writes."""
+        """Return the same tensor, because nothing writes to it."""
         return self
 
     def numpy(self) -> _Sized:

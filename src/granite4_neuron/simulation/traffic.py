@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from granite4_neuron.errors import UserError
 from granite4_neuron.simulation.lengths import Lengths
 
-BLOCK = 512  # tokens of a block of Mooncake's traces
-_MOST_TOKENS = 2**24  # of a prompt or an answer
-_ANSWER = 0  # every token of an answer; no part of a prompt begins with it
+BLOCK = 512  # tokens per block in Mooncake's traces
+_MOST_TOKENS = 2**24  # per prompt or answer
+_ANSWER = 0  # each token of an answer; no part of a prompt begins with it
 
 
 class Part(NamedTuple):
@@ -37,10 +37,10 @@ class Part(NamedTuple):
 class Arrival(NamedTuple):
     """A request.
 
-    time: of its arrival, in seconds.
+    time: its arrival in seconds.
     prompt: its length in tokens. answer: the number of new tokens requested.
     conversation: its number; None if it belongs to none.
-    parts: of the prompt, in order.
+    parts: the prompt's parts in order.
     """
 
     time: float
@@ -209,7 +209,7 @@ class _Sharing:
     def _parts(self, record: Mapping[str, Any], conversation: int | None) -> tuple[Part, ...]:
         """Return the shared part of the prompt, its conversation so far or its prefix, and its own part.
 
-        A prompt that is not longer than its conversation so far begins anew.
+        A prompt that is not longer than its conversation so far starts a new conversation.
         """
         prompt = record["prompt_tokens"]
         shared = self._conversations.get(conversation, ()) if conversation is not None else ()

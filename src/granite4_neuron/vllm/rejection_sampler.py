@@ -43,7 +43,7 @@ class RejectionSampler(nn.Module):
         spec_config: None, or an object that defines how drafts are judged: its `rejection_sample_method` is "standard",
             or "synthetic" for `synthetic_acceptance_rates`, the share of requests in which the drafts up to each
             position are accepted whatever the models say.
-        device: for these rates.
+        device: the device of these rates.
 
     Raises:
         UserError: the method is another one.
@@ -65,7 +65,7 @@ class RejectionSampler(nn.Module):
             raise UserError(f"the rejection sampler judges drafts in the ways standard and synthetic, not {method}.")
         if method == "synthetic":
             rates = spec_config.synthetic_acceptance_rates
-            assert rates is not None  # of this method
+            assert rates is not None  # this method has them
             conditional = [rate / before if before else 0.0 for before, rate in zip((1.0, *rates), rates, strict=False)]
             self._synthetic_rates = torch.tensor(conditional, device=device)
 

@@ -19,7 +19,7 @@ struct Rows : int8::Rows {
   }
 };
 
-// Steps and scales lie as those of int8.
+// Steps and scales are laid out as int8's.
 template <typename T>
 struct Tiles : int8::Tiles<T> {
   using Value = c10::Float8_e4m3fn;

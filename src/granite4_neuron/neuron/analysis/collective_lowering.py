@@ -1,4 +1,4 @@
-"""Functional collectives of a graph as StableHLO's: torch-mlir imports them, but has no lowering for them."""
+"""Lowers functional collectives of a graph to StableHLO: torch-mlir imports them, but has no lowering for them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def lower_collectives(module: ir.Module, tp_degree: int) -> None:
         tp_degree: number of ranks; each collective is among all of them.
 
     Raises:
-        NotImplementedError: it has another collective than a sum over the ranks (all_reduce), the ranks' tensors side
-            by side (all_gather_into_tensor), and the wait for them.
+        NotImplementedError: it has another collective than a sum over the ranks (all_reduce), a concatenation of the
+            ranks' tensors (all_gather_into_tensor), and the wait for them.
     """
     from torch_mlir import ir
     from torch_mlir.passmanager import PassManager

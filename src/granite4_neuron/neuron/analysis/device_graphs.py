@@ -23,10 +23,10 @@ from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, buck
 
 @dataclass(frozen=True)
 class DeviceGraphOptions:
-    """As `compiled_graphs.GraphOptions`, for a PyTorch device, with one graph of all layers for decode.
+    """`compiled_graphs.GraphOptions` for a PyTorch device, with one graph of all layers for decode.
 
-    context_buckets: tokens of the pieces of prompts, ascending. verified_tokens: of a sequence in a verification; 0 for
-    none.
+    context_buckets: tokens of the pieces of prompts, ascending.
+    verified_tokens: tokens of a sequence in a verification; 0 for none.
     """
 
     context_buckets: Sequence[int] = PREFILL_BUCKETS

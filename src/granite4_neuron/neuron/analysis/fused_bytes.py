@@ -103,7 +103,7 @@ class _Graph:
         return written + self._read(instruction.operands)
 
     def _read(self, operands: tuple[str, ...]) -> float:
-        """Return the bytes in memory from which these values are computed; of a slice only the part that it takes."""
+        """Return the bytes in memory from which these values are computed. A slice counts only its own part."""
         parts: dict[str, dict[str, float]] = {}
         pending = [(operand, operand, 1.0) for operand in operands]
         seen = set()

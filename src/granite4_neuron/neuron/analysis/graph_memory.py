@@ -11,7 +11,7 @@ runtime for other models on a Trainium2, summed over the two physical cores of a
   test/vllm_neuron/worker). A graph for 1,024 tokens of a prompt has 165 MiB of code and constants, and 49 of rings. One
   for one token has 71 KiB for collectives.
 
-Temporaries are not included: all graphs share one scratchpad, as large as the largest that one of them needs.
+Temporaries are not included: all graphs share one scratchpad, as large as the largest that any of them needs.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from granite4_neuron.neuron.compiled_graphs import (
 )
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
-_MEBIBYTE = 2**20  # which the runtime prints as MB
+_MEBIBYTE = 2**20  # the runtime prints it as MB
 
 # "A micro-code overhead of 96MB per physical Neuron Core (this overhead is subject to future improvements)": the page
 # on device memory. It is at most that: in the first of the logs it is 2 MiB.
 MICROCODE_BYTES = LOGICAL_CORE_SIZE * 96 * _MEBIBYTE
-# Bytes for a step, per byte of a rank's weights; and for some tokens of a prompt, per mixer or feed-forward part, of
-# which a layer of GLM has both.
+# Bytes for a step, per byte of a rank's weights, and for some tokens of a prompt, per mixer or feed-forward part. A
+# layer of GLM has both.
 _STEP_CODE, _STEP_RINGS = ((126 + 4) * _MEBIBYTE / 15.1e9, 12 * _MEBIBYTE / 15.1e9)
 _PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 90, 49 * _MEBIBYTE / 90)
 _COLLECTIVES = 71 * 2**10
 # Upper limit for all graphs of a model, as a multiple of the estimate. In the first of the logs, graphs for prompts
-# would take 1.4 times the estimate if each had the largest figures given there; of the other graphs there is one each.
+# would take 1.4 times the estimate if each had the largest figures given there. Each other graph has one report.
 GRAPHS_AT_MOST = 2
 
 
@@ -67,8 +67,8 @@ def graph_memory(graph: CompiledGraph, config: ModelConfig, weights: int, tp_deg
     """Estimate the memory of a graph.
 
     Args:
-        config: of the model.
-        weights: bytes on a rank. A graph that reads none of the layers' has no code to speak of.
+        config: the model's.
+        weights: bytes on a rank that the graph reads. A graph that reads no layer's weights has hardly any code.
     """
     if graph.kind in (COMMIT, COPY, EMBEDDING, HEAD, DRAW):
         return GraphMemory(graph, 0, round(weights * _STEP_RINGS), 0)

@@ -48,8 +48,8 @@ class Graph:
     """A graph of one rank, to be traced.
 
     kind: "prefill", "decode", "verify" or "commit".
-    tokens: of each row.
-    config, dtype: of a model that is traced whole.
+    tokens: tokens of each row.
+    config, dtype: the model's, which is traced whole.
     tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
     experts_decode: "all" or "gather", see `ops.select_operators`; by default as on a Neuron device.
     """
@@ -88,9 +88,9 @@ class Graph:
 class Traced:
     """A graph and its parts, as serialised HLO modules; sizes in bytes.
 
-    donated: the output that takes the memory of a parameter, by the parameter's number.
-    components: each traced from placeholders of its own, by its name in `COMPONENTS`, and the type of the layers that
-        have it; None outside of layers.
+    donated: {number of a parameter: number of the output that takes its memory}.
+    components: each traced from its own placeholders, by its name in `COMPONENTS` and the type of its layers, None
+        outside of layers.
     widens_places: see `hlo_lint.findings`.
     """
 
@@ -106,9 +106,9 @@ class Traced:
 class GraphReport:
     """One graph of one rank; sizes in bytes.
 
-    cost: of the whole graph. components: the cost of all layers' components, by their names in `COMPONENTS`.
-    findings: of `hlo_lint`. notes: choices made for the graph, and why; and its collectives. few: the graph with one
-        layer of each kind. live_set: of a prompt's graph.
+    cost: the whole graph's. components: the cost of all layers' components, by their names in `COMPONENTS`.
+    findings: those of `hlo_lint`. notes: the choices made for the graph with their reasons, and its collectives.
+    few: the graph with one layer of each kind. live_set: for a prompt's graph.
     """
 
     graph: str
@@ -138,7 +138,7 @@ class GraphReport:
     @property
     def flops_ratio(self) -> float:
         """FLOPs, as a multiple of the minimum."""
-        return self.cost.flops / self.minimum.flops if self.minimum.flops else 1.0  # a copy has none
+        return self.cost.flops / self.minimum.flops if self.minimum.flops else 1.0  # a copy has no FLOPs
 
     @property
     def bytes_ratio(self) -> float:
@@ -174,11 +174,11 @@ def report(
 
     Args:
         config, dtype: the model.
-        tp_degree: ranks; the graphs are those of one rank. `trace_xla` leaves out what ranks send each other, because
-            that runtime has one rank.
+        tp_degree: ranks; the graphs are one rank's. `trace_xla` leaves out communication between ranks, because its
+            runtime has one rank.
         batch_size: sequences in the state, all of which the decode graph takes, in the order of their slots.
         buckets: tokens of the prefill graphs.
-        max_length: of the cache, all of which attention visits.
+        max_length: length of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
         trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
 
@@ -218,7 +218,7 @@ def graph_report(
     """Report a model's graph, from graphs of few layers.
 
     Args:
-        config: of the model.
+        config: the model's.
         trace: makes the graph of a model with other `layer_types`.
         least: the minimum cost of the graph.
         num_experts: as `hlo_lint.findings` takes it.
@@ -266,8 +266,8 @@ def _note(cost: Cost, outside: Counter[tuple[str, str]], of_layers: Mapping[str,
     """Return a sentence on the collectives of a graph.
 
     Args:
-        cost: of all of it.
-        outside, of_layers: the collectives outside of layers, and of a layer of each kind.
+        cost: the whole graph's.
+        outside, of_layers: the collectives outside of layers, and those of a layer of each kind.
     """
     found = {"outside of layers": outside} | {f"in each {kind} layer": each for kind, each in of_layers.items()}
     parts = []

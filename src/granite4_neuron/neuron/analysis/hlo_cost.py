@@ -61,7 +61,7 @@ def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
         from torch_xla.core.xla_builder import create_placeholder_tensor
     except ImportError:
         raise ToolsMissing(f"graphs are traced by torch_xla, which is not installed; {INSTALL_TORCH_XLA}.") from None
-    torch_xla.device()  # starts the client, which placeholders need
+    torch_xla.device()  # starts the client that placeholders need
     return create_placeholder_tensor
 
 
@@ -154,7 +154,7 @@ def _module(proto: bytes) -> _hlo.HloModule:
 
 
 def _without_kernels(mlir: str) -> str:
-    """Put any values in the place of kernels' results, because the CPU's compiler does not know the kernels."""
+    """Replace kernels' results by any values, because the CPU's compiler does not know the kernels."""
     lines = []
     for line in mlir.splitlines():
         call = re.match(r"\s*(%\w+) = stablehlo\.custom_call .* -> (tuple<(.*)>|tensor<[^>]*>)", line)

@@ -90,8 +90,8 @@ def collectives(module: Mapping[str, Instruction]) -> Counter[tuple[str, str]]:
 def findings_of_layer(kind: str, found: Counter[tuple[str, str]], needed: int) -> list[str]:
     """Return one sentence for each rule that the collectives of a layer break.
 
-    The rules: there are at most as many as needed, one for a mixer, and one for MLP and experts together; and they are
-    of float32 or bfloat16.
+    There must be no more than needed, one for a mixer, and one for MLP and experts together. They must be in float32 or
+    bfloat16.
     """
     sentences = []
     if found.total() > needed:
@@ -115,22 +115,26 @@ def _split_at_end(rest: str) -> tuple[str, str]:
 def findings(hlo_text: str, widens_places: bool = False, num_experts: int = 0) -> list[str]:
     """Return one sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
-    The rules: no tensor of rank above 4, and no operand of a product above 3; no shape that is known only while the
-    graph runs; no 64-bit floating point; no arithmetic on 64-bit integers and no places in them, other than what
-    torch_xla adds to a comparison; no transfer to or from the host; no loop; no convolution; no running sum
-    (reduce-window, as cumsum is traced); no sort; no collective but all-reduce and all-gather; a gather picks whole
-    rows of its first axes (a slot, an expert, a token's embedding) and never places in a sequence; no gather or scatter
-    at places that are known when the graph is made, where a slice would do. A scatter at places that depend on data is
-    how a cache is written, and is let through. A loop over tokens that was unrolled while tracing cannot be told from
-    other instructions: count them for two lengths. With `num_experts` also: no gather of experts' weights at places
-    that depend on data.
+    The rules are:
+
+    * no tensor of rank above 4, no operand of a product of rank above 3, and no shape known only while the graph runs;
+    * no 64-bit floats; no arithmetic on 64-bit integers and no 64-bit indices, except those that torch_xla adds to a
+      comparison;
+    * no transfer to or from the host, loop, convolution, sort, or running sum (cumsum is traced as reduce-window);
+    * no collective except all-reduce and all-gather;
+    * a gather picks whole rows of its first axes (a slot, an expert, a token's embedding), never places in a sequence;
+    * no gather or scatter at places known when the graph is made, because a slice would do;
+    * with `num_experts`, no gather of experts' weights at places that depend on data.
+
+    A scatter at places that depend on data is allowed, because it writes a cache. A loop over tokens that was unrolled
+    while tracing cannot be told from other instructions: count instructions for two lengths.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.
-        widens_places: whether what made it has places in 64 bits of its own accord, as torch-mlir has. Then integers of
-            64 bits break no rule.
-        num_experts: of a step of decode, if experts' weights are not to be fetched by index; 0 to allow it. Other ports
-            report that such a gather is slow on a Trainium2, and that it was compiled wrongly without a message.
+        widens_places: whether the tool that made the module widens indices to 64 bits itself, as torch-mlir does. Then
+            64-bit integers break no rule.
+        num_experts: the number of experts if a step of decode must not fetch experts' weights by index; 0 to allow it.
+            Other ports report that such a gather is slow on Trainium2, and was compiled wrongly without a message.
     """
     module = instructions(hlo_text)
     rules = [_faults] if widens_places else [_faults, _faults_of_integers]
@@ -144,7 +148,7 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
     for dtype, dimensions in instruction.shapes:
         if len(dimensions) > MAX_RANK:
             yield f"({instruction.opcode}) has rank {len(dimensions)}, above {MAX_RANK}"
-        if dtype in _WIDE_DTYPES and dimensions:  # a scalar is a Python number, folded by every compiler
+        if dtype in _WIDE_DTYPES and dimensions:  # a scalar is a Python number, which every compiler folds
             yield f"({instruction.opcode}) is {dtype}"
     if instruction.opcode == "dot":
         rank = max(len(module[name].shapes[0][1]) for name in instruction.operands)
@@ -188,7 +192,7 @@ def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:
 
 
 def _fetches_experts(instruction: Instruction, module: dict[str, Instruction], num_experts: int) -> bool:
-    """Return whether it picks whole matrices from a stack with one matrix for each expert."""
+    """Return whether a gather picks whole matrices from a stack with one matrix for each expert."""
     if instruction.opcode != "gather" or not _picks_rows(instruction, module):
         return False
     operand, moved = module[instruction.operands[0]].shapes[0][1], instruction.shapes[0][1]
@@ -196,7 +200,7 @@ def _fetches_experts(instruction: Instruction, module: dict[str, Instruction], n
 
 
 def _picks_rows(gather: Instruction, module: dict[str, Instruction]) -> bool:
-    """Return whether it takes whole entries of the operand's first axis, or of its first axes together."""
+    """Return whether a gather takes whole entries of the operand's first axis, or of its first axes together."""
     indexed, sizes = (
         [int(number) for number in re.findall(rf"{name}=\{{([\d,]*)\}}", gather.attributes)[0].split(",")]
         for name in ("start_index_map", "slice_sizes")

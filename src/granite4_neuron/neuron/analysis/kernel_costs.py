@@ -43,7 +43,7 @@ def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float,
 
 
 def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Assume that every choice has an expert of its own, the upper limit. Only chosen weights are read, each once."""
+    """Count each choice as a different expert, the upper limit. Only chosen weights are read, each once."""
     tokens, hidden_size = operands[0][1]
     num_experts, width, _ = operands[2][1]
     slots = operands[3][1][0]
@@ -52,7 +52,7 @@ def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float
 
 
 def _experts_prefill(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Assume that every block has its rows: each is read and written once, and so are every expert's weights."""
+    """Count each block as full: rows are read and written once, and each expert's weights are read once."""
     hidden_size, width = operands[0][1][1], operands[2][1][1]
     rows = prod(operands[4][1])
     row_bytes = hidden_size * BYTES[operands[0][0]]

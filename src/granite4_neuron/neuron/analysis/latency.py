@@ -45,7 +45,7 @@ COLLECTIVE_SECONDS = 4 * 2e-6
 # models, in `benchmarks/planning/predicted_latency.py`; a constant per step, fitted beside it, is zero.
 LAUNCH_SECONDS = 157e-6
 
-PARTS_OF_LAYER = 2  # a mixer and a feed-forward part: of the published models, and so of what LAUNCH_SECONDS is for
+PARTS_OF_LAYER = 2  # a layer of the published models, and so of LAUNCH_SECONDS, has a mixer and a feed-forward part
 MOVES_OF_FETCHED = 3  # weights that are fetched by index are read, written and read again
 PARTITIONS = 128
 CHUNK = 128  # tokens that the prefill kernel takes at a time
@@ -56,8 +56,8 @@ class Work:
     """The work of one rank in one step.
 
     flops: of matrix products. bytes_accessed: in HBM. vector_elements: processed by VectorE in Mamba layers' kernels.
-    link_bytes: that a chip sends to others. collectives: their number. layers: launched, of
-    PARTS_OF_LAYER each.
+    link_bytes: bytes that a chip sends to others. collectives: their number. layers: launched layers of PARTS_OF_LAYER
+    parts.
     """
 
     flops: float
@@ -172,7 +172,7 @@ def step_work(
 
 
 def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, prompt: int, buckets: Sequence[int]) -> Work:
-    """Return the work of a prompt: of its pieces, as `pieces` cuts it for graphs of `buckets`, with their padding.
+    """Return the work of a prompt: of its pieces for graphs of `buckets`, as `pieces` cuts it, with their padding.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -186,7 +186,7 @@ def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, prompt:
 def _more_for_experts(
     config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int, form: str
 ) -> tuple[float, float]:
-    """Return the FLOPs and bytes of a form of the experts beyond the minimum, which is the kernel's form."""
+    """Return the FLOPs and bytes of a form of the experts beyond the minimum, which the kernel needs."""
     experts, chosen_by_token = config.num_local_experts, config.num_experts_per_tok
     if form == "kernel" or not experts:
         return 0.0, 0.0
@@ -277,10 +277,9 @@ def predictions(
         tp_degree: ranks, one per logical core.
         prompt: tokens of the prompt.
         context: tokens of each sequence while it is continued.
-        drafted, acceptance: number of drafts per verification, and the probability that one is accepted. 0 drafts for
-            no such lines, each of which is a verification with its commit. Drafts cost nothing here: n-grams are looked
-            up on the host.
-
+        drafted, acceptance: number of drafts per verification, and the probability that one is accepted. A line is a
+            verification with its commit; 0 drafts for no such lines. Drafts cost nothing here, because n-grams are
+            looked up on the host.
         buckets: tokens of the graphs for prompts, ascending; None for one of just this prompt.
 
     Raises:
@@ -329,7 +328,7 @@ def with_counted_graphs(
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
-    Of the forms of experts, the graph of a token has all at once, which is the default without NKI kernels.
+    The graph of a token computes all experts at once, the default without NKI kernels.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.

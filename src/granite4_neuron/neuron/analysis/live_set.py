@@ -5,15 +5,15 @@ reads every weight once: a product with a weight takes all tokens of the graph a
 are live, whole and in the model's dtype: the residual stream, the product's operand and its result. The live set of a
 graph is the largest such sum. Everything else is tiled and does not count: weights; products of activations with each
 other, such as attention's scores and the chunks of a scan, which go head by head; element-wise work. Experts are
-computed one after the other, next to the sum over them. Each physical core of a logical one holds a half.
+computed one after another, beside the sum over them. Each physical core of a logical one holds half of the live set.
 
 A product whose live set does not fit has its operand in HBM. The operand is written once, and read again for each block
 of columns whose sums PSUM holds.
 
 The graphs of one model were published (`published_latency.SPILLS`): Qwen3.5-27B on four ranks spills with 2,048 tokens,
 but not with 1,024 and 512. The estimate agrees: 74, 37 and 18.5 MiB, of 48. It would not if each physical core held the
-whole residual stream. The bytes that it reads again with 2,048 tokens are 0.82 of the 108.7 GB in a profile. A live set
-near the capacity may fit or not.
+whole residual stream. The estimated bytes read again with 2,048 tokens are 0.82 of the 108.7 GB in a profile. A live
+set near the capacity may fit or not.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PARTITIONS, _SUMS = 128, 8 * 2048 // 4
 class Product:
     """A product of hidden states with a weight, in entries of one token on one rank.
 
-    operand: the size of the operand. result: the part of the result that is kept. columns: of the weight. layers: how
-    many layers have this product.
+    operand: the size of the operand. result: the part of the result that is kept. columns: the weight's. layers: the
+    number of layers with this product.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Product:
 class LiveSet:
     """The estimate for one graph, in bytes of one rank.
 
-    live: for the product `largest`. read, written: bytes in HBM, because of products that do not fit.
+    live: the live set of the product `largest`. read, written: bytes in HBM because of products that do not fit.
     """
 
     live: int

@@ -23,19 +23,19 @@ from granite4_neuron.neuron_sdk import INSTANCES
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 GIBIBYTE = 2**30
-# A logical core has 24 GiB, and no part of another core's: the compiler compares with 25,769,803,776 bytes. "Usable
+# A logical core has 24 GiB and cannot use another core's: the compiler's limit is 25,769,803,776 bytes. "Usable
 # ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
 CORE_BYTES = 47 * GIBIBYTE // 2
 
 FITS, OPEN, DOES_NOT_FIT = "fits", "open", "does not fit"
 
-# Temporaries by the compiler for Trainium2, as a multiple of those by XLA's for a CPU, which `temporaries` estimates.
+# Temporaries of Trainium2's compiler, as a multiple of XLA's compiler's for a CPU, which `temporaries` estimates.
 # One figure is known: another port of h-small (pull request 69 of NxD Inference) needs 24.46 GiB for prompts of 256
 # tokens, of which 15.4 are inputs and outputs. Its scan makes tensors of [tokens, heads, head_dim, d_state] in float32,
-# of 1 GiB each, of all 128 heads on each rank. XLA's compiler needs 2.05 GiB for it, as if two were live at a time, and
-# Neuron's nine. The runtime adds to this: it gives a tensor of more than 512 MiB memory of its own beside the
-# scratchpad that all graphs share ("Neuron Device Memory" in the SDK's documentation). This package has no such
-# tensors.
+# of 1 GiB each, of all 128 heads on each rank. XLA's compiler needs 2.05 GiB for it, as if two were live at a time.
+# Neuron's needs as much as nine. The runtime adds to this: it gives a tensor of more than 512 MiB memory of its own
+# beside the scratchpad that all graphs share ("Neuron Device Memory" in the SDK's documentation). This package has no
+# such tensors.
 TEMPORARIES_AT_MOST = (24.46 - 15.4) / 2.05
 
 
@@ -43,9 +43,12 @@ TEMPORARIES_AT_MOST = (24.46 - 15.4) / 2.05
 class Plan:
     """Bytes on one logical core.
 
-    state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
-    the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. options: which graphs there
-    are. draft: of a draft model that is loaded too; a step's temporaries are the larger of the two models'.
+    state: the state of a sequence of any length.
+    token: keys and values of one token.
+    logits: of one token of a sequence, over the whole vocabulary in float32, as a rank computes them and as gathered
+        from all ranks.
+    options: the graphs that are compiled.
+    draft: the plan of a draft model that is loaded too. A step's temporaries are the larger of the two models'.
     """
 
     config: ModelConfig
@@ -62,7 +65,7 @@ class Plan:
 
     @property
     def tensors(self) -> int:
-        """Bytes of weights and sequences, also the draft model's. They are exact."""
+        """Bytes of weights and sequences, including the draft model's. They are exact."""
         return self._tensors(self.batch_size, self.context)
 
     @property
@@ -101,7 +104,7 @@ class Plan:
 
     @property
     def resident(self) -> int:
-        """Bytes of tensors and graphs, which stay there between steps, also the draft model's."""
+        """Bytes of tensors and graphs, which stay in memory between steps, including the draft model's."""
         return self.tensors + self._graph_bytes(self.batch_size, self.context)
 
     @property
@@ -213,7 +216,7 @@ def plan(
         tp_degree: ranks, one per logical core.
         batch_size: sequences at a time.
         context: tokens of each sequence, prompt and continuation.
-        options: which graphs there are.
+        options: the graphs that are compiled.
         draft: the plan of a draft model beside it.
 
     Raises:

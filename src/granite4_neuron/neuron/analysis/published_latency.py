@@ -1,4 +1,4 @@
-"""Published times of other models on a Trainium2, and the predictions of `latency` from their configs alone."""
+"""Published times of other models on Trainium2, and `latency`'s predictions from their configs alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES = 2  # all of them ran in bfloat16
 class Model:
     """A transformer's dimensions, by the names of its config.
 
-    linear_layers: of `layers`, those with a recurrence of `value_heads` times head_dim x head_dim entries in float32.
+    linear_layers: the number of `layers` with a recurrence of `value_heads` times head_dim x head_dim float32 entries.
     dense: width of the MLP of layers without experts, and the number of these layers. expert, shared: width of one
     expert, and of the MLP that all tokens take besides. gated: attention's query projection has a gate of its own size.
     """
@@ -39,7 +39,7 @@ class Model:
     gated: bool = False
 
     def weights(self, tokens: int) -> tuple[float, float]:
-        """Return the entries of all matrices that multiply a token, without the head's, and the entries that a step
+        """Return the entries of all matrices that multiply a token, except the head's, and the entries that a step
         reads.
         """
         full = self.layers - self.linear_layers
@@ -61,7 +61,7 @@ class Model:
         query, keys = self.heads * self.head_dim, self.key_heads * self.linear_head_dim
         inner = self.value_heads * self.linear_head_dim
         dense_layers = self.layers if self.dense_layers is None else self.dense_layers
-        # Of each: the operand, the result, and the layers that have it. An operand of hidden states is not split.
+        # Each has an operand, a result, and a number of layers. An operand of hidden states is not split.
         first = {
             "attention": ((2 if self.gated else 1) * query + 2 * self.kv_heads * self.head_dim, query, full),
             "recurrence": (2 * keys + 2 * inner, inner, self.linear_layers),
@@ -119,8 +119,8 @@ class PublishedSpill:
 class Published:
     """A figure in milliseconds.
 
-    tokens: of the step, with the padding to a prompt's bucket; 1 for a token of the continuation. context: tokens
-    before those.
+    tokens: tokens of the step, padded to a prompt's bucket; 1 for a token of the continuation. context: tokens before
+    them.
     """
 
     name: str
@@ -170,13 +170,13 @@ TRINITY_NANO = Model(
 TRINITY_MINI = Model(
     32, 2048, 32, 4, 128, 200192, gated=True, dense=6144, dense_layers=2, experts=128, top_k=8, expert=1024, shared=1024
 )
-# Mamba-2 layers: 128 heads of 64 x 128 entries, as many as 64 of 128 x 128.
+# Mamba-2 layers: 128 heads of 64 x 128 entries, counted as 64 heads of 128 x 128.
 H_SMALL = Model(
     40, 4096, 32, 8, 128, 100352, 36, key_heads=1, value_heads=64,
     dense_layers=0, experts=72, top_k=10, expert=768, shared=1536,
 )  # fmt: skip
 
-# With the dimensions that their makers published.
+# The models' dimensions, as published.
 LLAMA_70B = Model(80, 8192, 64, 8, 128, 128256, dense=28672)
 LLAMA_405B = Model(126, 16384, 128, 8, 128, 128256, dense=53248)
 QWEN3_32B = Model(64, 5120, 64, 8, 128, 151936, dense=25600)
@@ -196,7 +196,7 @@ FIGURES = (
     Published("granite-4.0-h-small", H_SMALL, 4, 1, 50.0, "pull request 69"),
     Published("Llama-3.3-70B", LLAMA_70B, 64, 1, 19.8, f"{AWS}3.3-70b", 10_000),
     Published("Llama-3.1-405B", LLAMA_405B, 64, 1, 37.9, f"{AWS}3.1-405b-speculative", 10_000),
-    # 102.3 tokens per second, all of a request's.
+    # 102.3 tokens per second, counting all tokens of a request.
     Published("Qwen3-32B", QWEN3_32B, 64, 1, 9.8, f"{AWS.removesuffix('trn2-llama')}sd-inference", 400),
     Published("Qwen3.5-2B", QWEN35_2B, 8, 512, 17.6, QWEN35),
     Published("Qwen3.5-4B", QWEN35_4B, 8, 512, 34.6, QWEN35),
@@ -224,7 +224,7 @@ SPILLS = (
 TOKENS = tuple(figure for figure in FIGURES if figure.tokens == 1)
 FIRST_TOKENS = tuple(figure for figure in FIGURES if figure.tokens > 1)
 # `latency.LAUNCH_SECONDS` is fitted to these. The time per token of the other port of h-small is not among them,
-# because it is to be predicted.
+# because the prediction is compared with it.
 FITTED = FIGURES[:8]
 
 

@@ -14,10 +14,10 @@ from granite4_neuron.state.sizes import mamba_state_shapes, sequence_bytes, toke
 
 @dataclass(frozen=True)
 class Minimum:
-    """The minimum of one rank and one step. All but flops are in bytes.
+    """The minimum of one rank and one step. All fields except flops are in bytes.
 
-    weights: those that the step's tokens need, read once. state: of the Mamba layers, read and written. key_values:
-    read for the context, written for the step's tokens. activations: the residual stream in float32.
+    weights: those that the step's tokens need, read once. state: the Mamba layers', read and written. key_values: read
+    for the context, written for the step's tokens. activations: the residual stream in float32.
     """
 
     flops: float

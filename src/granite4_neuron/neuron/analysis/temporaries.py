@@ -1,7 +1,7 @@
-"""Estimates of a step's temporaries, in bytes: those that XLA's compiler for a CPU gives this package's graphs.
+"""Estimates of a step's temporaries in bytes, fitted to XLA's compiler for a CPU on this package's graphs.
 
-It was asked for graphs in float32 with one layer of each kind. That is what all layers need, because they run one after
-another. The factors here cover what it needed of h-small and of Nemotron 3 Nano 30B-A3B, with 128, 512 and 2,048
+The compiler was given graphs in float32 with one layer of each kind. All layers need as much, because they run one
+after another. The factors here cover its temporaries for h-small and Nemotron 3 Nano 30B-A3B, with 128, 512 and 2,048
 tokens, on one and on four ranks, with 2,048 entries of the cache and with the longest context.
 """
 
@@ -14,18 +14,18 @@ from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.ops.attention import block_length
 from granite4_neuron.ops.xla.moe import ALL, expert_path
 
-# A prompt's, as multiples: of its graph's live set in bfloat16; in float32 of the scores of a block of keys, with more
-# than 64 blocks and with fewer; and of the tensors of experts.
+# A prompt's temporaries, as multiples of its graph's live set in bfloat16; of the scores of a block of keys in float32,
+# with more than 64 blocks and with fewer; and of the tensors of experts.
 _OF_LIVE_SET, _OF_SCORES_OF_MANY, _OF_SCORES, _OF_EXPERTS = 25, 18, 10, 1.25
 _MANY_BLOCKS = 64
-# Decode copies a block of keys and values of each sequence, 1.04 times what they take in float32, and for few tokens
-# the chosen experts, 1.42 times.
+# Decode copies a block of keys and values of each sequence, 1.04 times their size in float32, and for few tokens the
+# chosen experts, 1.42 times their size.
 _OF_KEYS_AND_VALUES, _OF_CHOSEN = 1.05, 1.5
 _NUMBER = torch.float32.itemsize
 
 
 def of_prompt(config: ModelConfig, tp_degree: int, tokens: int, context: int) -> int:
-    """Estimate those of a graph for some tokens of a prompt, of a rank.
+    """Estimate a rank's temporaries of a graph for some tokens of a prompt.
 
     The largest are activations that many operations share, the scores of attention for one block of the cache, or the
     rows of the experts; these lie in memory at different times.
@@ -45,7 +45,7 @@ def of_prompt(config: ModelConfig, tp_degree: int, tokens: int, context: int) ->
 
 
 def of_decode(config: ModelConfig, tp_degree: int, batch_size: int, context: int) -> int:
-    """Estimate those of a step of decode, of a rank.
+    """Estimate a rank's temporaries of a step of decode.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -61,7 +61,7 @@ def of_decode(config: ModelConfig, tp_degree: int, batch_size: int, context: int
 
 
 def _entries_of_experts(config: ModelConfig, width: int, tokens: int) -> int:
-    """Return the entries of the experts' rows while they are computed, on the path that a graph takes."""
+    """Return the entries of the experts' rows during their computation, for the form that a graph has."""
     experts, hidden = config.num_local_experts, config.hidden_size
     path = expert_path(tokens, config.num_experts_per_tok, experts, width, gathers=False)
     inner = _widths(config) * width
@@ -73,5 +73,5 @@ def _entries_of_experts(config: ModelConfig, width: int, tokens: int) -> int:
 
 
 def _widths(config: ModelConfig) -> int:
-    """Return how many times the width of an expert its two matrices have together: gate, up and down, or no gate."""
+    """Return the total width of an expert's matrices, in multiples of its own: gate, up and down, or without a gate."""
     return 3 if config.has_gated_mlp else 2

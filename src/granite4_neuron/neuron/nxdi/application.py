@@ -93,7 +93,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
                 manager.past_key_values = managers[0].past_key_values
         wanted = self.neuron_config.tensor_capture_config
         if wanted:
-            for module in dict.fromkeys(model.model for model in self.models):  # they may share one
+            for module in dict.fromkeys(model.model for model in self.models):  # graphs may share a module
                 enable_tensor_capture(
                     module, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs
                 )
@@ -223,7 +223,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
 
         Args:
             tokens: [n], int64, the sequence's tokens from position `start` on.
-            slot: of the sequence, from 0.
+            slot: the sequence's slot, counted from 0.
 
         Returns:
             Logits after the last of them, [1, vocab_size].

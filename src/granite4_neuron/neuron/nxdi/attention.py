@@ -82,7 +82,7 @@ class NeuronAttention(NeuronAttentionBase):
         softmax = _Softmax(query)
         if tokens == 1 or active_mask is None:
             return softmax.add(*past_key_value, attention_mask).add(K, V).result().view(Q.shape)
-        if query.shape[2] <= query.shape[3]:  # then there are fewer scores than entries of keys
+        if query.shape[2] <= query.shape[3]:  # there are fewer scores than entries of keys to mask
             softmax.add(*past_key_value, attention_mask[:, :, :1])
         else:
             keys, values = past_key_value

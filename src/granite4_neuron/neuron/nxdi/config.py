@@ -137,7 +137,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         if isinstance(neuron_config, MoENeuronConfig):
             neuron_config.normalize_top_k_affinities = False  # the softmax is already over the chosen experts
         neuron_config.kv_cache_tiling = False  # an option of fused speculation: tiles have a fifth axis
-        # Otherwise each collective adds a read of one of its elements to the graph.
+        # By default each collective adds a read of one of its elements to the graph.
         neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
             neuron_config.attn_kernel_enabled = False  # the kernel runs on the device only

@@ -135,7 +135,7 @@ class FusedSpeculation(NeuronBaseForCausalLM):
         """Check the parts of a config that depend on the draft model's config.
 
         Raises:
-            UserError: fused speculation has no draft model, or one that does not fit.
+            UserError: fused speculation has no draft model, or its config does not fit the model's.
         """
         super().validate_config(config)
         neuron_config = config.neuron_config

@@ -112,8 +112,8 @@ def _application(
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> NeuronRuntime:
     """Load a checkpoint on the device, with the graphs that `compile_model` made for it.
 
-    For SSM states in bfloat16 it enables stochastic rounding in this process's Neuron runtime, for everything that its
-    engines round from float32 to bfloat16.
+    For SSM states in bfloat16 it enables stochastic rounding in this process's Neuron runtime, for all rounding of its
+    engines from float32 to bfloat16.
 
     Raises:
         UserError: there are no such graphs, or they were made for another model.

@@ -81,7 +81,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
             granite.vocab_size, granite.hidden_size, dtype=dtype, shard_across_embedding=True, pad=True
         )
         layers = nn.ModuleList(NeuronDecoderLayer(config, kind) for kind in granite.layer_types)
-        self.layers = cast("Sequence[NeuronDecoderLayer]", layers)  # torch's list has any modules
+        self.layers = cast("Sequence[NeuronDecoderLayer]", layers)  # torch's list has no type of its modules
         self.norm = norm_of(granite).to(dtype)
         self.lm_head = _ScaledHead(config, gather_output=not self.on_device_sampling)
 
@@ -121,7 +121,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         hidden_states, state = super().get_model_output(
             input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
         )
-        self.sliced_hidden = True  # otherwise NxD Inference selects the last tokens' hidden states itself
+        self.sliced_hidden = True  # else NxD Inference selects the last tokens' hidden states itself
         return self.for_head(hidden_states, step), state
 
     def make_step(self, position_ids: torch.Tensor, seq_ids: torch.Tensor) -> NeuronStep:
@@ -210,7 +210,7 @@ class NeuronDecoderLayer(DecoderLayer):
             return hidden_states, call.new, call.cos_cache, call.sin_cache, None
         state = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
         hidden_states, inputs = super().forward(hidden_states, step, state, None)
-        assert inputs is not None  # a Mamba layer has them
+        assert inputs is not None  # a Mamba layer returns them
         step.keep(inputs)
         return hidden_states, (state.conv_state, state.ssm_state), cos_cache, sin_cache, None
 

@@ -29,7 +29,7 @@ def as_custom_calls() -> Iterator[None]:
 def custom_call(
     name: str, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Return the results of an operator of which only the name is known."""
+    """Return the results of a custom call that is known by its name only."""
     return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 2, {})
 
 
@@ -109,7 +109,7 @@ def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor,
     """Call a kernel of this package: its results are those of its definition in torch."""
     function = getattr(kernel, "function", kernel)
     given = [value for value in arguments if value is not None]
-    if function.__name__ == "experts_prefill":  # because its definition reads values
+    if function.__name__ == "experts_prefill":  # its definition reads values, which the meta device does not have
         x, *_, choices = given
         shapes, dtypes = [(choices.numel(), x.shape[1])], [x.dtype]
     else:

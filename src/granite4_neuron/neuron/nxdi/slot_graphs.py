@@ -196,7 +196,7 @@ class SlotOperations(NeuronBaseForCausalLM):
             Logits [slots, tokens, vocab_size], and kept inputs for `commit`.
         """
         graph, slots = self.verification_model, torch.arange(len(starts))
-        assert graph is not None  # the model has a speculation_length
+        assert graph is not None  # the model needs a speculation_length
         attention_mask = torch.arange(max(1, int(starts.max()))) < starts[:, None]
         position_ids = starts[:, None] + torch.arange(input_ids.shape[1])
         empty = torch.zeros_like(slots)
@@ -218,7 +218,7 @@ class SlotOperations(NeuronBaseForCausalLM):
 
     def copy(self, source: int, destination: int) -> None:
         """Copy a whole slot to another one, on the device."""
-        assert self.copy_model is not None  # the model has several slots
+        assert self.copy_model is not None  # the model needs several slots
         self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
 
     def _slot_graph(self, tag: str) -> SlotGraph:

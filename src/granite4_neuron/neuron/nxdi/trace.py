@@ -1,7 +1,7 @@
 """The graphs that a device gets, traced on any machine through NxD Inference's own device code path, as one rank.
 
-Nothing runs and no weight exists: parameters and inputs are placeholders of torch_xla, the process group is a mock.
-Operators of the Neuron SDK that have no public source are traced as custom calls under the SDK's names for them.
+Nothing runs and no weight exists: parameters and inputs are placeholders of torch_xla, and the process group is a mock.
+Operators of the Neuron SDK without public source are traced as custom calls under the SDK's names.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def register() -> None:
         )
         return
     spread_threads()
-    # Otherwise OpenMP's threads, which run vLLM's own kernels, spin for a while after each of those, and this package's
-    # kernels wait for a processor. The processes that vLLM starts read it.
+    # By default OpenMP's threads, which run vLLM's own kernels, spin for a while after each kernel, and this package's
+    # kernels wait for a processor. The processes that vLLM starts read this variable.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 

@@ -14,9 +14,10 @@ _KEPT = "granite4_neuron_accepted"
 
 
 def keeping_accepted(update_states: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap vLLM's `GPUModelRunner._update_states` so that paused sequences keep how many tokens they accepted. By
-    itself it takes sequences that a step leaves out from the batch and puts them back later, as if they had accepted
-    one token. Their next step would start from the wrong state.
+    """Wrap vLLM's `GPUModelRunner._update_states` so that paused sequences keep how many tokens they accepted.
+
+    The function itself removes sequences that a step leaves out from the batch, and later puts them back as if they had
+    accepted one token. Their next step would start from the wrong state.
 
     A sequence that was preempted starts from the beginning.
     """

@@ -19,7 +19,7 @@ WORKER = "granite4_neuron.vllm.cpu.worker.Granite4Worker"
 
 
 def call_with_each(check: Callable[[VllmConfig], None]) -> None:
-    """Have vLLM call `check` with each config of `ARCHITECTURES`, besides its own checks. An error ends the start."""
+    """Make vLLM call `check` with each config of `ARCHITECTURES` before its own checks. An error ends the start."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
     for architecture in ARCHITECTURES:
@@ -43,7 +43,7 @@ def accept(vllm_config: VllmConfig) -> None:
     """Choose the worker, unless the user has chosen one.
 
     Raises:
-        ValueError: something is asked for that does not work here.
+        ValueError: a requested feature does not work here.
     """
     refusal = why_refused(vllm_config)
     if refusal is not None:
@@ -53,7 +53,7 @@ def accept(vllm_config: VllmConfig) -> None:
 
 
 def why_refused(vllm_config: VllmConfig) -> str | None:
-    """Return what does not work here, and what to do instead, in a sentence; None if everything works."""
+    """Return a sentence on the first requested feature that does not work here, with a remedy; None if all work."""
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if vllm_config.lora_config is not None:

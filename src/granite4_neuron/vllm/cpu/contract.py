@@ -244,8 +244,9 @@ def first_break(terms: Iterable[Term]) -> str | None:
 
 
 def _other_parameters(function: Callable, names: list[str]) -> str | None:
-    """Return how the parameters differ from ours. vLLM calls our function in its place, so they must be the same, in
-    the same order.
+    """Return how the parameters differ from ours.
+
+    vLLM calls our function instead, so they must be the same in the same order.
     """
     if not callable(function):
         return _NO_FUNCTION
@@ -265,7 +266,7 @@ def _refused_arguments(function: Callable, names: list[str]) -> str | None:
 
 
 def _missing_attributes(owner: object, names: list[str]) -> str | None:
-    """Return which attributes an object, or a class's instances, lack; this package reads them."""
+    """Return the attributes that this package reads and that an object, or a class's instances, lack."""
     bases = owner.__mro__ if isinstance(owner, type) else ()  # vLLM 0.16's platform has None for any name
     annotated = {name for base in bases for name in _annotations(base)}
     return _missing(name for name in names if name not in annotated and not hasattr(owner, name))
@@ -277,7 +278,7 @@ def _annotations(cls: type) -> Iterable[str]:
 
 
 def _missing_in_code(function: Callable, names: list[str]) -> str | None:
-    """Return which names a function's code neither calls nor sets; this package relies on them."""
+    """Return the names that this package relies on and that a function's code neither calls nor sets."""
     code = getattr(inspect.unwrap(_plain(function)), "__code__", None)
     return _NO_FUNCTION if code is None else _missing(sorted(set(names) - _names_in(code)))
 
@@ -294,7 +295,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _keywords_in(code: CodeType) -> list[tuple[str, ...]]:
-    """Return the names of keyword arguments in bytecode, where they are constants that are tuples."""
+    """Return the names of keyword arguments, which are constant tuples in bytecode."""
     return [
         constant
         for constant in code.co_consts
@@ -303,7 +304,7 @@ def _keywords_in(code: CodeType) -> list[tuple[str, ...]]:
 
 
 def _plain(function: Callable) -> Callable:
-    """Return the Python function of a kernel that Triton compiles; anything else as it is."""
+    """Return the Python function of a Triton kernel, and any other object unchanged."""
     return getattr(function, "fn", function)
 
 

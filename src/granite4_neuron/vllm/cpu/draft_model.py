@@ -82,7 +82,7 @@ class _Seen:
 class Sequences:
     """Recognises the sequences of a batch by their tokens, because vLLM passes tokens without ids.
 
-    Two sequences with the same tokens may be confused, which does no harm: their states are the same.
+    Two sequences with the same tokens may be confused. This is harmless, because their states are the same.
 
     Args:
         most: how many sequences are remembered.

@@ -1,9 +1,9 @@
-"""The reads and writes of recurrent states in a step, worked out once for all Mamba layers of a cache group.
+"""The reads and writes of recurrent states in a step, computed once for all Mamba layers of a cache group.
 
 A row of a step is some certain tokens, then drafts. vLLM's bookkeeping (v1/worker/mamba_utils.py) expects the state
 after the certain tokens in the first of the row's pages, and the state after each draft in one of the others. vLLM's
-own metadata does not always give that: it depends on a row's length and place among the rows. The scheduler pads single
-tokens to the length of a verify step with placeholders, so a prompt may advance the state by them.
+own metadata does not always give that, because it depends on a row's length and its place among the rows. The scheduler
+pads single tokens to the length of a verify step with placeholders, so a prompt may advance the state by them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from granite4_neuron.vllm.cpu.mixing import DecodeRows
 class Scan:
     """Certain tokens of one sequence; its state advances by all of them.
 
-    tokens: of the step. read: the state's page before them, None for an empty state. write: its page after them.
+    tokens: their indices in the step.
+    read: the state's page before them, None for an empty state. write: its page after them.
     """
 
     tokens: slice
@@ -36,7 +37,7 @@ class Scan:
 class Verify:
     """One certain token, and perhaps drafts, of each of several sequences that have a state.
 
-    tokens: of the step, sequence after sequence.
+    tokens: their indices in the step, sequence after sequence.
     """
 
     tokens: slice

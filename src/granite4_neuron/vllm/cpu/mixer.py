@@ -50,7 +50,7 @@ class Granite4MambaMixer2(MambaMixer2):
             raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
         self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
         if config.model_type == NEMOTRON_MODEL_TYPE:
-            self.time_step_limit = config.time_step_min, math.inf  # as `NemotronHConfig` has it
+            self.time_step_limit = config.time_step_min, math.inf  # as in `NemotronHConfig`
         self._paged_cache: tuple[torch.Tensor, ...] | None = None
         fused = cpu.has_fused_kernels()
         self.decode, self.prefill = (fused_decode, fused_prefill) if fused else (torch_decode, torch_prefill)

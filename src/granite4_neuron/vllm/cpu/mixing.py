@@ -25,7 +25,7 @@ from granite4_neuron.vllm.operators import causal_conv1d_update, selective_state
 class Mixer:
     """A layer's weights between its projections, for one rank, and the fused mixer of them.
 
-    record: its `conv_weight` is [conv_dim, 1, d_conv].
+    record: the weights; `conv_weight` is [conv_dim, 1, d_conv].
     """
 
     record: MixerWeights

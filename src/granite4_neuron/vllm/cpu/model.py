@@ -120,7 +120,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
                 inputs_embeds = self.embed_input_ids(input_ids)
             hidden_states = inputs_embeds.float() * self.config.embedding_multiplier
         else:
-            assert intermediate_tensors is not None  # from the previous rank
+            assert intermediate_tensors is not None  # the previous rank passes them
             hidden_states = intermediate_tensors["hidden_states"]
         rotary = self._rotary(positions)
         for layer in self._layers:
@@ -142,7 +142,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         it.
         """
         attention = (layer.self_attn for layer in _own_layers(self.model) if hasattr(layer, "self_attn"))
-        rotary = next((each.rotary_emb for each in attention), None)  # all layers have the same one
+        rotary = next((each.rotary_emb for each in attention), None)  # all layers share one
         if rotary is None:
             return None
         cos, sin = rotary.cos_sin_cache[positions].float().chunk(2, dim=-1)
@@ -172,7 +172,7 @@ class FusedLayer(ABC):
 
         rotary: of the tokens' positions, [1, tokens, head_dim / 2].
         """
-        if get_forward_context().attn_metadata is not None:  # otherwise vLLM is measuring the memory of a step
+        if get_forward_context().attn_metadata is not None:  # None while vLLM measures the memory of a step
             hidden_states = self._mix(hidden_states, rotary)
         return self._feed_forward.step(hidden_states=hidden_states)
 
@@ -337,7 +337,7 @@ def _keep_matrices(model: nn.Module) -> None:
         elif isinstance(method, UnquantizedEmbeddingMethod):
             module.quant_method = _KeptEmbedding()
         elif isinstance(method, UnquantizedLinearMethod) and module.get_parameter("weight").dim() == 2:
-            module.quant_method = _KeptLinear()  # except the convolution's, whose weight has three axes
+            module.quant_method = _KeptLinear()  # not for the convolution, whose weight has three axes
 
 
 def _own_layers(model: upstream.GraniteMoeHybridModel) -> Iterator[DecoderLayer]:

@@ -1,5 +1,5 @@
-"""Copies Mamba states between blocks of vLLM's cache. Prefix caching with speculation needs this, and vLLM has it in
-Triton only.
+"""Copies Mamba states between blocks of vLLM's cache. Prefix caching with speculation needs this, and vLLM has it as
+Triton kernels only.
 
 Each function has the name and arguments of the Triton kernel that it replaces (vllm/v1/worker/mamba_utils.py), and does
 the work of all its programs. On a CPU, addresses of tensors are addresses of memory.

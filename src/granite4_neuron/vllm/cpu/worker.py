@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 class Granite4Worker(CPUWorker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample as vLLM does, but leave alone the generators of requests whose new token is thrown away.
+        """Sample as vLLM does, but without drawing from the generators of requests whose new token is discarded.
 
-        vLLM draws from them and then sets them back by `set_offset`, which generators of a CPU do not have.
+        vLLM draws from them and then resets them by `set_offset`, which generators on a CPU do not have.
         """
-        if self.use_v2_model_runner:  # it keeps seeds, and no generators
+        if self.use_v2_model_runner:  # it keeps seeds, not generators
             return super().sample_tokens(grammar_output)
         batch, generators = self.model_runner.input_batch, self.model_runner.input_batch.generators
         discarded = self.model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
