@@ -181,8 +181,11 @@ class Transformers:
     def serve(self, way: Way, groups: Groups) -> list[Text]:
         if way.drafts:
             raise Failed("it refuses drafts for models with recurrent states.")
-        with _threads(way.threads), torch.inference_mode():
-            return [text for group in groups for text in self._group(way, torch.tensor(group, device=self._device))]
+        try:
+            with _threads(way.threads), torch.inference_mode():
+                return [text for group in groups for text in self._group(way, torch.tensor(group, device=self._device))]
+        except torch.OutOfMemoryError as error:
+            raise Failed(f"{error}".split(". GPU", 1)[0] + ".") from None
 
     def _group(self, way: Way, prompts: torch.Tensor) -> list[Text]:
         length = prompts.shape[1]

@@ -35,9 +35,11 @@ from typing import Any, TextIO
 
 import httpx
 
+from benchmarks.errors import reports_errors
 from benchmarks.serving.hostile_clients import CHAT, COMPLETIONS, KINDS, attack
 from granite4_neuron.commands.options import add_model, add_runtime, load_runtime, model_checkpoint
 from granite4_neuron.engine import Engine
+from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, parse
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
@@ -196,13 +198,22 @@ def _alone(kinds: list[tuple[str, Body]], model: Sequence[str]) -> list[list[str
 
 @contextmanager
 def _server(log: TextIO, model: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Start a server process; yield its address and its process id. Its standard error goes to `log`."""
+    """Start a server process; yield its address and its process id. Its standard error goes to `log`.
+
+    Raises:
+        UserError: the server ended at once; the message has its log.
+    """
     limits = [f"--max-num-seqs={NUM_SEQUENCES}", f"--max-queue={MAX_QUEUE}", f"--max-model-len={MAX_LENGTH}"]
     reuse = ["--prefix-cache", "256MiB", "--speculate", "ngram:4"]
     command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *model, *limits, *reuse]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         try:
-            yield re.search(r"at (http://\S+)/v1", process.stdout.readline())[1], process.pid
+            address = re.search(r"at (http://\S+)/v1", process.stdout.readline())
+            if address is None:
+                process.wait()
+                log.seek(0)
+                raise UserError(f"the server did not start: {log.read()[-2000:]}")
+            yield address[1], process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
@@ -328,7 +339,8 @@ async def _surroundings(client: httpx.AsyncClient, pid: int) -> Surroundings:
     return Surroundings(slots, in_use, snapshots, len(os.listdir(f"/proc/{pid}/fd")), memory)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; return the process's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500, metavar="N", help="default: %(default)s")
