@@ -162,5 +162,5 @@ def test_only_the_pages_test_notices_them(run):
     failed = re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)
     assert failed == [
         "test_the_page_of_the_api_names_each_field",
-        "test_the_page_of_the_engine_names_what_turns_sampling_on",
+        "test_the_page_of_the_engine_names_the_options_that_turn_sampling_on",
     ], done.stdout

@@ -1,4 +1,4 @@
-"""Declarations of backends: `load` and the command line have their options, and all other backends refuse them."""
+"""Declarations of backends: `load` and the command line offer their options, and every other backend refuses them."""
 
 import argparse
 import inspect
@@ -37,8 +37,8 @@ def another_value(option):
 VALUES = {name: another_value(option) for name, option in all_options().items()} | {"adapters": {"one": "folder"}}
 
 
-def test_what_load_names_are_options_with_their_defaults():
-    """Those that it does not name are its `others`."""
+def test_the_parameters_of_load_are_options_with_their_defaults():
+    """`load` takes the remaining options as its `others`."""
     parameters = inspect.signature(load).parameters
     named = {name: one.default for name, one in parameters.items() if name not in OF_NO_BACKEND}
     assert named.items() <= {name: option.default for name, option in all_options().items()}.items()
@@ -56,7 +56,7 @@ def test_an_option_is_taken_or_refused(backend, option):
         check_backend(backend, given)
 
 
-def test_what_every_backend_does_is_not_refused():
+def test_a_default_that_every_backend_has_is_not_refused():
     check_backend("torch", {"state_dtype": "float32"})
     check_backend("xla", {"state_dtype": torch.float32})
     with pytest.raises(UserError, match="were chosen when they were compiled"):
@@ -71,7 +71,7 @@ def test_declarations_import_no_framework():
 
 @pytest.fixture
 def given(monkeypatch):
-    """Declare another option of the cpu backend, whose class notes the values that it gets; return them."""
+    """Declare one more option of the cpu backend, whose class notes the values that it gets; return these values."""
     values = []
 
     class Runtime(CPURuntime):
@@ -86,27 +86,27 @@ def given(monkeypatch):
 
 
 class TestAnotherOption:
-    """A declaration, and a class that takes the option: nothing else has to name it."""
+    """A new option needs a declaration and a class that takes it. No other code names it."""
 
-    def test_of_load(self, given):
+    def test_load_takes_it(self, given):
         load()
         load(spare_cores=2)
         assert given == [0, 2]
 
-    def test_of_the_command_line(self, given, capsys):
+    def test_the_command_line_takes_it(self, given, capsys):
         assert cli.main(["generate", "--spare-cores", "3", "--max-tokens", "1", "An"]) == 0
         assert given == [3] and capsys.readouterr().out
 
-    def test_a_wrong_value(self, given, capsys):
+    def test_a_wrong_value_is_refused(self, given, capsys):
         assert cli.main(["generate", "--spare-cores", "x", "An"]) == 2
         assert "x is not a whole number of at least 0" in capsys.readouterr().err
 
-    def test_another_backend(self, given):
+    def test_another_backend_refuses_it(self, given):
         with pytest.raises(UserError, match="spare_cores is an option of the backend cpu; the backend here is torch"):
             load(backend="torch", spare_cores=2)
 
 
-def test_a_command_line_gives_the_values_that_it_is_made_of():
+def test_a_generated_command_line_gives_its_values_back():
     for backend in BACKENDS.values():
         options = [each for each in backend.options if not each.is_dtype and each.name not in ("adapters", "mtp")]
         parser = argparse.ArgumentParser()
@@ -118,8 +118,8 @@ def test_a_command_line_gives_the_values_that_it_is_made_of():
             assert vars(parser.parse_args(command_line(options, values))) == values
 
 
-def test_another_backend(monkeypatch, capsys):
-    """A declaration in the registry and a runtime: the command line offers it, with its options and no others."""
+def test_another_backend_is_on_the_command_line(monkeypatch, capsys):
+    """With a declaration in the registry and a runtime, the command line offers it, with its own options only."""
 
     def load_eagerly(checkpoint, generation_config, *, dtype, progress, remark, **options):
         return CPURuntime(load_model(checkpoint, dtype), generation_config, kernels="torch", **options)
@@ -137,12 +137,12 @@ def test_another_backend(monkeypatch, capsys):
         load(backend="eager", state_dtype=torch.float16)
 
 
-def test_a_name_that_no_backend_has():
+def test_an_option_that_no_backend_has():
     with pytest.raises(TypeError, match="unexpected keyword argument 'quantise'"):
         load(quantise="int8")
 
 
-def test_a_value_that_there_is_not():
+def test_a_value_that_does_not_exist():
     with pytest.raises(UserError, match="quantize is 'int5'; it must be one of " + ", ".join(QUANTIZATIONS)):
         load(quantize="int5")
     with pytest.raises(UserError, match="backend is 'gpu'; it must be one of " + ", ".join(BACKENDS)):

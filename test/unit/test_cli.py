@@ -80,7 +80,7 @@ class TestGenerate:
         alone = [run(*common, prompt)[1] for prompt in ("one", "another one")]
         assert run(*common, "one", "another one")[1] == f"=== one\n{alone[0]}\n=== another one\n{alone[1]}\n"
 
-    def test_several_prompts_of_which_one_is_wrong(self, run, texting_folder):
+    def test_one_of_several_prompts_is_wrong(self, run, texting_folder):
         arguments = "--model", texting_folder, "--max-tokens", 4, "--ignore-eos"
         _, expected, _ = run("generate", *arguments, "One", "Two")
         status, out, err = run("generate", *arguments, "One", "", "Two")
@@ -410,7 +410,7 @@ WIDE_TABLES = {
 
 @pytest.mark.parametrize("command", WIDE_TABLES)
 def test_tables_are_whole_in_a_file(command, capsys, monkeypatch):
-    """However narrow the terminal is that a command was started in, a redirected table has whole lines."""
+    """A redirected table has whole lines, even if the command was started in a narrow terminal."""
     cost = Cost(flops=3e14, bytes_accessed=4e14)
     least = Minimum(flops=3e8, weights=4e8, state=0, key_values=0, activations=0)
     report = GraphReport("context of many words", 0, 0, cost, {}, least, (), few=None)
@@ -481,7 +481,7 @@ DAILY = {
 
 
 @pytest.mark.parametrize("command", DAILY)
-def test_help_begins_with_what_one_needs_daily(run, command, monkeypatch):
+def test_help_begins_with_daily_options(run, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, output, _ = run(command, "--help")
     usage, _, options = output.partition("options:")
@@ -521,8 +521,8 @@ NEED_NO_TORCH = [
 
 
 @pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
-def test_what_needs_no_torch_imports_none(arguments):
-    """The imported modules are checked, because importing them takes the time."""
+def test_commands_that_need_no_torch_do_not_import_it(arguments):
+    """The list of imported modules is checked and not the time, which importing them takes."""
     program = """
 import sys
 from granite4_neuron.cli import main, parser
@@ -576,7 +576,7 @@ def test_a_full_disk_under_standard_output(texting_folder):
     )
 
 
-def test_a_reader_that_goes_away_is_no_error(texting_folder):
+def test_a_reader_that_goes_away_causes_no_error(texting_folder):
     """This happens with `granite4-neuron generate ... | head -c 1`."""
     command = [sys.executable, "-m", "granite4_neuron.cli", "generate", "--model", str(texting_folder), "text"]
     process = subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -618,7 +618,7 @@ def test_the_command_that_installs_torch_xla():
         ("nxdi", "torch_neuronx", "git clone https://github.com/aws-neuron/neuronx-distributed-inference"),
     ],
 )
-def test_graphs_name_the_command_that_installs_what_is_missing(run, monkeypatch, backend, missing, message):
+def test_graphs_names_the_command_that_installs_a_missing_package(run, monkeypatch, backend, missing, message):
     there = importlib.util.find_spec
     found = {missing: None} | ({"torch_xla": there("json")} if missing == "torch_neuronx" else {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[name] if name in found else there(name))
@@ -630,7 +630,7 @@ def test_graphs_name_the_command_that_installs_what_is_missing(run, monkeypatch,
 
 
 class TestPlots:
-    """What commands draw, read as the text of an SVG file."""
+    """The plots of commands, read as the text of an SVG file."""
 
     @pytest.fixture
     def drawn(self, run, tmp_path, monkeypatch):
@@ -645,7 +645,7 @@ class TestPlots:
 
         return draw
 
-    def test_of_evaluate(self, drawn, texting_folder, tmp_path):
+    def test_evaluate(self, drawn, texting_folder, tmp_path):
         (tmp_path / "text").write_text("Words that a model has never seen. " * 6)
         common = ("evaluate", tmp_path / "text", "--model", texting_folder)
         _, alone = drawn(*common)
@@ -653,12 +653,12 @@ class TestPlots:
         _, compared = drawn(*common, "--compare", "bfloat16")
         assert all(f">{text}<" in compared for text in ("float32", "bfloat16", "divergence from float32"))
 
-    def test_of_predicted_latency(self, drawn):
+    def test_predicted_latency(self, drawn):
         output, drawing = drawn("plan", "--model", "h-350m", "--latency")
         steps = re.findall(r"^[│|] (\w[\w ,.]*?) +[│|] +(\d+) +[│|]", output, re.MULTILINE)
         assert steps and all(f">{step}, batch {batch}<" in drawing for step, batch in steps)
 
-    def test_of_tuning_which_shows_progress(self, drawn, run, tmp_path, monkeypatch):
+    def test_tuning_shows_progress_and_a_plot(self, drawn, run, tmp_path, monkeypatch):
         from granite4_neuron.runtime import tuning
 
         monkeypatch.setattr(tuning, "_step_times", lambda model, name, value: [value / 1000] * 3)

@@ -1,4 +1,4 @@
-"""The commands of README and docs are parsed: their options exist and take such values. Nothing is run."""
+"""The commands in README and docs are parsed, not run: their options exist and accept the values."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ VARIABLES = {"$WHERE", "$SIZES", "$OPTIONS"}  # each holds several options, or n
 
 
 def lines_of_code(text: str) -> Iterator[str]:
-    """Yield the lines of fenced and indented blocks. A line that goes on in the next one counts as one."""
+    """Yield the lines of fenced and indented blocks. A line with its continuation counts as one."""
     is_fenced = False
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         if line.lstrip().startswith("```"):
@@ -35,7 +35,7 @@ def lines_of_code(text: str) -> Iterator[str]:
 
 
 def commands_of(line: str) -> Iterator[tuple[str, ...]]:
-    """Yield the program's name and arguments for each command in a line of shell that is one of PARSERS."""
+    """Yield the program's name and arguments for each command in a line of shell whose program is in PARSERS."""
     reader = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
     reader.whitespace_split = True
     command: list[str] = []
@@ -72,7 +72,7 @@ def test_options_exist(command):
     parse(command)
 
 
-def test_what_is_found():
+def test_the_search_finds_commands():
     line = "A=1 .venv/bin/granite4-neuron info --model h-1b && echo x | granite4-neuron chat  # granite4-neuron"
     assert list(commands_of(line)) == [("granite4-neuron", "info", "--model", "h-1b"), ("granite4-neuron", "chat")]
     assert list(lines_of_code("`granite4-neuron`\n```sh\na \\\n  b\n```\nc\n    d")) == ["a  b", "    d"]

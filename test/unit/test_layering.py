@@ -40,7 +40,7 @@ def test_every_part_has_a_layer():
     assert set(LAYERS) == {module.parts[0].removesuffix(".py") for module in MODULES}
 
 
-def test_an_import_upwards_would_be_seen():
+def test_an_import_upwards_is_found():
     assert imported_parts("def f():\n    from granite4_neuron.engine import Engine") == {"engine"}
     assert imported_parts("from granite4_neuron import checkpoint, plan") == {"checkpoint", "plan"}
     assert imported_parts("import granite4_neuron.runtime.cpu as cpu, torch") == {"runtime"}

@@ -1,4 +1,4 @@
-"""Every place that takes sampling options, or lists them for a reader, has all that belong there."""
+"""Every place that takes or documents sampling options has all of those that belong there."""
 
 import argparse
 import re
@@ -12,10 +12,10 @@ from granite4_neuron.serving.protocol import GenerationBody
 
 DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = {name for name, rule in SAMPLING_OPTIONS.items() if rule.is_setting}
-# They are no single numbers, or say what is reported or when a text may end.
+# Their values are not single numbers, or they are about reports and ends of texts.
 OTHERS = {"logit_bias", "stop", "stop_token_ids", "min_tokens", "logits_processors", "constraint"}
 OTHERS |= {"allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"}
-# The penalties of OpenAI's API: `/set` of a chat has them, and no command.
+# The penalties of OpenAI's API are options of `/set` in a chat, but of no command.
 NOT_OF_COMMANDS = {"frequency_penalty", "presence_penalty"}
 
 
@@ -23,7 +23,7 @@ def named_in(page):
     return set(re.findall(r"`(\w+)`", (DOCS / page).read_text(encoding="utf-8")))
 
 
-def test_an_option_is_a_setting_or_is_known_not_to_be_one():
+def test_every_option_is_a_setting_or_a_known_exception():
     assert SAMPLING_OPTIONS.keys() == SETTINGS | OTHERS and not SETTINGS & OTHERS
 
 
@@ -42,5 +42,5 @@ def test_the_page_of_the_api_names_each_field():
     assert GenerationBody.model_fields.keys() - {"model"} <= named_in("http-api.md")
 
 
-def test_the_page_of_the_engine_names_what_turns_sampling_on():
+def test_the_page_of_the_engine_names_the_options_that_turn_sampling_on():
     assert {name for name, rule in SAMPLING_OPTIONS.items() if rule.turns_on_sampling} <= named_in("engine.md")

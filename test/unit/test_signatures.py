@@ -1,5 +1,5 @@
-"""No function takes more than eight positional arguments, in Python and in C++. Kernels in Triton may: there each
-number is an argument. So may operators of a graph and their launches: there each tensor is one.
+"""No function in Python or C++ takes more than eight positional arguments. Triton kernels may: they get each number as
+an argument. So may operators of a graph and their launches, which get each tensor as one.
 """
 
 import ast
@@ -57,7 +57,7 @@ def test_eight_at_most(file):
     assert found.keys() <= NOT_OURS, found
 
 
-def test_what_is_counted():
+def test_the_counts_of_arguments():
     assert dict(python_functions("class A:\n  def f(self, a, /, b, *, c): pass\nasync def g(*a): pass")) == {
         "f": 2,
         "g": 0,

@@ -53,7 +53,7 @@ def test_family_sizes(name):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_round_trip_through_transformers(case, tmp_path):
-    """Any spelling that the installed transformers writes is read as the same model."""
+    """The config that the installed transformers writes, in any spelling, is read as the same model."""
     config = case.config()
     ReferenceConfig(**config.to_dict()).save_pretrained(tmp_path)
     read = GraniteMoeHybridConfig.from_file(tmp_path / "config.json")

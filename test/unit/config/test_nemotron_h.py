@@ -47,7 +47,7 @@ def test_the_older_spelling(published):
     counts = [config.layer_types.count(kind) for kind in (MAMBA, "moe", ATTENTION, "mlp")]
     assert counts == [23, 23, 6, 0] and config.layers_with(MAMBA) == 23 and config.layers_with(ATTENTION) == 6
     assert config.layer_types[:6] == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
-    assert (config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv) == (8, 128, 4)  # as transformers has it
+    assert (config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv) == (8, 128, 4)  # transformers' defaults
     assert config.time_step_limit == (0.001, math.inf) and config.attention_multiplier == 128**-0.5
     assert config.parts("moe").mlp_width == 3712 and config.eos_token_id == 2
     names = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
@@ -59,7 +59,7 @@ def test_the_older_spelling(published):
 
 
 @pytest.mark.parametrize("case", NEMOTRON_CASES, ids=lambda case: case.name)
-def test_what_is_written_is_read(case, tmp_path):
+def test_a_written_config_is_read_back(case, tmp_path):
     config = case.config()
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     assert config_from_file(tmp_path / "config.json") == config
@@ -67,8 +67,8 @@ def test_what_is_written_is_read(case, tmp_path):
 
 @pytest.mark.skipif(not HAS_NEMOTRON, reason="this transformers has no Nemotron models")
 @pytest.mark.parametrize("case", NEMOTRON_CASES, ids=lambda case: case.name)
-def test_transformers_reads_what_is_written(case, tmp_path):
-    """Its own file, with all the fields that it adds, is the same config again."""
+def test_transformers_reads_a_written_config(case, tmp_path):
+    """The file that transformers writes from it, with more fields, is read as the same config."""
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(json.dumps(case.config().to_dict()))
@@ -83,7 +83,7 @@ def test_a_model_without_expert_layers_is_dense(published):
 
 
 def test_degrees_that_split_it(published):
-    """Each rank has whole groups of the Mamba layers, whose norms are then its own."""
+    """Each rank has whole groups of the Mamba layers, so a norm needs no other rank."""
     config = config_from_dict(published)
     assert config.rank_dimensions(8).mamba_groups == 1
     with pytest.raises(UserError, match="tp_degree is 16; this model can be split by 1, 2, 4, 8"):

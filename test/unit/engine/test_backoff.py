@@ -13,7 +13,7 @@ DRAFTS = 3
 
 
 class Scripted:
-    """A drafter that is right or wrong by the sequence's length. It keeps the lengths at which it may draft."""
+    """A drafter that is right or wrong by the sequence's length. It records the lengths at which it may draft."""
 
     def __init__(self, text, is_right):
         self.text, self.is_right = text, is_right
@@ -72,14 +72,14 @@ def test_drafts_that_become_right_are_taken_again(model, request_, text):
     assert max(drafter.asked) > 900 and stats.accepted_tokens > 0.6 * (NEW_TOKENS - 512)
 
 
-def test_drafts_that_are_right_are_never_left_off(model, request_, text):
+def test_right_drafts_never_pause(model, request_, text):
     drafter = Scripted(text, lambda length: True)
     got, stats = drafted(model, request_, drafter)
     assert got == text and stats.acceptance_rate == 1
     assert stats.decode_tokens_per_row > DRAFTS
 
 
-def test_one_draft_in_every_other_verification_is_enough():
+def test_a_draft_accepted_in_every_other_verification_is_enough():
     backoff, length = DraftBackoff(), 0
     for accepted in [0, 1] * 20:
         assert backoff.allows(length)
@@ -87,7 +87,7 @@ def test_one_draft_in_every_other_verification_is_enough():
         backoff.note(length, accepted)
 
 
-def test_a_good_window_makes_the_next_pause_short_again():
+def test_after_accepted_drafts_the_next_pause_is_short():
     backoff = DraftBackoff()
     for _ in range(8):
         backoff.note(100, 0)
@@ -98,7 +98,7 @@ def test_a_good_window_makes_the_next_pause_short_again():
     assert not backoff.allows(231) and backoff.allows(232)
 
 
-def test_sequences_of_a_batch_pause_each_on_its_own(model, request_, text):
+def test_each_sequence_of_a_batch_pauses_on_its_own(model, request_, text):
     other = Request(random_tokens(160, 30, seed=6).tolist(), 200)
     alone = generate_one(Engine(ChunkRuntime(model), 1), other)
     right, wrong = Scripted(text, lambda length: True), Scripted([*other.tokens, *alone], lambda length: False)

@@ -34,7 +34,7 @@ LOGITS = torch.zeros(VOCAB)
 
 
 class WithOwnSlots(ChunkRuntime):
-    """A runtime that keeps its state itself."""
+    """A runtime that keeps its own state."""
 
     own_slots = 9
 
@@ -76,7 +76,7 @@ class TestTree:
         self.keep(cache, state, *PROMPTS[:3])
         return cache
 
-    def test_what_was_found_is_evicted_last(self, cache, state):
+    def test_a_found_prefix_is_evicted_last(self, cache, state):
         for number in (0, 1):
             cache.release(cache.match_prefix(PROMPTS[number] + (7,)))
         self.keep(cache, state, PROMPTS[3])
@@ -84,11 +84,11 @@ class TestTree:
         self.keep(cache, state, PROMPTS[4], PROMPTS[5])
         assert self.kept(cache) == [3, 4, 5] and cache.stats.evictions == 3
 
-    def test_what_was_kept_again_is_evicted_last(self, cache, state):
+    def test_a_prefix_that_is_inserted_again_is_evicted_last(self, cache, state):
         self.keep(cache, state, PROMPTS[0], PROMPTS[3])
         assert self.kept(cache) == [0, 2, 3]
 
-    def test_what_is_in_use_stays_and_keeps_its_place(self, cache, state):
+    def test_a_prefix_in_use_stays_and_keeps_its_place_in_the_order(self, cache, state):
         prefix = cache.match_prefix(PROMPTS[1])
         self.keep(cache, state, *PROMPTS[3:6])
         assert self.kept(cache) == [1, 4, 5]
@@ -97,7 +97,7 @@ class TestTree:
         assert self.kept(cache) == [4, 5, 6]
 
     def test_a_byte_too_little(self, any_runtime):
-        """The budget is for one prompt, for two, and for two that have their first tokens in common."""
+        """The budget is for one prompt, for two, and for two that share their first tokens."""
         state = any_runtime.allocate(1, 40)
         branch = TOKENS[:12] + OTHERS[:8]
         both = held(any_runtime, 20) + held(any_runtime, 20) - held(any_runtime, 12) + held(any_runtime, 0)
@@ -123,7 +123,7 @@ class TestTree:
         more=st.integers(-1, 1),
     )
     def test_any_uses(self, model, uses, entries, more):
-        """Bytes are those of distinct prefixes. The oldest are evicted, and not one more than the budget asks for."""
+        """Bytes are those of distinct prefixes. The oldest entries are evicted, no more than the budget requires."""
         runtime = ChunkRuntime(model)
         state = runtime.allocate(1, 40)
         entry_bytes, token_bytes = held(runtime, 0) + LOGITS.nbytes, held(runtime, 1) - held(runtime, 0)
@@ -156,17 +156,17 @@ class TestTree:
             assert cache.stats.num_bytes <= budget and {each for each, _ in in_use} <= set(kept)
             if evicted := [each for each in before if each not in kept]:
                 older = set(before[: before.index(evicted[-1])]) - set(evicted) - {each for each, _ in in_use}
-                # The entry at which the new text parts from the tree has to stay.
+                # The entry where the new text diverges from the tree has to stay.
                 assert len(older) <= 1
                 assert text not in kept or size([*kept, evicted[-1]]) > budget
 
-    def test_a_prompt_that_is_all_there_is_reported_as_cached(self, runtime):
+    def test_a_whole_prompt_in_the_cache_is_reported(self, runtime):
         engine = Engine(runtime, 1, prefix_cache=PrefixCache(runtime, None, CHUNK))
         generate_one(engine, Request(TOKENS[:45], 3))
         id = engine.add(Request(TOKENS[:45], 3))
         assert run(engine)[id][0].prompt.cached_tokens == 45
 
-    def test_only_what_was_exported_is_loaded(self, runtime, cache):
+    def test_only_exported_snapshots_are_loaded(self, runtime, cache):
         exported = cache.export(PROMPTS[0])
         for changes, message in (
             (dict(tokens=PROMPTS[0][:-1]), "has 11 tokens and the state after 12"),
@@ -184,8 +184,8 @@ class TestTree:
         assert found[0] is None and found[1].length == 12
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
-    def test_logits_are_its_own(self, runtime, state):
-        """The caller's logits may be a view of a step's logits, whose memory is used again."""
+    def test_the_cache_copies_logits(self, runtime, state):
+        """The caller's logits may be a view of a step's logits, whose memory is reused."""
         cache, logits = PrefixCache(runtime, None, None), torch.arange(VOCAB).float()
         cache.insert(PROMPTS[0], state, 1, logits)
         logits.zero_()
@@ -201,13 +201,13 @@ class TestTree:
             cached.append(run(engine)[id][0].prompt.cached_tokens)
         assert cached == [0, 45, 60] and len(cache.match_prefix(TOKENS[:60]).snapshots) > 1
 
-    def test_where_prompts_part(self, runtime, state):
-        """The place is far enough behind the prefix that is found already, and not only behind the beginning."""
+    def test_where_prompts_diverge(self, runtime, state):
+        """A snapshot is planned only far enough behind a known prefix, not just behind the beginning."""
         cache = PrefixCache(runtime, None, None, at_branches=True)
         self.keep(cache, state, TOKENS[:20], TOKENS[:60])
         for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
             assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
-        # No snapshot is there to go on from where two texts have parted already.
+        # There is no snapshot where the first two texts diverge.
         self.keep(cache, state, [*TOKENS[:50], (TOKENS[50] + 1) % VOCAB])
         assert cache.new_branches([*TOKENS[:55], (TOKENS[55] + 1) % VOCAB]) == {55}
 
@@ -220,7 +220,7 @@ class TestReservedSlots:
         pinned=st.booleans(),
     )
     def test_any_uses(self, model, uses, slots, pinned):
-        """The test keeps the same prefixes for itself, as a list in the order of use."""
+        """The test keeps its own list of the prefixes, in the order of use."""
         runtime = ChunkRuntime(model)
         state, pin = runtime.allocate(8, 40), tuple(TOKENS[:5])
         cache = SlotPrefixCache(runtime, range(2, 2 + slots), [pin] if pinned else [])
@@ -249,13 +249,13 @@ class TestReservedSlots:
             assert (stats.snapshots, stats.evictions, stats.in_use) == (len(expected), evictions, 0)
             assert stats.num_bytes == len(expected) * LOGITS.nbytes
 
-    def test_a_prompt_that_is_all_there_is_reported_as_cached(self, runtime):
+    def test_a_whole_prompt_in_the_cache_is_reported(self, runtime):
         engine = Engine(runtime, 1, prefix_cache=SlotPrefixCache(runtime, (2, 3)))
         generate_one(engine, Request(TOKENS[:45], 3))
         id = engine.add(Request(TOKENS[:45], 3))
         assert run(engine)[id][0].prompt.cached_tokens == 45
 
-    def test_logits_are_its_own(self, runtime):
+    def test_the_cache_copies_logits(self, runtime):
         cache, logits = SlotPrefixCache(runtime, (2, 3)), torch.arange(VOCAB).float()
         cache.insert(PROMPTS[0], runtime.allocate(3, 20), 1, logits)
         logits.zero_()
@@ -268,8 +268,8 @@ class TestReservedSlots:
         assert found[0] is None and found[1].length == 12
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
-    def test_where_prompts_part(self, runtime):
-        """The place is far enough behind the prefix that is found already, and not only behind the beginning."""
+    def test_where_prompts_diverge(self, runtime):
+        """A snapshot is planned only far enough behind a known prefix, not just behind the beginning."""
         cache = SlotPrefixCache(runtime, (2, 3, 4))
         state = runtime.allocate(4, 150)
         for length in (20, 60):
@@ -278,7 +278,7 @@ class TestReservedSlots:
             assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
 
     def test_spare_slots(self, model):
-        """The model keeps its state in 9 slots. Those above the sequences' own are spare, as many as fit the budget."""
+        """The model has 9 slots. Those that sequences do not use are spare, as many as fit the budget."""
         runtime = WithOwnSlots(model)
         slot_bytes = held(runtime, runtime.max_length)
         assert spare_slots(runtime, 6, 10 * slot_bytes) == range(7, 10)
@@ -302,7 +302,7 @@ class TestSlots:
         assert enough.take(20, [1]) == 2 and enough.take(1, [1, 2]) is None
         assert short.take(20, [1]) is None and short.take(19, [1]) == 2
 
-    def test_the_longest_that_is_taken(self, any_runtime):
+    def test_the_longest_sequence_that_fits(self, any_runtime):
         slots = Slots(any_runtime, 1, 100, held(any_runtime, 30))
         slots.check(30)
         with pytest.raises(UserError, match=f"needs {held(any_runtime, 31):,} bytes .* {held(any_runtime, 30):,}"):
@@ -346,7 +346,7 @@ def test_no_draft_passes_a_snapshot_that_is_due(runtime, model, draft_tokens):
 
 
 def test_no_draft_passes_the_end(runtime, model):
-    """No token is verified that could not be used, whatever is left to generate."""
+    """For any number of tokens left to generate, no token is verified that could not be used."""
     prompt = TOKENS[:21]
     text = prompt + generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, 40))
     for max_tokens in range(2, 16):
@@ -380,7 +380,7 @@ def test_no_draft_is_more_than_a_verification_takes(runtime, model, few):
 
 
 def test_a_draft_model_catches_up_by_any_number_of_tokens(model, few):
-    """The last draft is never run, so one token more than a verification takes is to be caught up."""
+    """The draft model never runs its last draft, so it may lag by one token more than a verification takes."""
     chooser = Sampler(SamplingParams(temperature=0), 0)
     for more in range(1, 12):
         begun, fresh = (DraftModel(ChunkRuntime(model), VOCAB, 1, 200) for _ in range(2))
@@ -397,7 +397,7 @@ def test_a_prefix_that_fills_the_state(runtime, state):
         runtime.restore(runtime.allocate(1, 19), [snapshot], 1)
 
 
-def test_a_model_of_attention_alone_has_no_state_to_count():
+def test_a_model_without_mamba_layers_counts_no_recurrent_state():
     runtime = ChunkRuntime(engine_model(layer_types=("attention", "attention")))
     cache = PrefixCache(runtime, held(runtime, 20) + LOGITS.nbytes, None)
     cache.insert(TOKENS[:20], runtime.allocate(1, 40), 1, LOGITS)

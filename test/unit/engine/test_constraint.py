@@ -20,7 +20,7 @@ NEW = 24
 
 
 class Ladder:
-    """Allows a few tokens, others after each token. The sequence may stop after every sixth."""
+    """Allows a few tokens, which depend on the last one. The sequence may stop after every sixth token."""
 
     def __init__(self, accepted=()):
         self.accepted = list(accepted)
@@ -73,7 +73,7 @@ class Wall(Ladder):
 
 
 class AnyTokens:
-    """A drafter of the right tokens, and of a wrong one after each two."""
+    """A drafter of the right tokens, with a wrong one after every second."""
 
     def __init__(self, text):
         self.text = text
@@ -102,7 +102,7 @@ def by_hand(runtime, prompt, options):
 
 
 class Corridor(Ladder):
-    """Allows one token in long stretches, and a few between them. The text ends in a stretch."""
+    """Allows only one token in long stretches, and a few tokens between them. The text ends in a stretch."""
 
     def __init__(self, accepted=(), tells=True):
         super().__init__(accepted)
@@ -138,7 +138,7 @@ CORRIDOR = {
 @pytest.mark.parametrize("drafted", [None, "n-gram", "any tokens", "model"])
 @pytest.mark.parametrize("num_sequences", [1, 4])
 def test_tokens_without_an_alternative_save_steps_and_change_nothing(model, num_sequences, drafted):
-    """Not a bit of texts, log-probabilities and snapshots, and no random number of the tokens behind them."""
+    """Texts, log-probabilities and snapshots stay the same bit by bit, and later tokens get the same random numbers."""
     runtime = ChunkRuntime(model, "fused")
     requests = {
         name: {"stop_token_ids": [STOP], "max_tokens": 60, **options, "tokens": PROMPT[: 20 + number]}
@@ -185,7 +185,7 @@ def snapshots_of(cache):
 
 
 @pytest.mark.parametrize("wrong", [None, 5, ["a"], [-1], [VOCAB], [True], [1] * 100, ZeroDivisionError("no")], ids=str)
-def test_what_a_constraint_forces_must_be_tokens(model, wrong):
+def test_a_constraint_may_only_force_tokens(model, wrong):
     class Wrong(Ladder):
         def fork(self):
             return self
@@ -207,7 +207,7 @@ GREEDY = {"plain": {}, "with biases": dict(logit_bias={STOP: 3, 7: 100, 20: -100
 @pytest.mark.parametrize("drafted", [None, "n-gram", "any tokens", "model"])
 @pytest.mark.parametrize("options", GREEDY.values(), ids=GREEDY.keys())
 def test_greedy_texts_and_log_probabilities(model, runtime, options, drafted):
-    """In a batch, with a prefix cache, next to sequences without a constraint."""
+    """Sequences run in a batch, with a prefix cache, beside sequences without a constraint."""
     expected, reports = by_hand(runtime, PROMPT, options)
     free = generate_one(Engine(runtime, 1), Request(PROMPT, NEW))
     drafter = {
@@ -256,7 +256,7 @@ def test_sampled_texts_do_not_depend_on_drafts(model, runtime, drafted):
     assert [tokens_of(outputs[id]) for id in ids] == alone
 
 
-def test_alternatives_that_are_forbidden_are_left_out(runtime):
+def test_forbidden_alternatives_are_left_out_of_log_probabilities(runtime):
     [output] = run_one(runtime, Request(PROMPT, 1, constraint=OneToken(), logprobs=5))
     assert output.token == 3 and output.logprob.logprob == 0 and output.logprob.top == [(3, 0.0)]
 
@@ -275,7 +275,7 @@ def run_one(runtime, request):
     return run(engine)[id]
 
 
-def test_where_nothing_may_follow_the_sequence_ends_and_others_go_on(runtime):
+def test_a_sequence_without_an_allowed_token_ends_and_others_go_on(runtime):
     engine = Engine(runtime, 2)
     ids = [engine.add(Request(PROMPT, NEW, constraint=Wall())), engine.add(Request(PROMPT, NEW))]
     walled, free = map(run(engine).get, ids)
@@ -283,6 +283,6 @@ def test_where_nothing_may_follow_the_sequence_ends_and_others_go_on(runtime):
     assert len(free) == NEW
 
 
-def test_a_constraint_is_one():
+def test_a_constraint_of_another_type_is_refused():
     with pytest.raises(UserError, match=r"^constraint is 'a', and must be a constraint"):
         Request(PROMPT, NEW, constraint="a")

@@ -1,4 +1,4 @@
-"""Tokens that a device chooses, and runs before the engine knows them: all texts are those of the host's choice."""
+"""A device chooses tokens and runs them before the engine knows them. All texts are those of the host's choice."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def alone(model):
 
 
 def test_all_but_the_first_and_the_last_run_ahead(model, alone):
-    """The first token is the prompt's; after the last but one it is certain that the last one ends the text."""
+    """The prompt's step gives the first token. Before the last token it is certain that the text will end."""
     runtime = Runtime(model)
     assert generate_one(Engine(runtime, 1), Request(PROMPTS[1], NEW)) == alone(Request(PROMPTS[1], NEW))
     assert runtime.ahead == NEW - 2 and runtime.stopped == 0
@@ -56,7 +56,7 @@ SAMPLED = {
 
 @pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED.keys())
 def test_a_sampled_token_is_drawn_on_the_device(model, alone, options, monkeypatch):
-    """The host draws those that it leaves, by all logits. Where these are most, few steps begin ahead in vain."""
+    """The host draws the undecided tokens from all logits. If most are undecided, few steps begin ahead in vain."""
     runtime, whole, steps = Runtime(model), [], []
     logits, decode = _Decoded.logits, Runtime.decode
     monkeypatch.setattr(_Decoded, "logits", lambda decoded, rows: whole.append(rows) or logits(decoded, rows))
@@ -71,7 +71,7 @@ def test_a_sampled_token_is_drawn_on_the_device(model, alone, options, monkeypat
 
 
 def test_each_sequence_has_its_own_noise(model, alone, monkeypatch):
-    """Also beside greedy ones, and where tokens are left to the host for one of them, which does not wait for it."""
+    """Greedy sequences run beside sampled ones. The others do not wait for one whose tokens the host must draw."""
     runtime, steps, decode = Runtime(model), [], Runtime.decode
     monkeypatch.setattr(Runtime, "decode", lambda *arguments: steps.append(1) or decode(*arguments))
     engine = Engine(runtime, 4)
@@ -133,8 +133,8 @@ def test_requests_that_come_and_go(model, alone, options):
 @pytest.mark.parametrize(
     "steps, options", [(1, {}), (4, {}), (5, {}), (4, SAMPLED["from all"]), (3, SAMPLED["from all"])]
 )
-def test_a_text_that_is_finished_early_is_kept_with_all_its_tokens(model, alone, steps, options):
-    """Of the last case the host has drawn the last token."""
+def test_a_finished_text_is_cached_with_all_its_tokens(model, alone, steps, options):
+    """In the last case the host has drawn the last token."""
     runtime = Runtime(model)
     cache = PrefixCache(runtime, None, None)
     engine = Engine(runtime, 1, prefix_cache=cache)
@@ -149,8 +149,8 @@ def test_a_text_that_is_finished_early_is_kept_with_all_its_tokens(model, alone,
 
 
 class TestFailures:
-    def test_the_step_that_follows(self, model, alone, monkeypatch):
-        """It ends its own sequences, after they have got the tokens of the step before; another one has its last."""
+    def test_a_step_ahead_that_fails(self, model, alone, monkeypatch):
+        """It ends its own sequences after they got the previous step's tokens. A text that ends there is whole."""
         runtime = Runtime(model)
         engine = Engine(runtime, 2)
         ids = [engine.add(Request(PROMPTS[0], NEW)), engine.add(Request(PROMPTS[0], NEW + 5))]
@@ -168,8 +168,8 @@ class TestFailures:
         assert second[-1].finish_reason == "error" and tokens_of(second[:-1]) == tokens_of(first)
         assert engine.failed_steps == 1
 
-    def test_nothing_is_kept_of_a_state_that_the_step_that_follows_may_have_changed(self, model, alone, monkeypatch):
-        """Of a sequence that has ended by then."""
+    def test_a_state_that_a_failed_step_ahead_may_have_changed_is_not_cached(self, model, alone, monkeypatch):
+        """The sequence has ended by then."""
         runtime = Runtime(model)
         text = alone(Request(PROMPTS[0], NEW))
         stop = next(number for number in range(3, NEW) if text[number] not in text[:number])
@@ -186,7 +186,7 @@ class TestFailures:
         assert generate_one(engine, further) == alone(further) and cache.stats.hit_tokens - hits <= len(PROMPTS[0])
 
     def test_logits_that_are_not_finite(self, model, alone, monkeypatch):
-        """They end their own sequence, which the device does not run further."""
+        """They end their own sequence, and the device runs it no further."""
         runtime = Runtime(model)
         step = CPURuntime.step
 
@@ -207,7 +207,7 @@ class TestFailures:
         assert tokens_of(outputs[ids[1]]) == alone(Request(PROMPTS[1], NEW))
 
     def test_interrupts_at_each_line(self, model, alone):
-        """Of a step that has begun before, and that begins another one."""
+        """The interrupted step has begun ahead, and begins the next one ahead."""
         requests = [Request([3], 5), Request([4], 5, **SAMPLED["from all"])]
         expected = [alone(request) for request in requests]
         own = (Engine._run_step.__wrapped__, Engine._decode, Engine._launch, Engine._live_part, LiveSequences.count)

@@ -110,7 +110,7 @@ class TestSchedule:
                 assert start % CHUNK + len(row.tokens) <= CHUNK
                 if start == 0:
                     lengths[row.slot] = 0
-                assert lengths[row.slot] == start, "a sequence goes on where it stopped"
+                assert lengths[row.slot] == start, "a sequence must go on where it stopped"
                 lengths[row.slot] = stop
 
     def test_a_long_prompt_holds_up_no_sequence_for_longer_than_a_chunk(self, runtime):
@@ -184,7 +184,7 @@ class TestMemory:
             for n in lengths
         )
 
-    def test_what_does_not_fit_waits_in_order(self, runtime, alone):
+    def test_requests_that_do_not_fit_wait_in_order(self, runtime, alone):
         """The second request is too large beside the first. The third would fit but does not overtake it."""
         engine = Engine(runtime, 3, memory_bytes=self.size(runtime, 48, 48))
         ids = [engine.add(request_of(number, max_tokens=8)) for number in (6, 7, 4)]  # 48, 78 and 24 tokens
@@ -196,14 +196,14 @@ class TestMemory:
         assert running == {frozenset(), frozenset(ids[:1]), frozenset(ids[1:2]), frozenset(ids[2:])}
         assert [tokens_of(outputs[id]) for id in ids] == [alone(number, 8, False) for number in (6, 7, 4)]
 
-    def test_slots_are_taken_so_that_little_memory_is_written(self, runtime):
+    def test_a_request_takes_the_slot_with_the_least_new_memory(self, runtime):
         engine = Engine(runtime, 4, memory_bytes=self.size(runtime, 78, 48))
         for number in (7, 6, 7, 6, 7):
             engine.add(request_of(number, max_tokens=8))
             run(engine)
         assert sorted(engine._slots._lengths.values()) == [0, 0, 0, 78]
 
-    def test_memory_of_empty_slots_is_tokens_up_when_it_is_in_the_way(self, runtime):
+    def test_memory_of_empty_slots_is_freed_when_it_is_needed(self, runtime):
         engine = Engine(runtime, 2, memory_bytes=self.size(runtime, 78))
         for number in (0, 1):
             engine.add(request_of(number, max_tokens=8))
@@ -212,7 +212,7 @@ class TestMemory:
         id = engine.add(request_of(7, max_tokens=8))
         assert len(run(engine)[id]) == 8 and engine._slots.state is not first
 
-    def test_what_never_fits_is_refused_at_once(self, runtime):
+    def test_a_request_that_never_fits_is_refused_at_once(self, runtime):
         budget = self.size(runtime, 50)
         engine = Engine(runtime, 3, memory_bytes=budget)
         engine.add(Request([1] * 40, max_tokens=10))
@@ -244,7 +244,7 @@ class TestEnds:
         for number in (0, 2):
             assert tokens_of(outputs[ids[number]]) == alone(number, 12, False)
         again = engine.add(request_of(1, max_tokens=12))
-        assert tokens_of(run(engine)[again]) == alone(1, 12, False), "its slot is as good as before"
+        assert tokens_of(run(engine)[again]) == alone(1, 12, False), "the slot must work as before"
 
     def test_cancel(self, runtime):
         engine = Engine(runtime, 1)
@@ -290,13 +290,13 @@ class TestEnds:
         assert not engine.has_work
 
 
-class TestWhatCallersGive:
+class TestArguments:
     def test_tokens_of_any_kind(self, runtime, alone):
         tokens, expected = request_of(5).tokens, alone(5, 8, False)
         for tokens_ in (list(tokens), torch.tensor(tokens), np.array(tokens), np.array(tokens, np.uint16)):
             assert generate_one(Engine(runtime, 1), Request(tokens_, 8)) == expected
 
-    def test_none_is_none(self, runtime, alone):
+    def test_none_means_the_default(self, runtime, alone):
         options = dict(stop=None, stop_token_ids=None, snapshots_at=None, logit_bias=None, frequency_penalty=None)
         request = Request(request_of(5).tokens, 8, **options)
         assert generate_one(Engine(runtime, 1), request) == alone(5, 8, False)
@@ -304,7 +304,7 @@ class TestWhatCallersGive:
         same = Request(request_of(5).tokens, 8, presence_penalty=2.0)
         assert generate_one(Engine(runtime, 1), with_bias) == generate_one(Engine(runtime, 1), same)
 
-    def test_a_list_that_the_caller_goes_on_using(self, runtime, alone):
+    def test_the_engine_copies_the_callers_list(self, runtime, alone):
         tokens = list(request_of(5).tokens)
         engine = Engine(runtime, 1)
         engine.add(Request(tokens, 8))
@@ -353,11 +353,11 @@ def test_steps_of_several_threads_take_turns(model, alone):
         thread.join()
     assert errors == [] and runtime.most_within == 1
     for id, number in ids.items():
-        # The tokens that come first may reach the list last.
+        # Threads may append their outputs in another order than that of their steps.
         assert sorted(tokens_of(each for each in outputs if each.id == id)) == sorted(alone(number, 8, False))
 
 
-def test_limits_that_the_prompt_and_the_vocabulary_set():
+def test_limits_from_the_prompt_and_the_vocabulary():
     """Each limit allows its last value."""
     Request([1, 2, 3], snapshots_at=[1, 3], logprobs=10, prompt_logprobs=10, logit_bias={9: 1}).check(10)
     for options, message in (

@@ -1,4 +1,4 @@
-"""A failure in a step ends the sequences that it was for, with a reason; all others are what they are alone."""
+"""A failure in a step ends the sequences of that step, with a reason. All others get the texts that they get alone."""
 
 import functools
 import gc
@@ -103,7 +103,7 @@ WRONG_SCORES = {
 }
 
 
-class TestWhatARequestBrings:
+class TestCodeOfARequest:
     @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
     @pytest.mark.parametrize(("wrong", "message"), WRONG_SCORES.values(), ids=WRONG_SCORES.keys())
     def test_a_processor_that_fails_ends_its_own_sequence(self, runtime, alone, wrong, message, drafted):
@@ -254,13 +254,13 @@ class TestTheRuntime:
         monkeypatch.setattr(runtime, "allocate", raising(UserError("there is no room.")))
         engine.add(Request(PROMPTS[0], NEW))
         assert [output.error for output in engine.step()] == ["there is no room."]
-        assert engine.failed_steps == 2, "whoever watches over the engine sees that nothing works"
+        assert engine.failed_steps == 2, "failures must be counted, for a watchdog"
         monkeypatch.undo()
         check_goes_on(engine, alone)
         assert engine.failed_steps == 0
 
-    def test_what_a_failed_step_has_left_in_the_state_is_let_go(self, model, monkeypatch):
-        """A device's state may have been given to the step."""
+    def test_the_state_of_a_failed_step_is_dropped(self, model, monkeypatch):
+        """The step may have taken the memory of a device's state."""
         runtime = ChunkRuntime(model)
         engine = engine_of(runtime)
         monkeypatch.setattr(runtime, "step", raising(RuntimeError("no")))
@@ -271,8 +271,8 @@ class TestTheRuntime:
         generate_one(engine, Request(PROMPTS[0], NEW))
         assert engine._slots.state is not before
 
-    def test_prefixes_in_slots_do_not_outlive_a_state_that_may_be_lost(self, model, alone, monkeypatch):
-        """A runtime that keeps its state itself gives none, and so no other one."""
+    def test_prefixes_in_slots_are_dropped_after_a_failed_step(self, model, alone, monkeypatch):
+        """A runtime that keeps its own state returns no new state object that would show the loss."""
         runtime = ChunkRuntime(model)
         cache = SlotPrefixCache(runtime, (4, 5))
         engine = Engine(runtime, 3, prefix_cache=cache)
@@ -302,7 +302,7 @@ class TestTheRuntime:
         runtime = ChunkRuntime(model)
         engine, step, calls = engine_of(runtime), runtime.step, itertools.count()
         monkeypatch.setattr(runtime, "step", lambda *given: step(*given) * (np.nan if next(calls) == 0 else 1))
-        generate_one(engine, Request(PROMPTS[2], NEW))  # in the middle of whose prompt nobody sees them
+        generate_one(engine, Request(PROMPTS[2], NEW))  # nobody looks at logits in the middle of its prompt
         monkeypatch.undo()
         check_goes_on(engine, alone)
 
@@ -321,7 +321,7 @@ class TestTheRuntime:
 
 
 class InPlace:
-    """A constraint that forbids nothing and writes to what it is given."""
+    """A constraint that forbids nothing and writes to its argument."""
 
     def fork(self):
         return self
@@ -355,7 +355,7 @@ def test_an_error_of_several_prompts_can_be_sent_to_another_process():
     assert (str(again), again.errors) == (str(error), error.errors)
 
 
-class TestWhatOnlySavesTime:
+class TestCachesAndDrafts:
     @pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), UserError("no.")], ids=repr)
     @pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
     @pytest.mark.parametrize("method", ["snapshot", "restore", "prepare_snapshot"])
@@ -422,11 +422,11 @@ class TestWhatOnlySavesTime:
         monkeypatch.setattr(small, "commit", failing)
         outputs = run(engine)
         assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
-        assert engine.stats.acceptance_rate == 1, "its state is never that of other tokens"
+        assert engine.stats.acceptance_rate == 1, "its state must never be that of other tokens"
         check_goes_on(engine, alone)
         assert engine.stats.acceptance_rate == 1 and drafter._free == [1, 2, 3]
 
-    def test_a_draft_model_gives_the_slots_of_an_engine_that_is_gone_to_others(self, runtime, model, alone):
+    def test_a_draft_model_reuses_the_slots_of_an_engine_that_is_gone(self, runtime, model, alone):
         drafter = DraftModel(ChunkRuntime(model), VOCAB, 3, 200)
         for _ in range(3):
             engine = engine_of(runtime, drafter=drafter)
@@ -451,7 +451,7 @@ PARTS_OF_ENGINE = (Engine, Scheduler, LiveSequences, _Guard, PrefixReuse, Drafti
 
 
 def functions_of_engine():
-    """Return the engine's functions but `step`: a signal is never handled between its last two lines."""
+    """Return the engine's functions except `step`: no signal is handled between its last two lines."""
     functions = [each for part in PARTS_OF_ENGINE for each in vars(part).values() if hasattr(each, "__code__")]
     return [getattr(each, "__wrapped__", each) for each in functions if each is not Engine.step]
 
@@ -482,7 +482,7 @@ class Interrupt:
 
 class TestInterrupts:
     def test_at_each_line_of_the_engine(self, runtime, alone):
-        """Sequences that are not ended by it have their texts, and no token comes twice or is lost."""
+        """Sequences that the interrupt does not end get their texts. No token is lost or comes twice."""
         code = [*functions_of_engine(), Slots.take, Slots._allocate]
         ended, interrupted = 0, 0
         for line in range(0, 900, 7):
@@ -523,13 +523,13 @@ class TestInterrupts:
             check_size(engine._prefixes.cache)
         assert interrupted > 60
 
-    def test_outputs_that_count_are_returned_by_the_next_step(self, runtime, alone):
+    def test_outputs_of_an_interrupted_step_come_from_the_next_one(self, runtime, alone):
         engine = engine_of(runtime)
         id = engine.add(Request(PROMPTS[0], NEW))
         outputs = []
         while len(outputs) < NEW:
             try:
-                with Interrupt(1, Engine.step):  # behind what runs the step
+                with Interrupt(1, Engine.step):  # after the step has run
                     engine.step()
             except KeyboardInterrupt:
                 pass
@@ -562,7 +562,7 @@ class TestInterrupts:
 
 
 def test_a_cancelled_sequence_gives_nothing_more(runtime, monkeypatch):
-    """Also if a step that was interrupted has ended it."""
+    """This holds also if an interrupted step has ended it."""
     engine = engine_of(runtime)
     bad, good = engine.add(Request(PROMPTS[0], NEW)), engine.add(Request(PROMPTS[2], NEW))
     monkeypatch.setattr(runtime, "step", raising(KeyboardInterrupt()))
@@ -586,6 +586,6 @@ def test_memory_that_runs_out_beside_a_step_ends_nobody(runtime, alone, monkeypa
     assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
 
 
-def test_texts_here_depend_on_all_that_went_before(alone):
+def test_texts_of_these_tests_depend_on_all_earlier_tokens(alone):
     assert all(len(set(alone(number))) > 3 for number in range(3))
     assert engine_model().config.vocab_size == VOCAB

@@ -35,9 +35,9 @@ def test_by_definition(tokens, min_n, more, max_model_len, k):
         ([1, 2, 3, 4, 5], 2, 2, []),
         ([1, 2, 3, 4, 1, 2, 3], 4, 4, []),
         ([1, 2, 3, 4, 1, 2, 3], 3, 4, [4, 1]),
-        ([2, 3, 4, 5, 1, 2, 3, 4, 1, 2, 3, 4], 3, 4, [1, 2]),  # the longer suffix, though the shorter stands earlier
-        ([1, 2, 9, 1, 2, 8, 1, 2], 2, 2, [9, 1]),  # the earliest
-        ([7, 7, 7], 1, 3, [7]),  # which overlaps the suffix
+        ([2, 3, 4, 5, 1, 2, 3, 4, 1, 2, 3, 4], 3, 4, [1, 2]),  # the longer suffix, though a shorter one comes earlier
+        ([1, 2, 9, 1, 2, 8, 1, 2], 2, 2, [9, 1]),  # the earliest match wins
+        ([7, 7, 7], 1, 3, [7]),  # the match overlaps the suffix
         ([], 1, 3, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may run."""
+"""The number of prompt tokens that a step may run."""
 
 import pytest
 
@@ -8,7 +8,7 @@ MOST = 512
 
 
 class Machine:
-    """Steps that take so many seconds, and more for each sequence and for each token of a prompt."""
+    """A machine whose steps take a fixed time, and more for each sequence and each prompt token."""
 
     def __init__(self, max_gap, base=0.02, per_row=0.001, per_token=0.001):
         self.now = 100.0
@@ -38,7 +38,7 @@ def test_steps_take_as_long_as_the_target():
 
 
 def test_more_sequences_leave_less_time_for_prompts():
-    """No step of decode alone comes between that would show that it takes longer now."""
+    """No step of decode alone comes in between to show that decode takes longer now."""
     machine = Machine(0.1)
     machine.run(0, MOST)
     machine.run(1, 0)
@@ -58,7 +58,7 @@ def test_a_slow_step_changes_little():
     assert machine.pace.prompt_tokens(MOST) == pytest.approx(before, abs=2)
 
 
-def test_prompts_go_on_where_decode_takes_longer_than_the_target():
+def test_prompts_go_on_if_decode_takes_longer_than_the_target():
     machine = Machine(0.001)
     machine.run(0, MOST)
     machine.run(8, 0)
@@ -75,7 +75,7 @@ def test_no_more_tokens_than_a_step_has_room_for():
     )
 
 
-def test_what_is_done_between_two_steps_counts():
+def test_time_between_two_steps_counts():
     machine = Machine(0.1)
     machine.run(0, MOST)
     machine.run(8, 0)
@@ -85,7 +85,7 @@ def test_what_is_done_between_two_steps_counts():
 
 
 def test_whole_chunks_between_two_steps_of_decode():
-    """As many as there is time for; without a target, and before anything is known, none but the first."""
+    """As many chunks run as there is time for; only one without a target, or before any time is known."""
     machine = Machine(0.1, per_token=0.0001)
     assert not machine.pace.has_time_for(128)
     machine.run(0, 128)

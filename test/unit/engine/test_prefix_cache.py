@@ -1,4 +1,4 @@
-"""Sequences that continue from what earlier ones left: what they find, what it costs, and that texts stay the same."""
+"""Sequences that continue from snapshots of earlier ones: hits, memory, and that texts stay the same."""
 
 import itertools
 import random
@@ -50,7 +50,7 @@ def new_tokens(runtime, cache, prompt, max_tokens=4, **options):
 
 
 def run_tokens(runtime):
-    """Return how many tokens of prompts and of generation were run since the last call."""
+    """Return how many tokens were run since the last call."""
     counts = [sum(len(row.tokens) for row in rows) for rows in runtime.steps]
     runtime.steps.clear()
     return sum(counts)
@@ -76,7 +76,7 @@ class TestSameNumbers:
     @pytest.mark.parametrize("family", ENGINE_MODELS)
     @pytest.mark.parametrize("kernels", ["torch", "fused"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_bit_by_bit_where_a_prompt_is_cut_anyway(self, dtype, kernels, family):
+    def test_logits_are_equal_bit_by_bit_at_the_usual_cuts(self, dtype, kernels, family):
         runtime = ChunkRuntime(ENGINE_MODELS[family](dtype=dtype), kernels)
         assert self.compare(runtime, TOKENS[:40], TOKENS[:32] + OTHERS[:30], hit=32) == (True, 0.0)
         named = dict(snapshots_at=frozenset([21, 37]))
@@ -92,7 +92,7 @@ class TestSameNumbers:
         same, error = self.compare(runtime, TOKENS[:21], TOKENS[:60], hit=21)
         assert same and error <= (0 if kernels == "fused" else 1e-5)
 
-    def test_after_others_have_parted_from_the_prefix(self, runtime):
+    def test_logits_after_other_sequences_have_split_the_prefix(self, runtime):
         """Entries of other sequences cut the keys and values between two snapshots of the first prompt into pieces."""
         plain, expected = self.logits(runtime, None, TOKENS[:60])
         cache = PoisonedPrefixCache(runtime, None, CHUNK)
@@ -149,8 +149,8 @@ class TestHits:
         assert engine.stats.cached_tokens == 45 and engine.stats.prompt_tokens == 0
         assert engine.stats.generated_tokens == 5 and engine.stats.decode_tokens == 4
 
-    def test_where_sequences_part(self, runtime, cache):
-        """Each new prompt finds the longest snapshot on its way, in a tree that earlier ones have split."""
+    def test_hits_of_prompts_that_diverge(self, runtime, cache):
+        """Each new prompt finds its longest snapshot, in a tree that earlier prompts have split."""
         for shared, expected in ((70, 64), (33, 32), (66, 64), (10, 0), (64, 64), (17, 16)):
             if not cache.stats.queries:
                 new_tokens(runtime, cache, TOKENS[:80])
@@ -164,7 +164,7 @@ class TestHits:
         ("kernels", "new", "stops"),
         [("fused", 16, [16, 20, 36]), ("fused", 17, [16, 20, 32, 37]), ("torch", 16, [16, 20, 36])],
     )
-    def test_a_tail_that_fits_into_a_step_is_one(self, model, kernels, new, stops):
+    def test_a_rest_that_fits_into_a_step_is_not_cut(self, model, kernels, new, stops):
         runtime = ChunkRuntime(model, kernels)
         assert runtime.prompt_cuts == Anywhere(is_exact=kernels == "fused")
         cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
@@ -184,8 +184,8 @@ class TestHits:
         ],
         ids=str,
     )
-    def test_a_prompt_begins_from_its_places_only(self, model, cuts, kept, hits):
-        """Elsewhere than on a CPU an answer is not kept, and another prompt's end is no place."""
+    def test_a_prompt_goes_on_only_from_its_own_places(self, model, cuts, kept, hits):
+        """On devices answers are not kept, and a prompt does not go on from another prompt's end."""
         runtime = ChunkRuntime(model)
         runtime.prompt_cuts = cuts
         cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
@@ -209,7 +209,7 @@ class TestHits:
         assert found == [0, 0, 0, len(TOKENS), len(TOKENS)] and texts == [texts[0]] * 5
 
     def test_prompts_of_one_batch(self, runtime, cache):
-        """Prompts that share a beginning wait for the one that computes it; others do not wait."""
+        """Prompts that share a beginning wait for the prompt that computes it. Others do not wait."""
         shared, positions = TOKENS[:4], frozenset([4])
         prompts = [shared + OTHERS[i : i + 2] for i in range(5)]
         engine = engine_with(runtime, cache, 6)
@@ -233,7 +233,7 @@ class TestHits:
 
 
 class TestMemory:
-    def test_keys_and_values_are_there_once(self, runtime, cache):
+    def test_keys_and_values_are_stored_once(self, runtime, cache):
         new_tokens(runtime, cache, TOKENS[: 10 * CHUNK - 10], max_tokens=1)
         lengths = [*range(CHUNK, 10 * CHUNK - 10, CHUNK), 10 * CHUNK - 10]
         config, itemsize = runtime.config, runtime.dtype.itemsize
@@ -255,7 +255,7 @@ class TestMemory:
         assert cache.stats.evictions == 1 and cache.stats.snapshots == 3
         assert cached_bytes(cache) == (cache.stats.num_bytes, 3)
 
-    def test_what_sequences_go_on_from_stays(self, runtime):
+    def test_a_snapshot_in_use_is_not_evicted(self, runtime):
         entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 20 * token_bytes(
             runtime.config, runtime.dtype.itemsize
         )
@@ -270,7 +270,7 @@ class TestMemory:
             new_tokens(runtime, cache, OTHERS[start : start + 20], max_tokens=1)
         assert cache.export(TOKENS[:20]) is None
 
-    def test_nothing_is_evicted_for_an_entry_that_has_no_room_all_the_same(self, runtime):
+    def test_nothing_is_evicted_for_an_entry_that_would_still_not_fit(self, runtime):
         """One of two entries is in use, and evicting the other would not make room for the longer prompt."""
         config, itemsize = runtime.config, runtime.dtype.itemsize
         entry = sequence_bytes(config, itemsize) + 20 * token_bytes(config, itemsize) + 4 * VOCAB
@@ -315,7 +315,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("seed", range(4))
     def test_whatever_comes_a_budget_is_kept_to_and_what_is_in_use_stays(self, runtime, seed):
-        """Random sequences over two tokens, which share beginnings of all lengths; some start from what they find."""
+        """Random sequences of two tokens share beginnings of all lengths. Some continue from a found prefix."""
         chance = random.Random(seed)
         entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 4 * VOCAB
         cache = PoisonedPrefixCache(runtime, 8 * entry, None, at_branches=True)
@@ -337,7 +337,7 @@ class TestMemory:
         assert cache.stats.evictions > 100 and cache.stats.hit_tokens
 
     def test_the_ends_of_earlier_turns_make_room_first(self, runtime):
-        """The end of a conversation's last turn outlives newer ends of earlier turns of another one."""
+        """The end of one conversation's last turn outlives newer ends of another conversation's earlier turns."""
         entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 4 * VOCAB
         token = token_bytes(runtime.config, runtime.dtype.itemsize)
         cache = PoisonedPrefixCache(runtime, 3 * entry + 100 * token, None)
@@ -350,14 +350,14 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("kept", "stays", "goes"),
         [
-            # The end of a turn makes room for that of the next one, although it is newer and longer than another's.
+            # The end of a turn is evicted for the end of the next turn, although another entry is older and shorter.
             ([OTHERS[:20], TOKENS[:30], TOKENS[:40]], OTHERS[:20], TOKENS[:30]),
-            # Where a prompt diverges is kept before what follows there, and does not make room for that.
+            # The place of divergence stays; the end of the older branch is evicted for the new one.
             ([TOKENS[:60], TOKENS[:40], TOKENS[:40] + OTHERS[:20]], TOKENS[:40], TOKENS[:60]),
         ],
         ids=["the next turn", "a branch"],
     )
-    def test_what_a_new_entry_goes_on_from_is_known_before_there_is_room(self, runtime, kept, stays, goes):
+    def test_the_parent_of_a_new_entry_is_known_before_an_eviction(self, runtime, kept, stays, goes):
         entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 4 * VOCAB
         token = token_bytes(runtime.config, runtime.dtype.itemsize)
         cache = PoisonedPrefixCache(runtime, 2 * entry + 100 * token, None)
@@ -377,7 +377,7 @@ class TestMemory:
         assert counts == [0, 1, 2]
 
     def test_tokens_of_others_do_not_wait_for_the_snapshot_of_one_that_ends(self, runtime, cache):
-        """Not even for that of its whole sequence, whose slot goes to the next one afterwards."""
+        """They do not wait even for the snapshot of its whole text, before its slot goes to the next sequence."""
         engine = engine_with(runtime, cache, num_sequences=2)
         ends, goes_on, waits = [engine.add(Request(each, 3)) for each in (TOKENS[:5], OTHERS[:8], TOKENS[60:66])]
         outputs, kept = [], []
@@ -454,7 +454,7 @@ class TestFiles:
         assert new_tokens(other, loaded, longer, max_tokens=1) == new_tokens(runtime, None, longer, max_tokens=1)
         assert run_tokens(other) == 4
 
-    def test_what_is_not_there(self, runtime, cache):
+    def test_an_unknown_prefix_is_not_exported(self, runtime, cache):
         new_tokens(runtime, cache, TOKENS[:45])
         for tokens in (TOKENS[:44], TOKENS[:46], OTHERS[:45], []):
             assert cache.export(tokens) is None

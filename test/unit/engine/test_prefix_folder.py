@@ -1,4 +1,4 @@
-"""A prefix cache in a folder: what a later process finds, that texts stay the same, and what damage does to it."""
+"""A prefix cache in a folder: hits in a later process, equal texts, and damaged files."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def place(tmp_path):
 
 
 def process(place, runtime, *prompts, size=SIZE, **request):
-    """Do what a process with an empty cache in memory would do; return texts, tokens found, and logits by length."""
+    """Act as a new process with an empty cache in memory. Return texts, tokens found, and logits by length."""
     folder = PrefixFolder(place, size, runtime)
     cache = PrefixCache(runtime, None, CHUNK, folder=folder)
     engine = Engine(runtime, 1, prefix_cache=cache)
@@ -56,7 +56,7 @@ def alone(runtime, prompt):
 
 
 def test_states_with_a_salt_are_neither_written_nor_looked_for(place, runtime, caplog):
-    tokens = TOKENS[:45]  # so few snapshots that all are written
+    tokens = TOKENS[:45]  # few enough snapshots that all of them are written
     for salt, others in (("one", "one"), (None, "one")):
         process(place, runtime, tokens, cache_salt=salt)
         _, found, _ = process(place, runtime, tokens, cache_salt=others)
@@ -81,7 +81,7 @@ def test_a_later_process_goes_on_from_it(place, dtype, prompt, hit):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_states_in_16_bits(place, runtime, caplog, dtype):
-    """They take that much in the files, and the text behind a hit is still that of the sequence alone."""
+    """Files hold them in 16 bits, and a text after a hit is still that of the sequence alone."""
     small = ChunkRuntime(engine_model(), "fused", dtype)
     process(place, small, TOKENS[:45])
     stored = Snapshot.load(file_of(place, 45), small).tensors
@@ -100,7 +100,7 @@ def test_files_share_keys_and_values(place, runtime):
     assert place.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_was_evicted_from_memory_is_read(place, runtime):
+def test_a_prefix_that_memory_evicted_is_read_from_the_folder(place, runtime):
     folder = PrefixFolder(place, SIZE, runtime)
     cache = PrefixCache(runtime, 2**17, CHUNK, folder=folder)
     engine = Engine(runtime, 1, prefix_cache=cache)
@@ -161,7 +161,7 @@ def test_a_damaged_file_spoils_those_that_continue_it(place, runtime):
     assert PrefixFolder(place, SIZE, runtime).find(TOKENS[:60], 1).length == 16
 
 
-def test_a_file_under_another_ones_name(place, runtime, caplog):
+def test_a_file_under_another_files_name(place, runtime, caplog):
     process(place, runtime, TOKENS[:16], OTHERS[:16])
     key = PrefixFolder(place, SIZE, runtime)._keys(OTHERS, [16])[16]
     (ours, theirs) = sorted(place.glob("0-16-*"), key=lambda file: key in file.name)
@@ -201,7 +201,7 @@ def test_links_pipes_and_folders_are_not_read(place, runtime, tmp_path):
     assert PrefixFolder(place, SIZE, runtime).find(TOKENS, 1) is None
 
 
-def test_a_write_that_was_cut_off(place, runtime):
+def test_an_incomplete_write(place, runtime):
     process(place, runtime, TOKENS[:20])
     whole = file_of(place, 20)
     left = place / f".{whole.name}.abc123"
@@ -285,7 +285,7 @@ def test_the_bound_is_kept_and_the_least_recently_used_go(place, runtime):
     assert process(place, runtime, random_tokens(VOCAB, 40, seed=2).tolist())[1] == 0
     before = sorted(place.iterdir())
     process(place, runtime, OTHERS[:40], size=1000)
-    assert sorted(place.iterdir()) == before, "nothing is removed for what has no room at all"
+    assert sorted(place.iterdir()) == before, "nothing may be removed for a file larger than the limit"
 
 
 def test_a_full_disk(place, runtime, caplog, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_failed_write_is_logged_once_and_later_ones_work(place, runtime, caplo
     assert len(writes) > 3 and len(list(place.glob(PATTERN))) == len(writes) - 3
     [record] = caplog.records
     assert record.getMessage().endswith(f"for now: {str(error) or 'MemoryError'}") and str(place) in caplog.text
-    assert bool(record.exc_info) == isinstance(error, TypeError), "a traceback of what nobody has foreseen"
+    assert bool(record.exc_info) == isinstance(error, TypeError), "only an unexpected error has a traceback"
 
 
 def test_it_is_logged_again_after_a_write_that_worked(place, runtime, caplog, monkeypatch):
@@ -337,7 +337,7 @@ def test_it_is_logged_again_after_a_write_that_worked(place, runtime, caplog, mo
 
 
 @pytest.mark.parametrize("limit", [-1, True, 2.5, "10GiB", float("inf")], ids=repr)
-def test_a_limit_that_is_no_number_of_bytes(place, runtime, limit):
+def test_an_invalid_limit_is_refused(place, runtime, limit):
     with pytest.raises(UserError, match=r"max_bytes is .*; it must be a whole number of bytes, or None for no limit\."):
         PrefixFolder(place, limit, runtime)
     assert not place.exists()
@@ -346,7 +346,7 @@ def test_a_limit_that_is_no_number_of_bytes(place, runtime, limit):
 def test_no_limit(place, runtime, caplog):
     process(place, runtime, TOKENS[:45], size=None)
     assert process(place, runtime, TOKENS[:70], size=None)[1] == 45 and not caplog.messages
-    assert process(place, runtime, TOKENS[:70], size=0)[1] == 70, "what is there is found with any limit"
+    assert process(place, runtime, TOKENS[:70], size=0)[1] == 70, "files in the folder are found with any limit"
 
 
 @given(
@@ -355,7 +355,7 @@ def test_no_limit(place, runtime, caplog):
     limit=st.integers(0, 40),
 )
 @example(drawn=[(5, True), (5, False)], needed=3, limit=8)
-def test_room_is_made_for_what_fits_by_removing_as_few_as_possible(drawn, needed, limit):
+def test_as_few_files_as_possible_are_removed_for_a_new_one(drawn, needed, limit):
     sizes = [size for size, _ in drawn]
     spared = {number for number, (_, is_spared) in enumerate(drawn) if is_spared}
     files = [_File(number, number + 1, "0" * 64) for number in range(len(sizes))]
@@ -389,7 +389,7 @@ def test_a_folder_that_goes_away(place, runtime, caplog):
     assert len(caplog.messages) == 1
 
 
-def test_what_an_adapter_has_computed_is_not_written(place, runtime):
+def test_states_with_an_adapter_are_not_written(place, runtime):
     folder = PrefixFolder(place, SIZE, runtime)
     cache = PrefixCache(runtime, None, CHUNK, folder=folder)
     generate_one(Engine(runtime, 1, prefix_cache=cache), Request(TOKENS[:45], 1))
@@ -401,7 +401,7 @@ def test_what_an_adapter_has_computed_is_not_written(place, runtime):
 
 
 def test_writes_do_not_hold_up_requests(place, runtime, monkeypatch):
-    """A writer that hangs is left alone: what it has no time for is dropped."""
+    """If the writer hangs, snapshots are dropped and requests go on."""
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
     monkeypatch.setattr(PrefixFolder, "_write", lambda *_: time.sleep(60))
     texts, _, _ = process(place, runtime, TOKENS[:100], OTHERS[:100])

@@ -1,4 +1,4 @@
-"""The worth of each entry of a prefix cache's tree, against a second calculation by the definitions."""
+"""The worth of each entry in a prefix cache's tree, against an independent calculation from the definitions."""
 
 import math
 
@@ -13,7 +13,7 @@ from granite4_neuron.engine import prefix_tree as module
 from granite4_neuron.engine.prefix_tree import Entries, Entry, Node, NodeKind
 from granite4_neuron.state.snapshot import Snapshot
 
-# How the kinds are taken to be found before any look-up: ends of sequences, places gone on from, places of divergence.
+# The hits and look-ups that are assumed before any look-up, by `NodeKind`.
 FOUND, SEEN = (1.0, 0.1, 2.0), (1, 1, 1)
 
 
@@ -31,7 +31,7 @@ def entry_of(num_bytes):
 
 @st.composite
 def trees(draw):
-    """Return a root and all nodes below it; each of those that end the tree is an entry, as in a cache."""
+    """Return a root and all nodes below it. Each leaf is an entry, as in a cache."""
     root, nodes = Node(None, 0), []
     for _ in range(draw(st.integers(1, 12))):
         parent = draw(st.sampled_from([root, *nodes]))
@@ -53,7 +53,7 @@ def saved_tokens(node):
 
 
 def freed_bytes(node):
-    """Evict it and prune the tree, in a list of the nodes that stay."""
+    """Return the bytes that are freed if the entry is evicted and the tree is pruned."""
     freed, gone, at = node.entry_bytes, {node}, node
     while at.parent is not None and at in gone and all(child in gone for child in at.children.values()):
         freed += 3 * len(at.tokens)
@@ -64,7 +64,7 @@ def freed_bytes(node):
 
 
 class Reckoning:
-    """The same calls as `Entries` gets, written down."""
+    """An independent calculation of worth, which gets the same calls as `Entries`."""
 
     def __init__(self):
         self.found, self.seen, self.look_ups = list(FOUND), list(SEEN), 0
@@ -95,7 +95,7 @@ def test_saved_tokens_and_freed_bytes(tree):
 
 @settings(max_examples=150)
 @given(tree=trees(), data=st.data())
-def test_the_one_worth_least_is_evicted(tree, data):
+def test_the_entry_worth_least_is_evicted(tree, data):
     nodes = [node for node in tree[1] if node.entry is not None]
     entries, reckoning = Entries(), Reckoning()
     for _ in range(data.draw(st.integers(1, 30))):
@@ -131,10 +131,10 @@ def test_the_one_worth_least_is_evicted(tree, data):
         assert {each: each.last_use for each in entries} == reckoning.last_use
 
 
-def test_of_many_the_least_recently_used_of_each_kind_are_compared(monkeypatch):
+def test_only_the_least_recently_used_of_each_kind_are_compared(monkeypatch):
     monkeypatch.setattr(module, "_MOST_COMPARED", 3)
     root, entries = Node(None, 0), Entries()
-    # The later, the less it is worth; the first two are in use.
+    # A later node is worth less. The first two are in use.
     nodes = [child_of(root, 1, entry_bytes=10 ** (1 + number)) for number in range(8)]
     for number, node in enumerate(nodes):
         node.users = number < 2
@@ -149,7 +149,7 @@ def test_of_many_the_least_recently_used_of_each_kind_are_compared(monkeypatch):
     assert entries.victim() is other
 
 
-def test_a_place_that_is_gone_on_from_changes_its_kind_as_an_entry_only():
+def test_only_an_entry_becomes_a_branch_when_it_is_continued():
     entries, node = Entries(), child_of(Node(None, 0), 5)
     entries.record_continuation(node)
     assert not list(entries) and node.continuations == 1
@@ -161,7 +161,7 @@ def test_a_place_that_is_gone_on_from_changes_its_kind_as_an_entry_only():
 
 
 class _Sizes:
-    """As much of a runtime as a prefix cache needs: snapshots of ten bytes, and three for each token."""
+    """The part of a runtime that a prefix cache needs: states of ten bytes, and three bytes per token."""
 
     config = GraniteMoeHybridConfig.from_family("h-350m")
     dtype = state_dtype = torch.float32
@@ -177,7 +177,7 @@ class _Sizes:
 
 
 class _CheckedEntries(Entries):
-    """Entries that compare what they remember with what they would calculate, also in the middle of a change."""
+    """Entries that compare remembered values with newly calculated ones, also in the middle of a change."""
 
     def victim(self):
         self.check()
@@ -190,8 +190,8 @@ class _CheckedEntries(Entries):
 
 @settings(deadline=None)
 @given(st.data())
-def test_what_is_saved_per_byte_is_up_to_date(data):
-    """However a cache's tree has grown and lost entries, what nodes remember is what they would calculate."""
+def test_savings_per_byte_are_up_to_date(data):
+    """The remembered values stay right while a cache's tree grows and loses entries."""
     cache, held = PrefixCache(_Sizes(), data.draw(st.sampled_from([60, 150, 400])), None), []
     cache._state_bytes, cache._token_bytes, cache._entries = 10, 3, _CheckedEntries()
     for _ in range(data.draw(st.integers(1, 40))):

@@ -30,7 +30,7 @@ class TestAdditions:
         presence=st.sampled_from([-1.5, 0, 0.7]),
         logit_bias=st.dictionaries(st.integers(0, 7), st.sampled_from([-100, 1.5, 100]), max_size=3),
     )
-    def test_are_what_openai_says(self, tokens, frequency, presence, logit_bias):
+    def test_equal_openais_formula(self, tokens, frequency, presence, logit_bias):
         """logit[j] -> logit[j] - count[j] * frequency - (count[j] > 0) * presence, token by token."""
         logits = torch.linspace(-1, 1, 8, dtype=torch.float64)
         expected = [
@@ -41,14 +41,14 @@ class TestAdditions:
         scores = Sampler(SamplingParams(temperature=0, **options), 2)._scores(logits, tokens)
         assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
 
-    def test_come_before_the_temperature(self):
-        """A bias is added to the model's logits, whatever the temperature and whatever else the request asks for."""
+    def test_are_applied_before_the_temperature(self):
+        """Biases and penalties are added to the model's logits, before temperature and top_k."""
         params = SamplingParams(temperature=0.5, top_k=2, logit_bias={2: 1.5}, presence_penalty=1.0)
         scores = Sampler(params, 1)._scores(torch.tensor([1.0, 0.5, 0.0, -1.0]), [9, 0])
         assert scores.tolist() == [float("-inf"), 1.0, 3.0, float("-inf")]
 
-    def test_reach_each_sequence_its_own(self, runtime):
-        """One is pushed to a token, one keeps from repeating, and one is unchanged, together as well as alone."""
+    def test_apply_to_their_own_sequence_only(self, runtime):
+        """One request has a bias, one has penalties, and one has neither. In a batch each gets its text alone."""
         requests = [
             Request(PROMPT, 12),
             Request(PROMPT, 12, logit_bias={7: 100}),
@@ -67,7 +67,7 @@ class TestAdditions:
         allowed=st.none() | st.sets(st.integers(0, 4), min_size=1),
     )
     def test_bad_words_and_allowed_tokens(self, tokens, bad, allowed):
-        """A bad word's last token is not chosen behind its others, and no token that is not allowed."""
+        """A bad word's last token is not chosen after its other tokens. Only allowed tokens are chosen."""
         forbidden = {word[-1] for word in bad if word[:-1] == tokens[len(tokens) - len(word) + 1 :]}
         forbidden |= set() if allowed is None else set(range(5)) - allowed
         logits = torch.linspace(-1, 1, 5)
@@ -76,7 +76,7 @@ class TestAdditions:
         assert sampler._scores(logits, tokens).tolist() == expected
         assert not sampler.takes_likeliest or not (bad or allowed)
 
-    def test_drafts_are_judged_with_them(self, runtime):
+    def test_verification_of_drafts_applies_them(self, runtime):
         request = Request(PROMPT[:8] * 4, 30, frequency_penalty=1.0, presence_penalty=1.0, logit_bias={3: 20, 7: 20})
         engine = Engine(runtime, 1, drafter=NgramDrafter())
         assert generate_one(engine, request) == generate_one(Engine(runtime, 1), request)
@@ -132,7 +132,7 @@ class TestLogprobs:
 
     @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
     def test_of_prompt_and_new_tokens(self, model, drafted):
-        """Log-probabilities do not depend on other requests, and are taken before penalties."""
+        """Log-probabilities do not depend on other requests, and are those before penalties."""
         runtime = ChunkRuntime(model)
         drafter = NgramDrafter() if drafted else None
         engine = Engine(runtime, 3, prefix_cache=PrefixCache(runtime, None, 16), drafter=drafter)
@@ -151,7 +151,7 @@ class TestLogprobs:
         assert all(output.prompt is None for output in outputs[asked][1:])
         assert outputs[others[0]][0].logprob is None and outputs[others[1]][0].logprob.top == []
 
-    def test_cached_tokens_are_of_each_sequence(self, runtime):
+    def test_cached_tokens_are_reported_for_each_sequence(self, runtime):
         engine = Engine(runtime, 2, prefix_cache=PrefixCache(runtime, None, 16))
         cached = []
         for request in (Request(PROMPT, 2), Request([*PROMPT, 5], 2), Request(PROMPT, 2, prompt_logprobs=0)):
@@ -166,7 +166,7 @@ class TestBranches:
         outputs = run(engine)
         return [outputs[id][0].prompt.cached_tokens for id in ids]
 
-    def test_a_third_prompt_goes_on_where_two_part(self, runtime):
+    def test_a_third_prompt_goes_on_where_two_diverge(self, runtime):
         ends = [random_tokens(VOCAB, 20, seed=seed).tolist() for seed in (2, 3, 4, 5)]
         prompts = [[*PROMPT[:25], *end] for end in ends]
         for num_sequences in (1, 4):
@@ -175,7 +175,7 @@ class TestBranches:
         cache = PrefixCache(runtime, None, None)
         assert self.cached(Engine(runtime, 4, prefix_cache=cache), prompts) == [0] * 4
 
-    def test_little_is_not_worth_a_snapshot(self, runtime):
+    def test_a_short_common_prefix_gets_no_snapshot(self, runtime):
         cache = PrefixCache(runtime, None, None, at_branches=True)
         prompts = [[*PROMPT[:15], 1, 2], [*PROMPT[:15], 2, 3], [*PROMPT[:15], 3, 4]]
         assert self.cached(Engine(runtime, 1, prefix_cache=cache), prompts) == [0] * 3
@@ -192,7 +192,7 @@ class TestBranches:
 
 
 class TestNoise:
-    """Random numbers may be drawn before the logits are known: tokens are those of torch.multinomial."""
+    """Random numbers may be drawn before the logits are known. The tokens are those of torch.multinomial."""
 
     @pytest.mark.parametrize("vocab_size", [7, 5000])
     def test_tokens_are_multinomials_whenever_noise_is_drawn(self, vocab_size):

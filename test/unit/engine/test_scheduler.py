@@ -49,7 +49,7 @@ def test_a_long_prompt_is_cut_at_the_chunk(runtime):
     assert [len(row.tokens) for row in step.rows] == [CHUNK] and step.all_logits
 
 
-def test_what_does_not_fit_waits_and_holds_back_those_behind_it(runtime):
+def test_requests_wait_for_a_slot_in_order(runtime):
     engine = Engine(runtime, 2)
     ids = [engine.add(Request([1], 8)) for _ in range(4)]
     assert [sequence.id for sequence in scheduled(engine).sequences] == ids[:2]
@@ -57,8 +57,8 @@ def test_what_does_not_fit_waits_and_holds_back_those_behind_it(runtime):
     assert [sequence.slot for sequence in engine._live.running.values()] == [1, 2]
 
 
-def test_those_of_a_lower_priority_wait_behind_others(runtime):
-    """A number that is lower comes first, and of equal ones the earlier; what runs is not interrupted."""
+def test_requests_of_a_lower_priority_wait_behind_others(runtime):
+    """A lower number comes first, then the earlier request. Running requests are not interrupted."""
     engine = Engine(runtime, 1)
     running = engine.add(Request([1], 4, priority=7))
     engine.step()
@@ -138,7 +138,7 @@ class TestStepsOfBoth:
         assert shapes(packing) == [[50], [1], [1], [1, 35], [1, 36], [1, 19], [1, 1]]
 
     @pytest.mark.parametrize("max_gap", [None, 30.0])
-    def test_snapshots_are_kept_where_they_are_without_pieces(self, packing, max_gap):
+    def test_pieces_do_not_change_the_places_of_snapshots(self, packing, max_gap):
         packing.tokens_per_step = 32
         cache = PrefixCache(packing, None, 32)
         engine = Engine(packing, 2, prefix_cache=cache, max_gap=max_gap, clock=packing.clock)
@@ -163,8 +163,8 @@ class TestStepsOfBoth:
         id = alone.add(Request([2] * 4, 2, prompt_logprobs=1))
         assert outputs[ids[1]][0].prompt == run(alone)[id][0].prompt
 
-    def test_what_a_request_brings_ends_it_alone(self, packing):
-        """A third token and the first one of a prompt fail in the same step."""
+    def test_a_failing_processor_ends_only_its_own_request(self, packing):
+        """The choice of one request's third token and of another's first token fail in the same step."""
 
         def failing_after(calls):
             left = itertools.count(calls, -1)
@@ -189,7 +189,7 @@ class TestStepsOfBoth:
 
     @pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
     def test_a_step_that_fails_ends_its_sequences(self, packing, monkeypatch, is_late):
-        """The one that waits is not among them."""
+        """A waiting sequence does not end."""
         alone = generate_one(Engine(packing, 1), Request([1] * 5, 9))
         engine = Engine(packing, 2)
         engine.add(Request([1] * 5, 9))
@@ -220,6 +220,6 @@ class TestStepsOfBoth:
 
 
 @pytest.mark.parametrize("max_gap", [0, -1.0, float("nan"), "1", True])
-def test_a_gap_that_is_none_is_refused(runtime, max_gap):
+def test_an_invalid_gap_is_refused(runtime, max_gap):
     with pytest.raises(UserError, match="must be a number of seconds above 0"):
         Engine(runtime, 1, max_gap=max_gap)

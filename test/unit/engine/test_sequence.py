@@ -26,13 +26,13 @@ def sequence_of(length, stored, snapshots_at=None, cuts=ANYWHERE):
     [
         (0, 512, [512, 1024, 1500]),
         (600, 512, [1024, 1500]),
-        (1000, 512, [1500]),  # what is left fits into one step
+        (1000, 512, [1500]),  # the rest fits into one step
         (600, 1024, [1024, 1500]),
         (0, 1024, [512, 1024, 1500]),
         (0, None, [512, 1024, 1500]),
     ],
 )
-def test_a_snapshot_is_foretold_where_it_will_be_kept(stored, interval, cuts):
+def test_the_next_snapshot_is_predicted(stored, interval, cuts):
     sequence = sequence_of(1500, stored)
     foretold = sequence.next_kept(interval, CHUNK)
     reached, kept = [], []
@@ -51,7 +51,7 @@ def test_requested_snapshots_are_cuts():
     assert sequence.next_kept(None, CHUNK) == 700
 
 
-def test_where_numbers_depend_on_cuts_they_are_at_places_and_answers_are_not_kept():
+def test_with_fixed_places_cuts_are_there_and_answers_are_not_kept():
     sequence = sequence_of(1500, 0, snapshots_at=[100, 700], cuts=Multiples(128))
     assert sequence.cuts == {640}  # there is no place up to 100
     assert sequence.is_kept(512, 512) and sequence.is_kept(None, 1500)
@@ -63,7 +63,7 @@ def test_where_numbers_depend_on_cuts_they_are_at_places_and_answers_are_not_kep
 
 @pytest.mark.parametrize(("stored", "drafts"), [(0, 15), (10, 5), (14, 1), (15, 0), (16, 15), (31, 0)])
 def test_drafts_end_at_the_next_snapshot(stored, drafts):
-    """The step runs the last token too."""
+    """The step runs the last chosen token too."""
     sequence = sequence_of(stored + 1, stored)
     sequence.limit = 1000
     assert sequence.most_drafts(99, 16) == drafts and sequence.stored + 1 + drafts <= stored // 16 * 16 + 16
@@ -72,7 +72,7 @@ def test_drafts_end_at_the_next_snapshot(stored, drafts):
 
 
 @pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False), (3, False)])
-def test_a_stop_string_that_the_last_of_min_tokens_completes_is_text(texting, min_tokens, ends):
+def test_a_stop_string_completed_within_min_tokens_is_text(texting, min_tokens, ends):
     _, tokenizer = texting
     first, second = tokenizer.encode("ab", add_special_tokens=False)
     request = Request([1], 9, stop=["b"], min_tokens=min_tokens)

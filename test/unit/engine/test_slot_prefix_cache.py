@@ -1,4 +1,4 @@
-"""Sequences that continue from what earlier ones left in slots that are set aside."""
+"""Sequences that continue from prefixes in reserved slots."""
 
 import pytest
 import torch
@@ -51,8 +51,8 @@ def test_the_next_turn_goes_on_from_an_answer(runtime):
     assert engine.stats.cached_tokens - before == 35  # the answer's last token was not run
 
 
-def test_where_prompts_part(runtime):
-    """The second prompt is cut there, for a third one."""
+def test_a_prompt_is_cut_where_it_diverges(runtime):
+    """The second prompt is cut where it diverges from the first, and the third one goes on from there."""
     prompts = [TOKENS[:30] + OTHERS[start : start + 10] for start in (0, 20, 40)]
     expected = [plain(runtime, prompt) for prompt in prompts]
     engine = engine_of(runtime)
@@ -84,7 +84,7 @@ def test_the_least_recently_used_makes_room_and_the_pinned_do_not(runtime):
     assert engine._prefixes.cache.stats.snapshots == 2
 
 
-def test_another_state_knows_nothing(runtime):
+def test_a_new_state_has_no_prefixes(runtime):
     cache = SlotPrefixCache(runtime, (2, 3))
     for _ in range(2):
         engine = Engine(runtime, 1, prefix_cache=cache)

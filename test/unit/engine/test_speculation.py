@@ -40,7 +40,7 @@ MAX_TOKENS = 24
 
 
 def prompt_of(number):
-    """Return one of 16 prompts; those of the same base begin alike."""
+    """Return one of 16 prompts; some of them begin alike."""
     base = BASES[number % 2]
     return [*base[: LENGTHS[number // 2]], *([] if number % 3 else [number])]
 
@@ -51,7 +51,7 @@ def request_of(number, max_tokens=MAX_TOKENS, options="greedy", **more):
 
 @pytest.fixture(scope="module")
 def model(request):
-    """Return the engine's small model of a family of models; of Granite where a test names none."""
+    """Return the engine's small model of a family; of Granite if the test names none."""
     return MODELS[getattr(request, "param", "granite")]()
 
 
@@ -72,7 +72,7 @@ def alone(model):
 
 
 class Script:
-    """A drafter of the tokens to come, up to a position that differs from call to call, and then of wrong ones."""
+    """A drafter of the right tokens up to a position that differs from call to call, and of wrong ones after it."""
 
     def __init__(self, texts, seed=0):
         self.texts = texts
@@ -199,17 +199,17 @@ class TestDraftModel:
             for number, count, sequence in zip(numbers, most, engine._live.waiting, strict=True)
         ]
 
-    def test_are_what_it_says_alone(self, runtime, alone):
+    def test_equal_the_text_of_the_draft_model_alone(self, runtime, alone):
         drafter = DraftModel(runtime, VOCAB, 3, 200)
         requests = self.requests(runtime, [13, 0, 4], [5, 2, 0])
         assert drafter.propose(requests) == [alone(13)[:5], alone(0)[:2], []]
-        # The target wanted another token, or all of the draft and one more.
+        # The target chose other tokens, or the whole draft and one token more.
         for request, took in ((requests[0], [9, 8, 7]), (requests[1], alone(0)[:3])):
             tokens = [*request.tokens, *took]
             [drafts] = drafter.propose([DraftRequest(request.id, tokens, 4, request.chooser)])
             assert drafts == generate_one(Engine(runtime, 1), Request(tokens, 4))
 
-    def test_what_its_prefix_cache_has_is_not_read_again(self, runtime, model, alone):
+    def test_tokens_in_its_prefix_cache_are_not_read_again(self, runtime, model, alone):
         """A sequence continues from the end of an earlier one, or of its prompt. Drafts are those without the cache."""
         small = ReadRuntime(model)
         drafter = PoisonedDraftModel(small, VOCAB, 1, 200, PoisonedPrefixCache(small, None, None))
@@ -229,7 +229,7 @@ class TestDraftModel:
             assert MAX_TOKENS - 4 <= read_for(tokens)[0] <= MAX_TOKENS + unread
         assert read_for(prompt, cache_salt="another")[0] >= len(prompt) + MAX_TOKENS - 4
 
-    def test_what_it_has_no_room_for_gets_no_drafts(self, runtime):
+    def test_sequences_without_room_get_no_drafts(self, runtime):
         drafter = DraftModel(runtime, VOCAB, 1, 20)
         assert list(map(len, drafter.propose(self.requests(runtime, [6, 5, 13], [4, 4, 4])))) == [4, 0, 0]
         drafter.end(6)
@@ -239,7 +239,7 @@ class TestDraftModel:
         drafter.end(11)
         assert drafter.propose(self.requests(runtime, [14], [4])) == [[]]
 
-    def test_one_whose_logits_are_not_finite_is_of_no_use_and_no_harm(self, runtime, alone):
+    def test_a_draft_model_with_logits_that_are_not_finite_drafts_nothing(self, runtime, alone):
         broken = engine_model(seed=2)
         with torch.no_grad():
             broken.model.norm.weight.fill_(torch.nan)
@@ -286,7 +286,7 @@ class TestEnds:
         assert tokens_of(outputs[second]) == alone(11)[-len(outputs[second]) :]
 
     def test_given_up_between_verification_and_commit(self, runtime, alone):
-        """None of its tokens is accepted, and its slot goes to another sequence."""
+        """No token of the sequence is accepted, and its slot goes to another one."""
         state = runtime.allocate(2, 200)
         prompts = [prompt_of(12), prompt_of(13)]
         runtime.step(state, [Row(1, 0, prompts[0])])
@@ -367,7 +367,7 @@ arrivals = st.lists(
         st.sampled_from([1, 2, 7, MAX_TOKENS]),
         st.sampled_from(sorted(OPTIONS)),
         st.none() | st.integers(0, 20),  # the steps after which it is cancelled
-        st.frozensets(st.integers(1, 17), max_size=2),  # where the caller wants snapshots
+        st.frozensets(st.integers(1, 17), max_size=2),  # tokens after which the caller wants snapshots
     ),
     min_size=1,
     max_size=9,
@@ -391,7 +391,7 @@ cases = Counter()
 def test_every_text_is_that_of_the_sequence_alone(
     model, kinds, other_model, alone, arrivals, num_sequences, choice, draft_tokens, budget, interval, kernels
 ):
-    """Sequences come and go, with NaN in everything that must not be read. With the fused kernels a step has pieces of
+    """Sequences come and go, and memory that must not be read holds NaN. With the fused kernels a step has pieces of
     prompts beside tokens of others.
     """
     kind = kinds[choice % len(kinds)]
@@ -433,7 +433,7 @@ def test_every_text_is_that_of_the_sequence_alone(
     )
 
 
-def test_the_cases_above_were_worth_running():
+def test_the_random_cases_covered_enough():
     """The number of cases is printed, with -s or -rP."""
     print(dict(cases))
     if cases:  # the test above was selected, too

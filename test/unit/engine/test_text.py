@@ -18,7 +18,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def ids(tokenizer):
     """Return a function that turns bytes into the tokens of single bytes."""
-    named = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 has it: the others come after 255
+    named = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's mapping: the other bytes follow after 255
     others = [byte for byte in range(256) if byte not in named]
     character = {byte: chr(byte) for byte in named} | {byte: chr(256 + n) for n, byte in enumerate(others)}
     return lambda data: tokenizer.convert_tokens_to_ids([character[byte] for byte in data])
@@ -58,7 +58,7 @@ def test_all_pieces_are_the_whole(tokenizer, ids, data):
 
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_prompt_that_ends_in_the_middle_of_a_character(tokenizer, ids, cut):
-    """The character that the prompt began comes out whole. Characters that it had whole do not come out again."""
+    """The stream returns the whole character that the prompt began, and no earlier character again."""
     tokens = ids(("ab" + WORD + "cd").encode())
     whole = 2 + cut // 3 * 3
     expected = ("ab" + WORD + "cd").encode()[whole:].decode()
@@ -71,7 +71,7 @@ def test_a_prompt_that_ends_with_a_replacement_character(tokenizer):
     assert text_of(tokenizer, [], prompt) == ""
 
 
-def test_a_prompt_that_is_all_there_is(tokenizer, ids):
+def test_a_prompt_without_new_tokens(tokenizer, ids):
     assert text_of(tokenizer, [], prompt=ids(WORD.encode()[:4])) == ""
 
 
@@ -87,7 +87,7 @@ def test_a_prompt_that_ends_within_a_character_of_four_bytes(tokenizer, ids, cut
 
 @pytest.mark.parametrize("stop", [("cd", "bcd"), ("bcd", "cd")], ids=repr)
 def test_the_stop_string_that_begins_first(tokenizer, stop):
-    """The first one wins, whichever is named first, where the same token completes both."""
+    """If one token completes two stop strings, the one that begins first wins, whatever their order in the list."""
     assert text_of(tokenizer, tokenizer.encode("abcd", add_special_tokens=False), stop=stop) == "a"
     stream = TextStream(tokenizer, [text + "!" for text in stop] + list(stop))
     for token in tokenizer.encode("abcd", add_special_tokens=False):
@@ -95,7 +95,7 @@ def test_the_stop_string_that_begins_first(tokenizer, stop):
     assert stream.stop_string == "bcd"
 
 
-def test_a_stop_string_that_was_not_to_stop_is_text(texting):
+def test_a_stop_string_that_may_not_stop_can_begin_a_longer_one(texting):
     tokenizer = texting[1]
     stream = TextStream(tokenizer, ["b", "bcd"])
     tokens = tokenizer.encode("abcd", add_special_tokens=False)

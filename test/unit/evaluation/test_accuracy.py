@@ -102,7 +102,7 @@ def test_r_ratio(sequences):
 
 class TestTopK:
     def expected(self, logits, reference, k):
-        """Compute, one token after the other, the largest error of those k logits after a linear regression."""
+        """Return by definition, token by token: the largest error of the k best logits after a linear regression."""
         errors = []
         for found, right in zip(logits.double().numpy(), reference.double().numpy(), strict=True):
             _, shift = np.linalg.lstsq(np.stack([right, np.ones_like(right)], 1), found, rcond=None)[0]
@@ -134,8 +134,8 @@ class TestTopK:
         reference = torch.randn(3, 100)
         assert not any(error.passed for error in top_k_errors(reference * torch.nan, reference))
 
-    def test_only_what_follows_prompts_counts(self, sequences):
-        """Two prompts of 2 and 1 tokens: the first token's logits of the first one choose nothing."""
+    def test_only_logits_after_prompts_count(self, sequences):
+        """The prompts have 2 tokens and 1. Logits after the first token of the first one do not count."""
         ours = [logits.clone() for logits in sequences]
         ours[0][0] *= -1
         assert all(error.passed for error in report(ours, sequences).top_k_errors())

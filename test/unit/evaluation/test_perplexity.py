@@ -68,7 +68,7 @@ def test_one_context(tokens):
 
 def test_windows():
     assert sliding_windows(11, 6, 2) == [Window(0, 1, 6), Window(2, 6, 8), Window(4, 8, 10), Window(6, 10, 11)]
-    assert sliding_windows(11, 5, 5) == [Window(0, 1, 5), Window(5, 6, 10)], "of the last only its first token is left"
+    assert sliding_windows(11, 5, 5) == [Window(0, 1, 5), Window(5, 6, 10)], "another window would have one token only"
     assert sliding_windows(5, 8, 2) == [Window(0, 1, 5)]
     assert sliding_windows(1, 8, 2) == sliding_windows(0, 8, 2) == []
     for stride in (0, 6):
@@ -102,7 +102,7 @@ def test_divergence_from_the_first(tokens):
     assert other.nats == pytest.approx(expected_nats(runtimes[1].table, tokens, range(1, 11)), rel=1e-12)
 
 
-def test_what_cannot_be_scored(tokens):
+def test_refusals(tokens):
     for length in (0, 1):
         with pytest.raises(UserError, match=f"the text has {length} tokens; at least 2"):
             measure([TableRuntime(0)], tokens[:length], sliding_windows(length, 4, 2))

@@ -1,4 +1,4 @@
-"""Thoughts and Nemotron's calls in answers: found whatever the parts they come in, and written by grammars."""
+"""Thoughts and Nemotron's tool calls in answers: parsed from pieces of any size, and generated under grammars."""
 
 import json
 from contextlib import closing
@@ -45,7 +45,7 @@ def stream(is_thinking=False, tools=TOOLS):
 
 
 def joined(pieces):
-    """Return pieces with neighbours of a kind as one."""
+    """Return pieces, with neighbours of one type joined."""
     found = []
     for piece in pieces:
         if found and type(piece) is type(found[-1]) and not isinstance(piece, CallStart):
@@ -101,7 +101,7 @@ def test_a_thought_before_calls():
         (dict(city="</function>"), dict(city="</function>")),
     ],
 )
-def test_values_are_of_the_types_of_their_schemas(parameters, expected):
+def test_values_have_the_types_of_their_schemas(parameters, expected):
     assert arguments_of(with_parameters("weather", **parameters)) == expected
 
 
@@ -147,7 +147,7 @@ PARTS = [
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=20), st.lists(st.integers(1, 9), max_size=30), st.booleans())
-def test_what_is_found_does_not_depend_on_the_parts(parts, lengths, is_thinking):
+def test_results_do_not_depend_on_the_cuts(parts, lengths, is_thinking):
     text, divided = "".join(parts), stream(is_thinking)
     pieces, at = [], 0
     for length in [*lengths, len(text)]:
@@ -198,7 +198,7 @@ CALLS = {"rome", "full", "time"}
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("thought", ["", "so\n</think>\n"])
 def test_grammars(tmp_path, options, allowed, special, thought):
-    """As text, and with tags that are special tokens; and behind a thought."""
+    """Tags are text or special tokens; the calls come first or after a thought."""
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     if special:
@@ -223,7 +223,7 @@ def test_grammars(tmp_path, options, allowed, special, thought):
 
 
 @pytest.mark.parametrize("answer", [*ANSWERS.values(), f"so\n</think>\n{ROME}"])
-def test_characters_one_by_one(answer):
+def test_a_grammar_accepts_characters_one_by_one(answer):
     divided = stream("</think>" in answer)
     pieces = [piece for character in answer for piece in divided.add(character)]
     assert joined([*pieces, *divided.finish()]) == of(answer, "</think>" in answer)
@@ -246,7 +246,7 @@ def test_names_that_cannot_be_written_are_refused():
         list(parameter_call_rules(0, tool, True))
 
 
-def test_texts_come_as_they_are_written():
+def test_strings_are_streamed_as_they_are_generated():
     calls = ParameterCallStream(TOOLS)
     calls.add(f"{OPEN}\n<function=weather>\n<parameter=city>\n")
     assert calls.add("Ro") == [Arguments("Ro")] and calls.add('"me') == [Arguments('\\"me')]

@@ -1,4 +1,4 @@
-"""Conversations: the text is that of a run from the beginning, and each turn runs only its new tokens."""
+"""Conversations: texts equal those of a run from the beginning, and each turn runs only its new tokens."""
 
 import json
 import math
@@ -69,11 +69,11 @@ def test_texts_are_those_of_a_run_from_the_beginning(new, texting):
     respelled = (ConversationEncoder(tokenizer).encode_text(turn.answer) for turn in conversation.turns)
     assert any(
         tokens != turn.generated[: len(tokens)] for tokens, turn in zip(respelled, conversation.turns, strict=True)
-    ), "some answer is not spelled as the tokenizer would"
+    ), "the test needs an answer that its text would give other tokens"
 
 
-def test_answers_that_are_text_make_the_prompt_that_transformers_makes(new, texting, monkeypatch):
-    """Each byte is a token here, so text has one spelling."""
+def test_prompts_equal_transformers(new, texting, monkeypatch):
+    """Each byte is a token here, so a text has only one tokenization."""
     tokenizer = texting[1]
     conversation = new("Be brief.")
     replies = iter(["fine", "thanks", "what for"])
@@ -88,7 +88,7 @@ def test_answers_that_are_text_make_the_prompt_that_transformers_makes(new, text
     assert all(turn.finish_reason == "stop" for turn in conversation.turns)
 
 
-def test_another_system_message_counts_for_all_of_the_conversation(new, texting):
+def test_a_new_system_message_replaces_the_first_one(new, texting):
     conversation = new("Be brief.")
     say(conversation, "Hello")
     conversation.system = "Be long."
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_interrupted_leaves_no_turn(new, monkeypatch):
     assert say(conversation, message) and conversation.last_stats.cached_tokens == 16
 
 
-def test_who_does_not_read_an_answer_to_its_end_has_no_turn(new):
+def test_an_answer_that_is_not_read_to_its_end_leaves_no_turn(new):
     conversation = new()
     answer = conversation.ask("Hello")
     next(answer)
@@ -176,7 +176,7 @@ def test_a_file_holds_the_conversation_and_its_state(new, texting, tmp_path):
     assert [turn.user for turn in other.turns] == ["Hello"] and say(other, "What else?") == [first.turns[1].answer]
 
 
-def test_what_is_not_loaded_or_saved(new, texting, tmp_path):
+def test_refusals_to_load_and_save(new, texting, tmp_path):
     runtime = texting[0]
     conversation = new()
     with pytest.raises(UserError, match="nothing to save yet"):
@@ -199,7 +199,7 @@ def test_what_is_not_loaded_or_saved(new, texting, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             load_with(note)
-        assert conversation.turns == turns, "the conversation so far is as it was"
+        assert conversation.turns == turns, "the conversation has changed"
     with pytest.raises(UserError, match=r"cannot be read|damaged"):
         conversation.load(tmp_path / "none")
     small = new(cache=PrefixCache(runtime, 100, None))
@@ -209,7 +209,7 @@ def test_what_is_not_loaded_or_saved(new, texting, tmp_path):
     assert not (tmp_path / "small").exists()
 
 
-def test_a_text_that_a_stop_string_cuts_goes_on_as_text(new, texting):
+def test_an_answer_cut_by_a_stop_string_is_kept_as_its_text(new, texting):
     conversation = new()
     (whole,) = say(conversation, "Hello")
     stop = next(character for character in whole[2:] if character.isprintable() and character.isascii())
@@ -229,7 +229,7 @@ def test_drafts_and_seeds(new):
     assert say(plain, messages[1]) != expected[1:], "another try draws other numbers"
 
 
-def test_a_draft_model_reads_the_new_tokens_of_a_turn_only(new, texting_folder, monkeypatch):
+def test_a_draft_model_reads_only_the_new_tokens_of_a_turn(new, texting_folder, monkeypatch):
     small, _ = load(texting_folder)
     step, commit, read = small.step, small.commit, []
 
@@ -251,7 +251,7 @@ def test_a_draft_model_reads_the_new_tokens_of_a_turn_only(new, texting_folder, 
         assert say(drafting, message) == say(plain, message)
         stats = drafting.last_stats
         assert stats.drafted_tokens and stats.acceptance_rate == 1
-        # The token accepted last has not been read when a turn ends.
+        # The draft model has not read the last accepted token when a turn ends.
         assert 0 <= sum(read) - (stats.prompt_tokens + stats.generated_tokens) + 6 <= 12
         return stats
 
@@ -282,7 +282,7 @@ def test_errors_leave_the_conversation_as_it_was(new, monkeypatch):
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_messages_are_continued_without_their_state(new, texting, tmp_path, system):
-    """They make the prompt that the template makes of them, and the state is that of a run from the beginning."""
+    """The prompt is the template's, and the state is computed from the beginning."""
     runtime, tokenizer = texting
     messages = [{"role": "system", "content": system}] if system else []
     for user, answer in (("Hello", "Hi <|end|>!"), ("What else?", ""), ("Well?", "\ufffd yes")):
@@ -323,7 +323,7 @@ def test_messages_are_continued_without_their_state(new, texting, tmp_path, syst
     + ['[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]'],
     ids=lambda text: text[:60],
 )
-def test_messages_that_are_no_conversation(new, tmp_path, text):
+def test_invalid_messages_are_refused(new, tmp_path, text):
     file = tmp_path / "messages.json"
     file.write_text(text)
     conversation = new("Be brief.")

@@ -69,13 +69,13 @@ def test_a_message_to_be_continued_writes_no_control_tokens(encoder, tokenizer):
     assert not set(tokens[len(begun) :]) & set(tokenizer.added_tokens_decoder)
 
 
-def test_text_that_is_none(encoder):
+def test_a_content_that_is_not_text_is_refused(encoder):
     for content in ("a\ud800", None, 3):
         with pytest.raises(UserError, match="the message is"):
             encoder.encode([{"role": "user", "content": content}])
 
 
-def test_one_process_renders_all():
+def test_one_process_renders_all_prompts():
     with closing(Renderer()) as renderer:
         assert renderer.render("{{ a }}", {"a": "é\n"}) == "é\n"
         process = renderer._process.pid
@@ -88,7 +88,7 @@ def test_one_process_renders_all():
     assert renderer._process is None
 
 
-def test_an_interrupted_rendering_does_not_answer_the_next_one(monkeypatch):
+def test_a_late_rendering_does_not_answer_the_next_request(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -100,14 +100,14 @@ def test_an_interrupted_rendering_does_not_answer_the_next_one(monkeypatch):
         assert renderer.render("c", {}) == "c"
 
 
-def test_after_an_endless_template_there_is_another_process():
+def test_rendering_goes_on_after_an_endless_template():
     with closing(Renderer()) as renderer:
         with pytest.raises(TemplateFailed, match="more than 3 seconds"):
             renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
         assert renderer.render("c", {}) == "c"
 
 
-def test_a_text_has_its_limit():
+def test_texts_have_a_limit():
     """The limit is exact to the character."""
     with closing(Renderer()) as renderer:
         assert len(renderer.render("{{ 'x' * 2**24 }}", {})) == 2**24
@@ -146,7 +146,7 @@ def test_closing_does_not_wait_for_a_template(is_late, monkeypatch):
         renderer.close()
         rendering.join()
     assert failures
-    # By the limit of its time it would be SIGXCPU.
+    # SIGXCPU would be the limit of processor time.
     assert {process.returncode for process in processes} == {-signal.SIGKILL}
 
 

@@ -26,7 +26,7 @@ def tokenizer(request, tmp_path):
 
 @pytest.fixture
 def new(texting, tokenizer, monkeypatch):
-    """Yield a function that begins a conversation, whose answers are `ANSWERS`."""
+    """Yield a function that begins a conversation; its answers are `ANSWERS`."""
     runtime, _ = texting
 
     def choose(_, logits, past):
@@ -48,7 +48,7 @@ def said(thought, text):
     return {"role": "assistant", "content": text, "reasoning_content": thought}
 
 
-def test_thoughts_stand_beside_the_text(new, tokenizer):
+def test_thoughts_are_kept_beside_the_text(new, tokenizer):
     conversation = new()
     assert ["".join(conversation.ask(text)) for text in "abc"] == ANSWERS
     answers = [said("so", "Hi."), said("then", "Yes."), said("on and on", "")]

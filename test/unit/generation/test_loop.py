@@ -91,7 +91,7 @@ class TestLoop:
             assert tokens[0, len(prompt) :].tolist() == new
 
     @pytest.mark.parametrize("options", [{}, dict(temperature=0.9, seed=5), dict(repetition_penalty=1.3)])
-    def test_batch_gives_what_each_prompt_gives_alone(self, texting, ids, options):
+    def test_each_prompt_of_a_batch_gets_the_text_it_gets_alone(self, texting, ids, options):
         batch = tokens_of(texting[0], ids, max_tokens=16, ignore_eos=True, **options)
         for index, prompt in enumerate(ids):
             alone = dict(options, seed=options["seed"] + index) if "seed" in options else options
@@ -154,7 +154,7 @@ class TestLoop:
         new = tokens_of(runtime, tokenizer.encode(PROMPTS[0]), **options)[0]
         assert tokenizer.decode(new, skip_special_tokens=True) == several[0]
 
-    def test_tensors_and_what_tokenizers_return(self, texting):
+    def test_tensors_and_outputs_of_tokenizers(self, texting):
         runtime, tokenizer = texting
         options = dict(max_tokens=6, ignore_eos=True)
         several = [generate(runtime, tokenizer, prompt, **options) for prompt in PROMPTS]
@@ -205,7 +205,7 @@ class TestLoop:
         for found, wanted in ((names["logits"], expected.logits), (names["hidden_states"], expected.hidden_states[-1])):
             assert found.shape == wanted[0].shape and (found - wanted[0]).abs().max() < 1e-4
 
-    def test_what_gives_prompts_one_by_one(self, texting):
+    def test_iterables_of_prompts(self, texting):
         options = dict(max_tokens=5, ignore_eos=True)
         expected = generate(*texting, PROMPTS, **options)
         assert generate(*texting, dict(enumerate(PROMPTS)).values(), **options) == expected
@@ -213,8 +213,8 @@ class TestLoop:
         assert "".join(found) == expected[0]
 
     @pytest.mark.parametrize("adapter", [None, [None, None, None, None]])
-    def test_a_prompt_that_fails_does_not_lose_the_others(self, texting, adapter, caplog):
-        """Each has its own seed still."""
+    def test_a_prompt_that_fails_leaves_the_others_their_texts(self, texting, adapter, caplog):
+        """Each keeps its own seed."""
         options = dict(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3, adapter=adapter)
         expected = generate(*texting, PROMPTS, **options)
         prompts = [PROMPTS[0], "", "x" * 700, PROMPTS[3]]
@@ -230,7 +230,7 @@ class TestLoop:
         texts = chat(*texting, conversations, max_tokens=5, ignore_eos=True)
         assert len(texts[0]) > 1 and texts[0].error is None and texts[1].error is not None
 
-    def test_a_text_that_fails_does_not_lose_the_others(self, texting):
+    def test_a_text_that_fails_leaves_the_others_theirs(self, texting):
         expected = generate(*texting, PROMPTS[:3], max_tokens=5, ignore_eos=True)
 
         def failing(tokens, scores):
@@ -256,7 +256,7 @@ class TestLoop:
             )
 
     def test_many_prompts_queue(self, texting, monkeypatch):
-        """They run in as many slots as there is memory for, and each is continued as if it were alone."""
+        """They run in as many slots as memory has room for, and each text is that of its prompt alone."""
         runtime, _ = texting
         made = []
 
@@ -291,7 +291,7 @@ class TestLoop:
 
 class TestSampling:
     def test_equals_transformers_processors(self):
-        """The distribution that tokens are drawn from equals that of the processors applied by hand."""
+        """The distribution of drawn tokens equals the one from transformers' processors, applied by hand."""
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(50, generator=generator)
         sequence = [3, 3, 7, 11]
@@ -316,7 +316,7 @@ class TestSampling:
 
     @pytest.mark.parametrize("speculates", [False, True])
     def test_no_stop_before_min_tokens(self, texting, ids, speculates):
-        """Stop tokens are banned, and nothing else is; transformers' processor on the free text is the judge."""
+        """Only stop tokens are banned. The expected text comes from transformers' processor."""
         runtime, _ = texting
         drafter = NgramDrafter() if speculates else None
         free = tokens_of(runtime, ids[0], max_tokens=12, ignore_eos=True)[0]
@@ -336,7 +336,7 @@ class TestSampling:
         assert generate(runtime, tokenizer, ids[0], stop=stop, min_tokens=16, **options) == free
 
     def test_processors_of_transformers(self, texting, ids):
-        """They see tokens and scores as transformers' generate gives them, and change nothing but the choice."""
+        """They get the tokens and scores that transformers would give them, and change only the choice of tokens."""
         runtime, _ = texting
         free = list(stream_generate(runtime, None, ids[0], max_tokens=6, ignore_eos=True, logprobs=3))
         seen = []
@@ -375,14 +375,14 @@ class TestSampling:
         sampled = dict(do_sample=True, temperature=0.6)
         assert temperature(sampled) == 0.6 and temperature(sampled, temperature=0, top_p=0.5) == 0
 
-    def test_options_come_from_the_checkpoint_where_they_are_not_given(self):
+    def test_the_checkpoint_gives_options_that_the_caller_does_not(self):
         stored = dict(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
         given = dict(top_k=0, repetition_penalty=1.0, presence_penalty=0.5, stop="x", seed=3)
         merged = SamplingParams(**given).with_defaults(GenerationConfig(do_sample=True, **stored))
         assert merged == SamplingParams(**stored | given)
 
-    def test_commands_have_no_other_options(self):
-        """`sampling_options` passes on the options that it knows by name, and no others."""
+    def test_commands_have_only_known_options(self):
+        """`sampling_options` passes on only options that it knows by name."""
         parser = argparse.ArgumentParser()
         add_sampling(parser)
         options = parser.parse_args(["--top-k", "3", "--stop", "x"])
@@ -401,7 +401,7 @@ class TestSampling:
 
 class TestText:
     def stream(self, tokenizer, text, stop=()):
-        """Return the pieces of text as the tokens of `text` come in, and whether it stopped."""
+        """Stream the tokens of `text`; return the pieces of text, and whether a stop string ended it."""
         stream = TextStream(tokenizer, stop)
         pieces = []
         for token in tokenizer.encode(text):
@@ -434,7 +434,7 @@ class TestText:
         assert "".join(pieces) == expected
         assert stopped == (expected != text)
 
-    def test_nothing_of_a_stop_string_is_given_out_early(self, texting):
+    def test_no_part_of_a_stop_string_is_given_out(self, texting):
         stream, given = TextStream(texting[1], ["STOP"]), ""
         for token in texting[1].encode("go STOP"):
             given += stream.add(token)
@@ -453,7 +453,7 @@ class TestChat:
             chat_prompt(texting[1], "hi")
 
 
-def test_rates_are_tokens_by_seconds():
+def test_rates_are_tokens_per_second():
     stats = GenerationStats(
         prompt_tokens=30, prompt_seconds=2.0, generated_tokens=14, decode_tokens=12, decode_seconds=3.0
     )

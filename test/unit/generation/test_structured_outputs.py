@@ -1,4 +1,4 @@
-"""Texts that follow a schema, an expression, choices or a grammar, on a random model of one token per byte."""
+"""Texts that follow a schema, a regular expression, choices or a grammar, on a random model with one token per byte."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def grammars(tokenizer):
 
 @pytest.fixture(scope="module")
 def hasty(tokenizer):
-    """Return biases with which a random model comes to an end."""
+    """Return biases that make a random model end its texts."""
     closing_tokens = {tokenizer.convert_tokens_to_ids(character): 4 for character in '"}],)'}
     return {**closing_tokens, END: 20}
 
@@ -115,7 +115,7 @@ def test_texts_are_of_their_kind(runtime, tokenizer, grammars, hasty, kind):
 
 
 def test_schemas(runtime, tokenizer, grammars, hasty):
-    """Every finished answer is valid; hardly any schema is refused, and hardly any answer is cut off."""
+    """Every finished answer is valid. Few schemas are refused and few answers cut off."""
     counts = dict(stop=0, length=0, refused=0)
 
     @settings(max_examples=200)
@@ -139,8 +139,8 @@ def test_schemas(runtime, tokenizer, grammars, hasty):
 
 
 def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, grammars, hasty):
-    """In a batch, with drafts, from a prefix cache, with log-probabilities, greedy and sampled; alone each token is
-    chosen by a mask.
+    """Requests run in a batch, with drafts, from a prefix cache, with log-probabilities, greedy and sampled. The
+    expected texts come from requests that run alone, with one mask per token.
     """
     prompt = tokenizer.encode('The person in JSON: {"name": "abc", "age": 3, "tags": ["a"]} and once more: ')
     constraints = [None, *(grammars.constraint(*value) for value in KINDS.values())]
@@ -172,7 +172,7 @@ def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, gram
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("trigger", ["<f>", "<f"])
 def test_structural_tags(tokenizer, trigger, special):
-    """A trigger in any text begins a structure, also where it is a special token."""
+    """A trigger anywhere in a text begins a structure, also if it is a special token."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<f>"]})
@@ -235,7 +235,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("schema, right, wrong", OBJECTS.values(), ids=OBJECTS.keys())
-def test_objects_have_the_members_that_are_named(tokenizer, grammars, schema, right, wrong):
+def test_objects_have_the_members_that_their_schema_names(tokenizer, grammars, schema, right, wrong):
     constraint = grammars.constraint("json", schema)
     for text in right + wrong:
         tokens = [*tokenizer.encode(text), END]
@@ -244,7 +244,7 @@ def test_objects_have_the_members_that_are_named(tokenizer, grammars, schema, ri
             jsonschema.validate(json.loads(text), schema)
 
 
-def test_references_to_open_forms_do_not_multiply():
+def test_repeated_references_do_not_multiply_the_schema():
     chain = {f"D{n}": {"allOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 2} for n in range(40)}
     text = schema_text({"$ref": "#/$defs/D0", "properties": {"b": {}}, "$defs": {**chain, "D40": A}}, "it")
     assert len(text) < 20_000
@@ -252,7 +252,7 @@ def test_references_to_open_forms_do_not_multiply():
 
 @pytest.mark.parametrize("kind", ["json", "structural_tag"])
 def test_whitespace(tokenizer, grammars, kind):
-    """None but one space behind commas and colons, or some of any kind."""
+    """With the option, only one space after commas and colons is allowed; otherwise any whitespace up to a limit."""
     schema = {"type": "object", "properties": {"a": {"items": {"const": {"b": " ", "c": {}}}}}}
     spellings = [json.dumps({"a": [{"b": " ", "c": {}}] * 2}, **options) for options in WHITESPACE]
     spellings += [spellings[0].replace("{}", "{" + " " * 41 + "}"), spellings[0].replace("{}", "{ }")]
@@ -326,7 +326,7 @@ REFUSED = {
 }
 
 
-def test_a_schema_may_refer_to_itself_where_it_may_end(grammars):
+def test_a_recursive_schema_that_can_end(grammars):
     tree = {
         "$ref": "#/$defs/tree",
         "$defs": {
@@ -345,8 +345,8 @@ def test_refusals(grammars, kind, value, message):
     assert grammars.constraint("choice", ["a"]), "others are served after it"
 
 
-def test_options_of_the_library_are_not_the_requests(runtime, tokenizer, grammars):
-    """A schema could otherwise have llguidance ignore what it does not support."""
+def test_a_request_cannot_set_options_of_the_library(runtime, tokenizer, grammars):
+    """Otherwise a schema could tell llguidance to ignore keywords that it does not support."""
     with pytest.raises(UserError, match="Unimplemented keys"):
         grammars.constraint("json", {"uniqueItems": True, "x-guidance": {"lenient": True}})
 
@@ -367,7 +367,7 @@ def test_a_long_text_is_cut(runtime, tokenizer, grammars):
 
 
 def test_a_grammar_that_fails_later_ends_its_text(runtime, tokenizer, grammars):
-    """It forces a text without end, but only after the tokens that are tried."""
+    """It forces an endless text, but only after the tokens that are tried when it is compiled."""
     endless = grammars.constraint("grammar", 'start: "x" /[b-z]/ endless\nendless: "a" endless')
     with pytest.raises(UserError, match=r"the grammar allows no further token \(parser error: Too many items"):
         generate(runtime, tokenizer, "x", constraint=endless, max_tokens=7)
@@ -410,7 +410,7 @@ def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars, kind
         assert tokens_of(outputs[id]) == generate_one(alone, request)
 
 
-def test_what_was_given_up_is_not_begun_again(tokenizer, grammars):
+def test_a_grammar_that_was_given_up_stays_so(tokenizer, grammars):
     constraint = grammars.constraint("grammar", AMBIGUOUS)
     [token] = set(tokenizer.encode("aa", add_special_tokens=False))
     with pytest.raises(NoTokenLeft, match="takes too much processor time"):
@@ -431,7 +431,7 @@ def test_a_complete_structure_ends_a_text_before_min_tokens(runtime, tokenizer, 
 
 
 def test_a_compilation_can_be_stopped(grammars):
-    """One that runs is ended, one that waits never runs, and others are served after them."""
+    """A running one is ended, a waiting one never runs, and later ones are served."""
     stops, ended = [Stop(), Stop()], []
 
     def compile_it(number):
@@ -484,8 +484,8 @@ print(*found)
 
 
 @pytest.mark.parametrize("limit", ["unlimited", "8192", "1024"])
-def test_no_grammar_is_too_deep_for_the_stack(tokenizer, limit):
-    """Whatever the limit of the shell, a grammar that overflows a stack does so where it is tried."""
+def test_a_deep_grammar_overflows_no_stack_of_this_process(tokenizer, limit):
+    """Under any limit of the shell, a grammar that overflows the stack does so in the process that tries it."""
     command = ["bash", "-c", f'ulimit -S -s {limit} || exit 99; exec "$@"', "bash"]
     done = subprocess.run(
         [*command, sys.executable, "-c", _DEEP, tokenizer.name_or_path], capture_output=True, text=True, timeout=300

@@ -1,4 +1,4 @@
-"""Prompts that come one by one, of any number."""
+"""Prompts from an iterator, in any number."""
 
 import itertools
 import pickle
@@ -13,7 +13,7 @@ SAMPLED = dict(max_tokens=3, ignore_eos=True, temperature=1.0, seed=3)
 
 
 class Silent:
-    """A drafter that proposes nothing, and knows which sequences have not ended."""
+    """A drafter that proposes nothing and records which sequences have not ended."""
 
     def __init__(self):
         self.live = set()
@@ -26,8 +26,8 @@ class Silent:
         self.live.discard(id)
 
 
-def test_each_text_is_that_of_the_list(texting):
-    """In their order, with the seed of their number; some too long for the first engine, some that fail."""
+def test_texts_equal_those_of_a_list(texting):
+    """Texts come in order, each with its own seed. Some prompts are too long for the first engine, and some fail."""
     prompts = [f"Number {number} " * (1 + 20 * (number == 100)) for number in range(150)]
     prompts[7], prompts[70], prompts[140] = "", "x" * 700, None
     expected = generate(*texting, [prompt or "" for prompt in prompts], **SAMPLED)
@@ -38,7 +38,7 @@ def test_each_text_is_that_of_the_list(texting):
     assert {text.finish_reason for text in texts} == {"length", "error"}
 
 
-def test_prompts_are_read_only_so_far_ahead(texting):
+def test_prompts_are_read_ahead_up_to_a_limit(texting):
     read = itertools.count()
     texts = generate(*texting, ([1 + next(read) % 200] for _ in itertools.count()), max_tokens=1, ignore_eos=True)
     for given, _ in zip(range(300), texts, strict=False):
@@ -47,8 +47,8 @@ def test_prompts_are_read_only_so_far_ahead(texting):
     texts.close()
 
 
-def test_what_runs_ends_with_the_iterator(texting):
-    """And prefixes that prompts share are computed once."""
+def test_closing_the_iterator_ends_all_sequences(texting):
+    """Shared prefixes are computed once until then."""
     cache = PrefixCache(texting[0], 2**24, None)
     shared = "A beginning that all of them share, long enough for a snapshot, and then "
     prompts = [shared + "x" * 510, *(shared + each for each in "abcdefgh")]  # the first soon has no more room
@@ -83,6 +83,6 @@ def test_options_are_checked_at_once(texting, options, message):
         generate(*texting, iter("a"), **options)
 
 
-def test_a_text_keeps_its_end_in_another_process():
+def test_a_text_keeps_its_finish_reason_when_pickled():
     text = pickle.loads(pickle.dumps(GeneratedText("a", "error", "no.")))
     assert (text, text.finish_reason, text.error) == ("a", "error", "no.")

@@ -1,4 +1,4 @@
-"""The growth of a text in a tokenizer: the known factor of each step, and that ordinary tokenizers pass."""
+"""The growth of a text in a tokenizer: each step stays within its known factor, and ordinary tokenizers pass."""
 
 import functools
 import json
@@ -56,31 +56,31 @@ def kind(step):
 
 @functools.cache
 def characters():
-    """Return characters that change, and some others."""
+    """Return characters that normalizers may change, and some others."""
     numbers = [number for number in range(sys.maxunicode + 1) if not 0xD800 <= number < 0xE000]
     every = [chr(number) for number in numbers if number < 0x400 or unicodedata.decomposition(chr(number))]
     return [*every, "\u0130", *map(chr, numbers[::997])]
 
 
 @pytest.mark.parametrize("step", NORMALIZERS, ids=kind)
-def test_a_normalizer_makes_no_more_than_is_known(step):
+def test_no_normalizer_exceeds_its_known_growth(step):
     assert max(len(step.normalize_str(one)) for one in characters()) <= _GROWTH[kind(step)]
 
 
 @pytest.mark.parametrize("step", PRE_TOKENIZERS, ids=kind)
-def test_a_pre_tokenizer_makes_no_more_than_is_known(step):
+def test_no_pre_tokenizer_exceeds_its_known_growth(step):
     made = (sum(len(piece) for piece, _ in step.pre_tokenize_str(one)) for one in characters())
     assert max(made) <= _GROWTH[kind(step)]
 
 
 @pytest.mark.parametrize("step", DECODERS, ids=kind)
-def test_a_decoder_makes_no_more_than_is_known(step):
+def test_no_decoder_exceeds_its_known_growth(step):
     for tokens in (["a"], ["\u0120"], ["<0xE4>"], ["a", "b", "c"], ["."] * 3):
         # A byte in angle brackets becomes a replacement character, which is shorter.
         assert len(step.decode(tokens)) <= _GROWTH[kind(step)] * sum(map(len, tokens))
 
 
-def test_every_step_that_is_known_is_tried():
+def test_every_known_step_is_tested():
     tried = {kind(step) for step in [*NORMALIZERS, *PRE_TOKENIZERS, *DECODERS]}
     assert _GROWTH.keys() - tried == {"BertProcessing", "RobertaProcessing"}
 
@@ -122,21 +122,21 @@ def test_ordinary_tokenizers_pass(tokenizer, tmp_path):
     check_normalizer(tmp_path / "tokenizer.json")
 
 
-def test_the_vocabulary_is_not_read_where_there_is_no_normalizer(monkeypatch):
+def test_the_vocabulary_is_not_read_without_a_normalizer(monkeypatch):
     """Reading it would take a tenth of a second."""
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was read"))
     check_normalizer(bundled_checkpoint() / "tokenizer.json")
 
 
 @pytest.mark.parametrize("colon", [":", " :\n\t", ": "])
-def test_a_normalizer_is_found_however_it_is_written(tmp_path, colon):
+def test_a_normalizer_is_found_in_any_json_spelling(tmp_path, colon):
     (tmp_path / "tokenizer.json").write_text(f'{{"normalizer"{colon}{{"type": "Prepend", "prepend": "{"x" * 200}"}}}}')
     with pytest.raises(UserError, match="make up to 201 characters of one"):
         check_normalizer(tmp_path / "tokenizer.json")
 
 
-def test_a_name_twice_among_many():
-    """Searching for the name at every name would take an hour."""
+def test_a_duplicate_name_among_a_million_is_found_fast():
+    """A search of the list for every name would take an hour."""
     pairs = [(str(number), 0) for number in range(1_000_000)]
     with pytest.raises(ValueError, match="'999999' is in it twice"):
         without_duplicates([*pairs, pairs[-1]])

@@ -1,4 +1,4 @@
-"""Calls of tools in answers, whole and piece by piece, and the grammar of such answers."""
+"""Tool calls in answers, parsed whole and piece by piece, and the grammar of such answers."""
 
 import json
 from contextlib import closing
@@ -40,7 +40,7 @@ def spelled(name, arguments, indent):
 
 
 def streamed(text, cuts=None):
-    """Return content and calls of a text that comes in pieces, and the pieces that came back."""
+    """Parse a text piece by piece; return its content, its calls and the pieces that the stream gave."""
     stream, pieces, calls = ToolCallStream(), [], []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if cuts else [(0, len(text))]:
         pieces += stream.add(text[start:end])
@@ -98,7 +98,7 @@ MALFORMED = {
     "a newline in the name": f'{OPEN}{{"name": "a\nb", "arguments": {{}}}}{CLOSE}',
 }
 F_BEGINS = f'{OPEN}{{"name": "f", "arguments": '
-# Content and calls of answers with a call that has begun and is not whole, or whose mark is missing.
+# Content and calls of answers with an incomplete call, or with a call whose mark is missing.
 UNUSUAL = {
     "arguments that are no JSON": (F_BEGINS + f"{{a}}}}{CLOSE}", "", ["{a}"]),
     "cut off in a string": (F_BEGINS + '{"a": "b', "", ['{"a": "b']),
@@ -146,7 +146,7 @@ def test_a_malformed_call_stays_text(text):
 
 
 @pytest.mark.parametrize("text, content, arguments", UNUSUAL.values(), ids=UNUSUAL)
-def test_a_call_is_one_from_where_its_arguments_begin(text, content, arguments):
+def test_a_call_counts_once_its_arguments_begin(text, content, arguments):
     expected = (content, [ToolCall("f", each) for each in arguments])
     assert parse_tool_calls(text) == expected
     assert streamed(text, range(len(text)))[:2] == expected
@@ -166,7 +166,7 @@ PIECES = st.sampled_from([*MARKS, *'{}"\\[,\n é']) | st.builds(lambda call: spe
 
 
 @given(st.lists(PIECES, max_size=8).map("".join), st.data())
-def test_an_answer_that_ends_anywhere_has_the_same_calls_whole_and_streamed(text, data):
+def test_any_beginning_of_an_answer_has_the_same_calls_whole_and_streamed(text, data):
     """An answer may be cut off by its length, and its pieces are as long as the tokens."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     stream, content, arguments = ToolCallStream(), "", []
@@ -174,9 +174,9 @@ def test_an_answer_that_ends_anywhere_has_the_same_calls_whole_and_streamed(text
         prefix = text[:end]
         whole = parse_tool_calls(prefix)
         assert streamed(prefix, [cut for cut in cuts if cut <= end])[:2] == whole
-        assert whole[1] or whole[0] == prefix, "a text without calls is as it was"
+        assert whole[1] or whole[0] == prefix, "a text without calls must not change"
     assert streamed(text, list(range(len(text))))[:2] == whole
-    for character in text:  # what has been given out stays
+    for character in text:  # text that was given out is not taken back
         for piece in stream.add(character):
             content += piece.text if isinstance(piece, Content) else ""
             arguments += [piece.text] if isinstance(piece, Arguments) else []
@@ -185,7 +185,7 @@ def test_an_answer_that_ends_anywhere_has_the_same_calls_whole_and_streamed(text
 
 
 @pytest.mark.parametrize("value", [None, 5, b"a", ["a"], "\ud800"])
-def test_what_is_no_text_is_refused(value):
+def test_an_answer_that_is_not_text_is_refused(value):
     with pytest.raises(UserError, match="the answer is"):
         parse_tool_calls(value)
 
@@ -223,7 +223,7 @@ ALLOWED = [
 @pytest.mark.parametrize("options, allowed", ALLOWED)
 @pytest.mark.parametrize("special", [False, True])
 def test_grammars(tmp_path, options, allowed, special):
-    """As text, and with tags that are special tokens."""
+    """Tags are text or special tokens."""
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     if special:

@@ -73,7 +73,7 @@ class TestWeights:
         assert (expected - before).abs().max() > 0.1
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
-    def test_values_that_are_changed_in_place_are_all_used_or_none(self, model, kernels):
+    def test_changes_in_place_reach_all_weights_or_none(self, model, kernels):
         """Plain torch shares the model's tensors; fused kernels have copies of all of them."""
         runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
         is_packed = runtime.model.operators.pack is not None

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tokens", [1, 8, 130])
 @pytest.mark.parametrize("form", EXPERTS_DECODE)
 def test_each_form_is_the_definition(form, tokens):
-    """Also of more tokens than the kernel takes, which have the weights as it reads them."""
+    """This holds also for more tokens than the kernel takes; they use the weights in the kernel's layout."""
     model = random_model(CONFIG)
     bound = model.bind(select_operators(LOOPS, CONFIG, experts_decode=form), CPU)
     x = torch.randn(tokens, CONFIG.hidden_size)
@@ -33,7 +33,7 @@ def test_each_form_is_the_definition(form, tokens):
 def test_the_default_on_neuron_is_no_gather():
     assert (default_experts_decode("torch"), default_experts_decode("nki")) == ("all", "kernel")
     gathers = [select_operators(base, CONFIG).fused_experts is base.fused_experts for base in (LOOPS, XLA, GPU)]
-    assert all(gathers)  # other devices keep their own
+    assert all(gathers)  # other devices keep their own form
 
 
 def test_refusals():

@@ -1,4 +1,4 @@
-"""A norm of another kind: forms of layers that compute RMS norms say so, and the model computes without them."""
+"""A norm of another kind: fused layers, which compute RMS norms, refuse it, and the model runs without them."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def model(monkeypatch):
 
 
 def logits(model, operators):
-    """Return the logits of a prompt and of a token of decode, and the reasons for what is not used."""
+    """Return the logits of a prompt and of a decoded token, and the reasons why faster layers are not used."""
     bound = model.bind(operators)
     tokens = random_tokens(model.config.vocab_size, 9, seed=1)[None]
     state = HybridState.allocate(model.config, 1, 16, model.dtype, kernel_layout=bound.kernel_layout)
@@ -57,7 +57,7 @@ def logits(model, operators):
         ("the token kernels of Mamba layers are", lambda: GPU),
     ],
 )
-def test_forms_refuse_it(model, what, operators):
+def test_fused_layers_refuse_it(model, what, operators):
     expected, reasons = logits(model, TORCH)
     assert reasons == ()
     found, reasons = logits(model, operators())

@@ -1,4 +1,4 @@
-"""Each rank holds the part of a model that its heads need, and the ranks together compute what the model does."""
+"""Each rank holds the part of a model that its heads need, and the ranks together compute the model's logits."""
 
 import threading
 from dataclasses import dataclass
@@ -177,7 +177,7 @@ def test_ranks_together_are_the_model(config, degree):
     def run(rank):
         try:
             with torch.device("meta"):
-                # The group is there to be asked for; data is sent through `tensors`.
+                # Only the group's presence counts; data is sent through `tensors`.
                 part = model_of(model.config, Together(rank, degree, "threads", tensors, barrier))
             for name, weight in slices(model, rank, degree).items():
                 set_parameter(part, name, weight)
@@ -227,7 +227,7 @@ def test_degrees_that_attention_can_be_split_by(heads, keys):
 
 @pytest.mark.parametrize("groups, degree", list(product((1, 2, 4, 8), (1, 2, 4, 8))))
 def test_degrees_that_groups_can_be_split_by(groups, degree):
-    """One group is there on every rank. Several groups are divided evenly over the ranks, with their heads."""
+    """A single group is on every rank. Several groups are divided evenly over the ranks, with their heads."""
     config = small_config(layer_types=(MAMBA,), mamba_n_groups=groups, **DENSE)
     if groups == 1 or groups % degree == 0:
         rank = config.rank_dimensions(degree)
@@ -241,7 +241,7 @@ def test_degrees_that_groups_can_be_split_by(groups, degree):
 @pytest.mark.parametrize(
     "changes", [dict(vocab_size=165), dict(shared_intermediate_size=81), dict(intermediate_size=47)], ids=str
 )
-def test_what_every_rank_has_an_equal_part_of(changes):
+def test_dimensions_that_must_be_split_evenly(changes):
     config = small_config(**changes)
     assert config.rank_dimensions(1)
     with pytest.raises(UserError, match=r"tp_degree is 2; this model can be split by 1\.$"):
@@ -251,7 +251,7 @@ def test_what_every_rank_has_an_equal_part_of(changes):
 
 
 def test_a_ranks_first_row_goes_where_its_weights_go():
-    """A graph on a device takes no tensor of the CPU; and a model that is made without memory has its own value."""
+    """A graph on a device takes no CPU tensor. A model made on the meta device still has the row's real value."""
     with torch.device("meta"):
         part = model_of(small_config(), Parallel(1, 2))
     first_row = part.model.embed_tokens.first_row

@@ -30,7 +30,7 @@ def module_parameters(config, degree):
 
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES, WITH_MTP), ids=lambda case: case.name)
-def test_the_table_is_what_the_modules_have(case, degree):
+def test_the_table_equals_the_modules(case, degree):
     """The table gives the modules' names and a rank's shapes."""
     table = parameters(case.config(), degree)
     in_table = {
@@ -40,8 +40,8 @@ def test_the_table_is_what_the_modules_have(case, degree):
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_what_hidden_states_are_multiplied_by(is_tied):
-    """The head always counts, whether it is the embedding or not. The experts' matrices are told from the others."""
+def test_matrices_that_multiply_hidden_states(is_tied):
+    """The head counts even if it is tied to the embedding. Experts' matrices are marked as such."""
     config = small_config(tie_word_embeddings=is_tied)
     matrices = matmul_weights(config)
     assert EMBEDDING not in matrices and matrices[HEAD].shape == (config.vocab_size, config.hidden_size)

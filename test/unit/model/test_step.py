@@ -48,4 +48,4 @@ def test_logits_and_state_are_the_same(case):
     for lengths in ([0, 1, 1, 1, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]):
         step(lengths, in_order, None)
     starts[:] = 0
-    step([7, 2, 1, 0, 30], in_order, None)  # all in order, from zeros whatever the state holds
+    step([7, 2, 1, 0, 30], in_order, None)  # in order; they start from zeros, whatever the state holds

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The layers that were computed by the joined operators."""
+    """Return a list that gets each layer that the joined operators compute."""
     layers = []
 
     def note(name):
@@ -68,7 +68,7 @@ def test_logits_and_state(case, batch, dtype, taken):
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
-    # For two steps. Biases of projections are for the plain operators, and so is a norm of groups.
+    # Two steps. Layers with biases in projections, or with a norm over groups, use the plain operators.
     plain = {"projection_bias": {"mamba", "attention"}, "two_groups": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
 
@@ -77,7 +77,7 @@ def test_logits_and_state(case, batch, dtype, taken):
     "case", [CASES[0], *(case for case in CASES if case.name in ("rope", "dense"))], ids=lambda case: case.name
 )
 def test_verification(case):
-    """Of rows with all tokens, with some and with none; then a part of them is accepted."""
+    """Rows have all tokens, some tokens or none. Then a part of the tokens is accepted."""
     model = random_model(case.config(), max_A=case.max_A)
     tokens = random_tokens(model.config.vocab_size, 3, 14)
     lengths, accepted = torch.tensor([4, 3, 0]), torch.tensor([4, 1, 0])
@@ -98,8 +98,8 @@ def test_verification(case):
     torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-5)
 
 
-def test_all_layers_of_a_verification_are_computed_with_them(taken):
-    """As graphs compute it, which share some constants of a step."""
+def test_all_layers_of_a_verification_use_the_joined_operators(taken):
+    """The step is run as in graphs, which share some constants between layers."""
     model = random_model(CASES[0].config()).bind(GPU)
     state = HybridState.allocate(model.config, 2, 64, model.dtype, has_null_slot=False)
     for tensor in state.tensors():

@@ -1,4 +1,4 @@
-"""Launch parameters: files that are read or refused, who gets the parameters, and the choices of the tune command."""
+"""Launch parameters: reading and refusing files, the kernels that use them, and the tune command's choices."""
 
 import json
 from dataclasses import asdict, replace
@@ -38,7 +38,7 @@ def file(tmp_path, monkeypatch):
 
 
 class TestFile:
-    def test_it_is_of_these_layers_and_this_processor(self, file, monkeypatch):
+    def test_a_file_is_for_one_size_of_layers_and_one_processor(self, file, monkeypatch):
         assert find_launch_parameters(*SIZE, None) == find_launch_parameters(*SIZE, file.parent) == HEURISTIC
         write_launch_parameters(file, OTHER)
         assert find_launch_parameters(*SIZE, file.parent) == OTHER
@@ -58,7 +58,7 @@ class TestFile:
                 assert find_launch_parameters(*SIZE, file.parent) == parameters
         assert list(file.parent.iterdir()) == [file]
 
-    def test_what_cannot_be_written_leaves_the_old(self, file, monkeypatch):
+    def test_a_failed_write_leaves_the_old_file(self, file, monkeypatch):
         write_launch_parameters(file, OTHER)
 
         def full(*_):
@@ -100,11 +100,11 @@ class TestBrokenFiles:
         file.write_text(text)
         self.refused(file, "does not hold launch parameters|is not valid JSON|must hold an object")
 
-    def test_what_is_right_is_said(self, file):
+    def test_the_message_lists_the_valid_values(self, file):
         file.write_text(json.dumps({**VALID, "chunk_size": 65}))
         self.refused(file, "it must have one of each of these: chunk_size: 32, 64, 128; heads_per_task: 1, 2, 4")
 
-    def test_what_is_no_file_of_settings(self, file):
+    def test_a_device_is_refused(self, file):
         file.symlink_to("/dev/zero")
         self.refused(file, "is not a regular file")
 
@@ -124,7 +124,7 @@ class TestUserFolder:
         monkeypatch.setenv(FOLDER_VARIABLE, "")
         assert tuned_config_folder() is None
 
-    def test_what_is_no_folder_is_refused(self, tmp_path, monkeypatch):
+    def test_a_wrong_folder_is_refused(self, tmp_path, monkeypatch):
         file = tmp_path / "file"
         file.touch()
         monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
@@ -158,7 +158,7 @@ class TestRuntime:
         state = runtime.allocate(1, tokens + 3)
         return state, runtime.step(state, [Row(1, 0, range(tokens))])
 
-    def test_plain_torch_gets_its_own(self, file, chunk_sizes, monkeypatch):
+    def test_plain_torch_uses_the_file(self, file, chunk_sizes, monkeypatch):
         """The chunk size comes from the argument's folder or from the variable's."""
         write_launch_parameters(file, OTHER)
         self.prefill(self.runtime())
@@ -168,7 +168,7 @@ class TestRuntime:
         assert chunk_sizes == [HEURISTIC.torch_chunk_size, OTHER.torch_chunk_size, OTHER.torch_chunk_size]
 
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
-    def test_the_fused_kernels_get_theirs(self, file, monkeypatch):
+    def test_the_fused_kernels_use_the_file(self, file, monkeypatch):
         """Logits stay the same, in prefill and in decode."""
         logits, given, make = [], [], cpu.layers.mamba_mixer
         monkeypatch.setattr(
@@ -183,7 +183,7 @@ class TestRuntime:
         for other in logits[1:]:
             assert torch.allclose(logits[0], other, atol=1e-4)
 
-    def test_a_model_that_is_called_without_a_runtime_depends_on_no_file(self, file, chunk_sizes, monkeypatch):
+    def test_a_model_without_a_runtime_reads_no_file(self, file, chunk_sizes, monkeypatch):
         """Graphs are traced from such a model."""
         monkeypatch.setenv(FOLDER_VARIABLE, str(file.parent))
         write_launch_parameters(file, OTHER)
@@ -201,11 +201,11 @@ class TestRuntime:
 
 
 class TestTuning:
-    """Tuning by a clock of the test's own. Nothing is timed."""
+    """Tuning with times that the test invents. Nothing is timed."""
 
     @pytest.fixture
     def tune(self, monkeypatch):
-        """Return a function from ((name, value, times measured) -> times) to (choices, values as measured)."""
+        """Return a function that tunes with invented times(name, value, nth measurement): (choices, values)."""
 
         def tune(times):
             measured = []

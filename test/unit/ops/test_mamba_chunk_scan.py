@@ -67,11 +67,11 @@ class TestChunkScan:
         assert relative_error(y, exact_y) <= 1e-2
         assert relative_error(state, exact_state) <= 1e-5  # the state is float32 from end to end
 
-    def test_long_decays_stay_finite_and_right(self):
+    def test_large_decays_stay_finite_and_right(self):
         """sum |dt A| of a chunk is far above 100, so exp(cs_i) * exp(-cs_j) would overflow."""
         inputs = scan_inputs(1, 128, 2, 8, 1, 16)
         inputs["dt"] = torch.full_like(inputs["dt"], 0.7)
-        inputs["dt"][:, 64:] = 1e-4  # slow tokens after fast ones: differences of large sums would lose their digits
+        inputs["dt"][:, 64:] = 1e-4  # slow tokens after fast ones: a difference of large sums would lose digits
         inputs["A"] = -torch.tensor([16.0, 128.0])
         assert (inputs["dt"] * inputs["A"].abs()).sum(1).min() > 100
         y, state = chunk_scan(inputs, 128)

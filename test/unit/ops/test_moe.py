@@ -1,4 +1,4 @@
-"""Experts against their definition, with poisoned tokens and weights that nobody chose."""
+"""Experts against their definition, with poisoned tokens and with NaN in the weights that no token chose."""
 
 import math
 
@@ -37,7 +37,7 @@ class TestExperts:
         output, exact = ops.fused_experts(x, w1, w2, weights, ids), oracles.mixture_of_experts(x, router, w1, w2, 2)
         assert output.dtype == torch.float64 and relative_error(output, exact) <= 1e-5
 
-    def test_experts_that_nobody_chose_are_not_read(self):
+    def test_experts_that_no_token_chose_are_not_read(self):
         x, w1, w2 = torch.randn(3, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
         w1[3:], w2[3:] = math.nan, math.nan
         ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
@@ -52,7 +52,7 @@ class TestExperts:
 
     @pytest.mark.parametrize("width", [12, 7])
     def test_without_a_gate_it_is_a_squared_relu(self, width):
-        """The first matrix has as many rows as the second has columns; 7 is a width of no grouped product."""
+        """The first matrix has as many rows as the second has columns. The grouped product refuses a width of 7."""
         torch.manual_seed(0)
         x, w1, w2 = torch.randn(9, 16), torch.randn(5, width, 16), torch.randn(5, 16, width)
         weights, ids = ops.topk_softmax(x @ torch.randn(16, 5), 2)
@@ -93,7 +93,7 @@ class TestSigmoidChoice:
             assert ids[token].tolist() == list(expected)
             assert torch.allclose(weights[token].double(), torch.tensor(list(expected.values()), dtype=torch.float64))
 
-    def test_a_poisoned_token_stays_alone_and_chooses_experts_that_there_are(self):
+    def test_a_poisoned_token_stays_alone_and_chooses_existing_experts(self):
         logits, bias = torch.randn(3, 16), torch.randn(16)
         logits[1] = math.nan
         weights, ids = ops.topk_sigmoid(logits, bias, **CHOICE)

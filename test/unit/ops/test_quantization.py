@@ -1,4 +1,4 @@
-"""Quantized weights: how near they are to the weights, and the plain products with them."""
+"""Quantized weights: their distance from the original weights, and plain products with them."""
 
 import math
 
@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def assert_round_trip(weight, values, scale):
-    """Check that every value is off by half a step at most and that each row uses all of its range."""
+    """Check that every value is off by at most half a step, and that each row uses its whole range."""
     weight = weight.double()
     assert values.dtype == torch.int8 and values.shape == weight.shape and values.is_contiguous()
     assert scale.dtype == torch.float32 and scale.shape == weight.shape[:-1] and torch.isfinite(scale).all()
@@ -114,7 +114,7 @@ class TestInt4:
         assert quantized.scales.tolist() == [[0.5], [-2.0]]
         assert quantized.values[0, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
 
-    def test_zeros_and_what_is_not_finite(self):
+    def test_zeros_and_numbers_that_are_not_finite(self):
         weight = torch.randn(3, 2 * GROUP)
         weight[0], weight[1, 3] = 0, math.nan
         whole = INT4.quantize(weight).dequantize(torch.float32)
@@ -132,17 +132,17 @@ class TestLossless12:
         seed=st.integers(0, 1000),
     )
     def test_it_has_the_bits_of_bfloat16(self, shape, exponent, seed):
-        """Up to eight numbers of a row are of any size: zeros, numbers that are not normal, the largest, infinity."""
+        """Up to eight numbers of a row have other exponents: zeros, subnormal numbers, the largest, infinity."""
         g = torch.Generator().manual_seed(seed)
         weight = (torch.randn(shape, generator=g) * 2.0**exponent).bfloat16()
         others = torch.tensor([0.0, -0.0, 1e-39, -9e-41, 3e38, -math.inf, 1e-30, -1e30])
         columns = torch.randperm(shape[-1], generator=g)[:8]
         weight[..., columns] = others[: len(columns)].bfloat16()
-        if not LOSSLESS12.holds(stored := LOSSLESS12.quantize(weight)):  # random numbers near zero are others as well
+        if not LOSSLESS12.holds(stored := LOSSLESS12.quantize(weight)):  # random numbers may add others
             return
         assert torch.equal(stored.dequantize(torch.bfloat16).view(torch.int16), weight.view(torch.int16))
 
-    def test_a_row_with_more_others_than_there_is_room_for(self):
+    def test_a_row_with_too_many_other_exponents(self):
         weight = torch.ones(3, 100)
         weight[1, :8], weight[2, :9] = 1e-9, 1e-9
         assert LOSSLESS12.holds(LOSSLESS12.quantize(weight[:2]))
@@ -158,7 +158,7 @@ def in_groups(weight):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 class TestProducts:
-    """The products equal float64 products with the dequantized weights, which are rounded to dtype once."""
+    """Products equal float64 products with the dequantized weights, rounded to dtype once."""
 
     def weights(self, *shape):
         weight = INT8.quantize(torch.randn(shape) / shape[-1] ** 0.5)
@@ -195,7 +195,7 @@ class TestProducts:
         assert relative_error(y, exact) <= 2 * TOLERANCES[dtype]
 
 
-def test_experts_that_nobody_chose_are_not_read():
+def test_experts_that_no_token_chose_are_not_read():
     w1, w2 = INT8.quantize(torch.randn(5, 24, 16)), INT8.quantize(torch.randn(5, 16, 12))
     w1.scales[3:], w2.scales[3:] = math.nan, math.nan
     ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
@@ -204,7 +204,7 @@ def test_experts_that_nobody_chose_are_not_read():
 
 @pytest.mark.parametrize("format", ops.FORMATS.values(), ids=ops.FORMATS)
 class TestFormats:
-    def test_options_know_them(self, format):
+    def test_options_list_every_format(self, format):
         assert tuple(ops.FORMATS) == QUANTIZATIONS and ops.FORMATS[format.name] is format
 
     def test_size(self, format):
@@ -212,20 +212,20 @@ class TestFormats:
         assert format.num_bytes(weight.shape) == weight.num_bytes
 
     @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 96)])
-    def test_tensors_are_as_the_layout_says(self, format, shape):
+    def test_tensors_have_the_declared_layout(self, format, shape):
         weight = format.quantize(torch.randn(shape))
         assert isinstance(weight, QuantizedWeight) and weight.shape == shape
         layout = {ending: (tensor.shape, tensor.dtype) for ending, tensor in weight.tensors().items()}
         assert layout == format.layout(torch.Size(shape))
 
-    def test_rows_and_experts_are_those_of_the_whole(self, format):
+    def test_rows_and_experts_equal_those_of_the_whole_matrix(self, format):
         weight = format.quantize(torch.randn(2, 5, 96))
         whole, ids = weight.dequantize(torch.float32), torch.tensor([[7], [0]])
         assert whole.shape == weight.shape
         assert torch.equal(weight.rows(ids), whole.flatten(0, 1)[ids])
         assert torch.equal(weight.expert(1).dequantize(torch.float32), whole[1])
 
-    def test_other_memory(self, format):
+    def test_a_weight_moves_to_other_memory(self, format):
         weight = format.quantize(torch.randn(3, 64))
         places = {ending: torch.empty_like(tensor) for ending, tensor in weight.tensors().items()}
         moved = weight.moved_to(places)

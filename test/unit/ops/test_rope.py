@@ -1,4 +1,4 @@
-"""Rotary positions: products depend on distances only."""
+"""Rotary positions: products depend only on distances."""
 
 import pytest
 import torch

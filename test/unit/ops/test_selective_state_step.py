@@ -1,4 +1,4 @@
-"""A step of the recurrence against its definition in float64."""
+"""A step of the recurrence against its float64 definition."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ def test_philox_gives_the_known_answers(rounds, counter, key, expected):
 
 
 def round_many(value, dtype, times, seed=0):
-    """Round one value `times` times, each at another position."""
+    """Round one value `times` times, each time at another position."""
     values = torch.full((times, 1, 1), value)
     return stochastic_round(values, dtype, torch.arange(times), Rounding(seed))[:, 0, 0].double()
 
@@ -51,7 +51,7 @@ def neighbours(value, dtype):
 @every_dtype
 @pytest.mark.parametrize("value", [1.0003, -1.0003, 0.7531, 3e-5, -4.4e-6, 2e-8, 1999.99, -12345.6, 0.99999, 65503.0])
 def test_the_mean_of_many_roundings_is_the_value(dtype, value):
-    """The mean of 4,096 is within 4 standard errors, for values of all sizes, at a power of two, and subnormal."""
+    """The mean of 4,096 is within 4 standard errors, for values of all sizes, powers of two and subnormals."""
     value = torch.tensor(value).item()
     low, high = neighbours(value, dtype)
     rounded = round_many(value, dtype, 4096)
@@ -62,7 +62,7 @@ def test_the_mean_of_many_roundings_is_the_value(dtype, value):
 
 
 @every_dtype
-def test_numbers_of_the_dtype_stay(dtype):
+def test_numbers_of_the_dtype_do_not_change(dtype):
     values = torch.randn(3, 5, 130).to(dtype).float()
     values[0, 0, :3] = torch.tensor([0.0, -0.0, torch.finfo(dtype).smallest_normal])
     rounded = stochastic_round(values, dtype, torch.arange(3), Rounding())
@@ -70,46 +70,46 @@ def test_numbers_of_the_dtype_stay(dtype):
     assert torch.equal(rounded.signbit(), values.signbit())
 
 
-def test_what_float16_cannot_hold():
+def test_numbers_beyond_float16():
     values = torch.tensor([[[65519.0, -1e30, math.inf, -math.inf, math.nan]]])
     rounded = stochastic_round(values, torch.float16, torch.tensor([7]), Rounding())[0, 0].tolist()
     assert rounded[:4] == [65504.0, -65504.0, math.inf, -math.inf] and math.isnan(rounded[4])
 
 
 class TestRandomNumbers:
-    """Random numbers are a function of seed, stream, position and element, and of nothing else."""
+    """Random numbers depend on seed, stream, position and element, and on nothing else."""
 
     @staticmethod
     def ups(positions, rounding=Rounding(), shape=(3, 200)):  # noqa: B008
         values = torch.full((len(positions), *shape), 1 + 2.0**-11)
         return stochastic_round(values, torch.float16, torch.tensor(positions), rounding) > 1
 
-    def test_not_of_the_row_of_the_batch(self):
+    def test_they_do_not_depend_on_the_row(self):
         together = self.ups([5, 9, 5, 2])
         for row, position in enumerate([5, 9, 5, 2]):
             assert torch.equal(together[row], self.ups([position])[0])
 
-    def test_not_of_the_number_of_rounds_of_other_work(self):
+    def test_they_do_not_depend_on_other_random_numbers(self):
         torch.manual_seed(1)
         first = self.ups([1])
         torch.rand(100)
         assert torch.equal(first, self.ups([1]))
 
     @pytest.mark.parametrize("other", [Rounding(1), Rounding(2**40), Rounding(0, 1), Rounding(0, 0, 10)])
-    def test_of_seed_stream_and_rounds(self, other):
+    def test_they_depend_on_seed_stream_and_rounds(self, other):
         assert_independent(self.ups([4]), self.ups([4], other))
 
-    def test_of_the_position(self):
+    def test_they_depend_on_the_position(self):
         assert_independent(self.ups([4]), self.ups([5]))
 
-    def test_of_the_element(self):
+    def test_they_depend_on_the_element(self):
         ups = self.ups([4], shape=(64, 256))[0]
         for shift in (1, 16, 128):
             assert_independent(ups[:, shift:], ups[:, :-shift])
         assert_independent(ups[4:], ups[:-4])
 
-    def test_rows_that_share_them_are_spread(self):
-        """Where the value is in the middle of its neighbours, two of four rows of a head are rounded up."""
+    def test_rows_with_common_numbers_are_spread(self):
+        """A value in the middle of its neighbours is rounded up in two of four rows of a head."""
         assert (self.ups([4], shape=(2, 8, 64))[0].unflatten(1, (2, 4)).sum(2) == 2).all()
 
 
@@ -128,14 +128,15 @@ def test_one_of_two_neighbours(value, dtype, position):
 
 @pytest.mark.slow
 def test_states_of_slow_heads_do_not_drift(capsys):
-    """20,000 tokens run through heads that forget a thousandth or less of their state per token, beside float32.
+    """20,000 tokens run through heads that forget at most a thousandth of their state per token.
 
-    A token mostly adds less than half the spacing of the dtype's numbers. Rounding to nearest loses it.
+    Most tokens add less than half the spacing of the dtype's numbers, which rounding to nearest loses. The reference is
+    float32.
     """
     generator = torch.Generator().manual_seed(0)
     heads, head_dim, d_state, tokens = 2, 4, 16, 20_000
     A, dt = -torch.ones(heads), torch.tensor([[2e-4, 1e-3]]).expand(5, -1)
-    state = torch.zeros(5, heads, head_dim, d_state)  # in float32, and to nearest and stochastically for each dtype
+    state = torch.zeros(5, heads, head_dim, d_state)  # float32; for each dtype nearest, then stochastic
     inputs = F.silu(torch.randn(tokens, heads * head_dim + d_state, generator=generator))
     for t in range(tokens):
         x, B = inputs[t].expand(5, -1).split([heads * head_dim, d_state], -1)

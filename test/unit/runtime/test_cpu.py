@@ -1,4 +1,4 @@
-"""Verify and commit on the CPU: whatever is accepted, a sequence goes on as if its tokens had come uncut."""
+"""Verify and commit on the CPU: whatever is accepted, a sequence goes on as if it had run in one piece."""
 
 import pytest
 import torch
@@ -104,8 +104,8 @@ def test_the_runtime_has_all_of_the_interface(runtime):
         runtime.decode(runtime.allocate(1, 10), [Row(1, 3, [5])])
 
 
-def test_one_that_is_not_committed_leaves_nothing(runtime, uncut):
-    """Its slot may go to another sequence, and its own sequence may come again."""
+def test_a_verification_without_a_commit_leaves_nothing(runtime, uncut):
+    """Its slot may go to another sequence, and its own sequence may go on."""
     tokens = streams(runtime.config.vocab_size, SEQUENCES)
     state = runtime.allocate(2, LONGEST)
     poison(state)

@@ -34,7 +34,7 @@ MANY = (128, 512, 1024, 2048)
         (5, (2,), [2, 2, 2]),
     ],
 )
-def test_a_prompt_is_cut_where_padding_would_cost_more(tokens, buckets, expected):
+def test_a_prompt_is_cut_if_padding_would_cost_more(tokens, buckets, expected):
     assert pieces(tokens, buckets) == expected
 
 
@@ -47,7 +47,7 @@ def test_only_the_last_piece_is_padded_and_by_less_than_its_bucket():
 
 
 def test_a_step_runs_the_pieces(monkeypatch):
-    """Positions and logits go on from piece to piece; a graph of 2,048 tokens is not taken for 600."""
+    """Positions and logits go on from piece to piece. For 600 tokens the graph of 2,048 tokens is not used."""
     model = random_model(small_config(layer_types=("mamba",)))
     tokens = random_tokens(model.config.vocab_size, 600).tolist()
     ours = TorchRuntime(model, GenerationConfig(), (128, 512, 2048), compiler="eager")

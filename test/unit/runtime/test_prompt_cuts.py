@@ -1,4 +1,4 @@
-"""Where prompts may be cut: what a prompt runs up to one of its places does not depend on its length."""
+"""The places where prompts may be cut: the pieces up to such a place do not depend on the prompt's length."""
 
 import json
 
@@ -19,7 +19,7 @@ ALL = [ANYWHERE, Anywhere(False), Multiples(128), *map(Pieces, BUCKETS)]
 
 
 @pytest.mark.parametrize("buckets", BUCKETS, ids=str)
-def test_pieces_up_to_a_place_and_behind_it_are_parts_of_the_whole(buckets):
+def test_pieces_before_and_after_a_place_are_those_of_the_whole_prompt(buckets):
     cuts = Pieces(buckets)
     for length in range(1, 2 * buckets[-1] + 200):
         whole, place = pieces(length, buckets), 0
@@ -38,13 +38,13 @@ def test_the_last_place(cuts):
             assert cuts.last(most, length) == max(place for place in places if place <= most)
 
 
-def test_a_state_that_one_prompt_has_and_another_has_not():
+def test_longer_prompts_may_lack_a_place_of_shorter_ones():
     cuts = Pieces((128, 512))
     assert [cuts.last(640, length) for length in (640, 641, 1100)] == [640, 512, 512]
     assert Multiples(128).last(700, 1100) == 640 and Multiples(128).last(700, 700) == 700
 
 
-def test_in_a_file():
+def test_places_are_written_to_a_file_and_read_back():
     for cuts in ALL:
         assert from_json(json.loads(json.dumps(as_json(cuts)))) == cuts
     for wrong in (None, [], ["multiples", 0], ["pieces"], ["pieces", 1.5], ["pieces", True], ["anywhere", 1], ["x", 1]):

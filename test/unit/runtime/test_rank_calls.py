@@ -72,7 +72,7 @@ def test_a_refusal_is_an_answer_and_other_errors_are_not():
         result_or_refusal(failing, [RuntimeError()])
 
 
-def test_a_rank_has_states_as_long_as_rank_0_holds_its_own():
+def test_a_rank_frees_states_that_rank_0_no_longer_holds():
     ours, theirs = multiprocessing.Pipe()
     rank, numbered, states = Rank(), {}, [new_state(), new_state()]
 

@@ -58,7 +58,7 @@ def interrupts():
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_after_an_interrupt_a_late_result_is_nobodys(thread, busy):
+def test_a_late_result_after_an_interrupt_is_dropped(thread, busy):
     def interrupted():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return busy()
@@ -90,7 +90,7 @@ except OverBudget:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
 
 
-def test_too_much_work_that_was_given_up_lets_no_more_begin(thread, busy):
+def test_no_more_work_begins_after_too_much_was_given_up(thread, busy):
     for _ in range(16):
         with pytest.raises(OverBudget):
             thread.run(busy, 0.001)

@@ -1,4 +1,4 @@
-"""Markdown as nodes, beside what the parser's own renderer makes of it."""
+"""Markdown as nodes, compared with the HTML of the parser's own renderer."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +17,7 @@ def nodes(text):
 
 
 class Events(HTMLParser):
-    """What HTML begins, ends and says, without space between elements."""
+    """The tags and texts of HTML in order, without space between elements."""
 
     def __init__(self, html):
         super().__init__()
@@ -48,7 +48,7 @@ def events(node):
 
 
 @pytest.mark.parametrize("file", [DOCS / "http-api.md", DOCS / "architecture.md"], ids=lambda file: file.name)
-def test_the_renderer_says_the_same(file):
+def test_nodes_agree_with_the_renderer(file):
     text = file.read_text(encoding="utf-8").replace("![", "[")
     parser = MarkdownIt("js-default", {"html": False, "breaks": True})
     parser.validateLink = lambda url: url.startswith("https://")
@@ -86,7 +86,7 @@ def test_blocks_say_where_they_begin():
     assert blocks[4]["node"][1] == {"start": 3}
 
 
-def test_what_is_nested_deep_is_flat():
+def test_deeply_nested_markdown_becomes_flat():
     def depth(node):
         return 0 if isinstance(node, str) else 1 + max(map(depth, node[2]), default=0)
 

@@ -38,7 +38,7 @@ def poisoned_state(model, num_sequences, max_length):
 
 
 def mix(layer, x, step, state, config):
-    """Run a Mamba-2 layer between its norm and the sum. Return its result and the inputs of its mixer."""
+    """Run a Mamba-2 layer from after its norm to before the residual sum. Return the result and its mixer's inputs."""
     mamba = layer.mamba
     projected = cpu.linear(x, mamba.in_proj.weight, mamba.in_proj.bias)
     z, inputs = projected.split([mamba.d_inner, projected.shape[-1] - mamba.d_inner], dim=-1)
@@ -92,7 +92,7 @@ def feed_forward(layer, hidden_states, config):
 
 
 def one_after_another(model, hidden_states, step, state):
-    """Return [batch, tokens, hidden_size] and the inputs of the Mamba layers' mixers."""
+    """Run all layers one by one. Return [batch, tokens, hidden_size] and the inputs of the Mamba layers' mixers."""
     config, inputs = model.config, []
     for layer, layer_state in zip(model.model.layers, state.layers, strict=True):
         x = cpu.rms_norm(hidden_states, layer.input_layernorm.weight, config.rms_norm_eps)
@@ -107,7 +107,7 @@ def one_after_another(model, hidden_states, step, state):
 
 
 def steps(state, only_verifies=False):
-    """Yield a prompt of two rows, one of them shorter, then a token of each. The rows are not in the order of slots."""
+    """Yield a prompt of two rows, one of them shorter, then one token for each. Rows are not in the order of slots."""
     slots = torch.tensor([2, 1])
     for tokens, start in ((20, [0, 0]), (1, [20, 13])) if not only_verifies else ((5, [0, 0]),):
         positions = torch.tensor(start)[:, None] + torch.arange(tokens)
@@ -143,7 +143,7 @@ def check(model):
 
 
 @torch.inference_mode()
-def test_inputs_are_kept_and_advance_by_them():
+def test_states_advance_by_kept_inputs():
     model = bound_model("moe", torch.float32)
     ours, theirs = (poisoned_state(model, 2, 30) for _ in range(2))
     before = [tensor.clone() for tensor in ours.tensors()]
@@ -171,7 +171,7 @@ WITHOUT_ROPE = [name for name, case in NAMED.items() if not case.config().uses_r
 @pytest.mark.parametrize("name", WITHOUT_ROPE)
 @torch.inference_mode()
 def test_a_token_of_each_sequence_is_one_call(name, format):
-    """Rows begin, go on, and are in slots in any order; an embedding is the head's matrix, or one of its own."""
+    """Rows begin or go on, with slots in any order. The embedding is tied to the head, or not."""
     model = bound_model(name, torch.bfloat16, format)
     ours, theirs = (poisoned_state(model, 3, 9) for _ in range(2))
     for tokens, starts, slots in (([5, 6], [0, 0], [3, 1]), ([7, 8, 9], [1, 0, 1], [1, 2, 3]), ([4], [2], [3])):
@@ -184,7 +184,7 @@ def test_a_token_of_each_sequence_is_one_call(name, format):
 @pytest.mark.parametrize("name", WITHOUT_ROPE)
 @torch.inference_mode()
 def test_a_step_of_rows_of_different_lengths_is_one_call(name):
-    """A piece of a prompt beside next tokens, as the padded rows of a step of its parts."""
+    """A piece of a prompt runs beside next tokens. The result equals that of padded rows, layer by layer."""
     model = bound_model(name, torch.bfloat16)
     ours, theirs = (poisoned_state(model, 3, 9) for _ in range(2))
     longest = 5
@@ -206,7 +206,7 @@ def test_a_step_of_rows_of_different_lengths_is_one_call(name):
 
 
 @torch.inference_mode()
-def test_what_one_call_refuses():
+def test_bad_calls_are_refused():
     model = bound_model("moe", torch.bfloat16)
     state = poisoned_state(model, 2, 9)
     for tokens, starts, slots in (
@@ -224,7 +224,7 @@ def test_what_one_call_refuses():
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in WITHOUT_ROPE])
 @torch.inference_mode()
-def test_decode_with_rotary_positions_is_the_forward(name):
+def test_decode_with_rotary_positions_equals_the_forward(name):
     model = bound_model(name, torch.bfloat16)
     assert model.is_fused
     assert model.fallbacks == ("a step is not one call from tokens to logits: it makes no rotary positions.",)
@@ -245,7 +245,7 @@ def test_states_of_other_layers_are_refused():
         model.model.stack.advance([], step, state)
 
 
-def test_without_the_operator_the_layers_are_their_parts():
+def test_layers_are_not_fused_without_the_operator():
     operators = dataclasses.replace(cpu.operators(), fused_layers=None)
     model = random_model(NAMED["moe"].config()).bind(operators)
     assert not model.is_fused

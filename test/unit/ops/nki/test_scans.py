@@ -87,7 +87,7 @@ class TestScans:
         check(run(scan, inputs), scan_oracle(inputs))
 
     @scans
-    def test_long_decays_stay_finite_and_right(self, scan):
+    def test_large_decays_stay_finite_and_right(self, scan):
         """sum |dt A| of a chunk is far above 100, so exp(cs_i) * exp(-cs_j) would overflow."""
         inputs = scan_inputs(1, 200, heads=4, head_dim=32, max_A=128.0)
         inputs["dt"] = torch.full_like(inputs["dt"], 0.7)
@@ -95,7 +95,7 @@ class TestScans:
         check(run(scan, inputs), scan_oracle(inputs))
 
     @scans
-    def test_short_decays_are_right(self, scan):
+    def test_small_decays_are_right(self, scan):
         inputs = scan_inputs(1, 256, heads=2, head_dim=32)
         inputs["dt"] *= 1e-3
         check(run(scan, inputs), scan_oracle(inputs))

@@ -445,7 +445,7 @@ class TestMambaMixer:
         assert relative_error(mamba.ssm_state[1], exact_state) <= 1e-5
 
     @pytest.mark.parametrize("cuts", [[128], [1] * 128], ids=["prefill", "decode"])
-    def test_long_decays_stay_finite_and_right(self, cuts):
+    def test_large_decays_stay_finite_and_right(self, cuts):
         """sum |dt A| of a chunk is far above 100, and slow tokens follow fast ones."""
         mamba = Mamba(1, heads=2, A=1.0)
         mamba.A_log = torch.tensor([16.0, 128.0]).log()
@@ -665,7 +665,7 @@ class TestExperts:
         exact = oracles.mixture_of_experts(x, router, exact1, exact2, top_k)
         assert relative_error(output, exact) <= 2 * TOLERANCES[dtype]  # the activation is rounded too
 
-    def test_experts_that_nobody_chose_are_not_read(self):
+    def test_experts_that_no_token_chose_are_not_read(self):
         x, w1, w2 = torch.randn(3, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
         w1[3:], w2[3:] = math.nan, math.nan
         ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
