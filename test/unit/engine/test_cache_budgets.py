@@ -123,7 +123,7 @@ class TestTree:
         more=st.integers(-1, 1),
     )
     def test_any_uses(self, model, uses, entries, more):
-        """Bytes are those of distinct prefixes. The oldest entries are evicted, no more than the budget requires."""
+        """Bytes are those of distinct prefixes. No more entries are evicted than the budget requires."""
         runtime = ChunkRuntime(model)
         state = runtime.allocate(1, 40)
         entry_bytes, token_bytes = held(runtime, 0) + LOGITS.nbytes, held(runtime, 1) - held(runtime, 0)
@@ -134,7 +134,7 @@ class TestTree:
 
         budget = entries * entry_bytes + 20 * token_bytes + more
         cache = PrefixCache(runtime, budget, None)
-        kept, in_use = [], []  # the least recently used first
+        kept, in_use = [], []
         for use, base, length in uses:
             # Four texts: two that begin alike, and two others.
             text = tuple((TOKENS if base < 2 else OTHERS)[: 2 * length]) + (base,) * length
@@ -144,8 +144,7 @@ class TestTree:
                 hits = [each for each in kept if text[: len(each)] == each]
                 assert (0 if prefix is None else prefix.length) == max(map(len, hits), default=0)
                 if hits:
-                    kept.sort(key=max(hits, key=len).__eq__)
-                    in_use.append((kept[-1], prefix))
+                    in_use.append((max(hits, key=len), prefix))
             elif use == "keep":
                 cache.insert(text, state, 1, LOGITS)
                 kept = [each for each in kept if each != text] + [text]
@@ -155,10 +154,8 @@ class TestTree:
             assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots) == (size(kept), len(kept))
             assert cache.stats.num_bytes <= budget and {each for each, _ in in_use} <= set(kept)
             if evicted := [each for each in before if each not in kept]:
-                older = set(before[: before.index(evicted[-1])]) - set(evicted) - {each for each, _ in in_use}
-                # The entry where the new text diverges from the tree has to stay.
-                assert len(older) <= 1
-                assert text not in kept or size([*kept, evicted[-1]]) > budget
+                # Worth decides the order of evictions, so any of them may have been the last.
+                assert text in kept and any(size([*kept, each]) > budget for each in evicted)
 
     def test_a_whole_prompt_in_the_cache_is_reported(self, runtime):
         engine = Engine(runtime, 1, prefix_cache=PrefixCache(runtime, None, CHUNK))
