@@ -1,4 +1,4 @@
-"""A simulation serves as an engine does, step by step, and hand-made traffic takes the times that follow from it."""
+"""A simulation serves as an engine does, step by step. Small cases take the times calculated by hand."""
 
 import logging
 import random
@@ -68,7 +68,7 @@ def new_engine(
 
 
 def step_by_step(arrivals, engine):
-    """Serve traffic with the engine itself; return first tokens and gaps in seconds, tokens found, and the end."""
+    """Serve traffic with the engine itself; return times to first tokens, gaps, cached tokens, and the end time."""
     runtime, left, asked, last = engine.runtime, list(arrivals), {}, {}
     first_tokens, gaps = [], []
     while left or engine.has_work:
@@ -137,7 +137,7 @@ def test_it_serves_as_the_engine_does(changes, caplog):
                 for percent in (0.001, 25, 50, 90, 95, 100):
                     right = np.percentile(found, percent, method="inverted_cdf")
                     assert histogram.percentile(percent) == pytest.approx(right, rel=0.006)
-    assert not caplog.records  # the engine goes on without a prefix cache that fails
+    assert not caplog.records  # the engine goes on without its prefix cache if that fails
 
 
 def alone(time, first, prompt, answer, conversation=None):
@@ -159,7 +159,7 @@ def test_hand_computed():
     assert result.hit_rate == result.waiting == result.most_waiting == 0
 
 
-def test_the_queue_and_what_is_refused():
+def test_the_queue_and_refused_requests():
     # One sequence at a time: each takes a prompt of 5 (15 s) and one more token (11 s). The second waits for 26 s.
     arrivals = [alone(0, 10, 5, 2), alone(0, 11, 5, 2), alone(1, 12, 200, 2)]
     [result] = simulate(arrivals, partial(new_engine, Linear(), 1), [(1, False)])
@@ -168,7 +168,7 @@ def test_the_queue_and_what_is_refused():
     assert result.waiting == pytest.approx(26 / 52) and result.most_waiting == 1
 
 
-def test_who_comes_while_all_slots_decode_waits():
+def test_requests_wait_while_all_slots_decode():
     # The first has a prompt of 5 (15 s) and three more tokens (11 s each). Two come in its first step of decode, which
     # ends at 26, and wait for one and for two others, each of which then takes 26 s.
     arrivals = [alone(0, 10, 5, 4), alone(20, 11, 5, 2), alone(21, 12, 5, 2)]
@@ -189,22 +189,22 @@ def test_conversations_stay_on_their_replica():
     spread, kept = simulate(arrivals, partial(new_engine, Linear(), 4, 2**40), [(2, False), (2, True)])
     assert spread.prompt_tokens == kept.prompt_tokens == sum(prompts)
     assert kept.cached_tokens == 13 + 27 + 41
-    # In turns a replica has every other prompt, and of the third turn it knows what it answered in the first.
+    # With prompts spread in turns, the third one finds the first, and the fourth finds the second.
     assert spread.cached_tokens == 13 + 27
     assert kept.hit_rate == 81 / 124
 
 
-def test_a_snapshot_takes_its_time():
+def test_the_time_of_snapshots_counts():
     [without] = simulate([alone(0, 10, 5, 3)], partial(new_engine, Linear(), 4, 2**40), [(1, False)])
     [with_copies] = simulate([alone(0, 10, 5, 3)], partial(new_engine, Linear(copy=1.0), 4, 2**40), [(1, False)])
     assert without.seconds == 15 + 11 + 11
-    # After the prompt, of 5 tokens; and at the end, of the two that follow.
+    # A copy after the prompt has 5 tokens, and one at the end has the two that follow.
     assert with_copies.seconds == without.seconds + (1 + 5) + (1 + 2)
     assert [with_copies.gaps.percentile(percent) for percent in (50, 100)] == [11 + 1 + 2, 11 + 1 + 5]
 
 
 @pytest.mark.slow
-def test_processes_do_the_same(monkeypatch):
+def test_several_processes_give_the_same_results(monkeypatch):
     monkeypatch.setattr(replicas, "_WORTH_PROCESSES", 1)
     arrivals, fleets = drawn_traffic(5, 30), [(2, False), (2, True)]
     one, two = (simulate(arrivals, partial(new_engine, Linear(), 4, 2**40), fleets, each) for each in (1, 2))

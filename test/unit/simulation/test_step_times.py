@@ -1,4 +1,4 @@
-"""Step times between those that were measured, those that are predicted, and the files and commands that have them."""
+"""Step times: interpolated between measured ones, predicted, in files, and in commands."""
 
 import json
 from dataclasses import replace
@@ -43,22 +43,22 @@ def row(start, tokens):
 def test_measured_steps():
     steps = MeasuredSteps(MEASURED)
     assert steps.step([row(100, 1)]) == 1 and steps.step([row(200, 1)]) == 2
-    assert steps.step([row(50, 1)]) == 0.5 and steps.step([row(700, 1)]) == 3  # as the last pieces go on
+    assert steps.step([row(50, 1)]) == 0.5 and steps.step([row(700, 1)]) == 3  # extrapolated from the last piece
     assert steps.step([row(100, 1)] * 4) == 7
-    # Two rows are a third of the way from one to four: of 3 and 9 at their mean length of 300.
+    # Two rows are a third of the way from one row to four, which take 3 and 9 at the mean length of 300.
     assert steps.step([row(200, 1), row(400, 1)]) == pytest.approx(3 + 6 / 3)
     assert steps.step([row(0, 51)]) == 6  # a prompt
-    assert steps.step([row(0, 50), row(0, 20)]) == 12  # each as long as the longest
+    assert steps.step([row(0, 50), row(0, 20)]) == 12  # padded to the longest
     packed = MeasuredSteps(replace(MEASURED, packs_rows=True))
-    assert packed.step([row(0, 60), row(0, 40)]) == 12  # as two of 50
+    assert packed.step([row(0, 60), row(0, 40)]) == 12  # like two of 50
     # 51 tokens after 256: half a second of attention each.
     assert steps.step([row(256, 51)]) == 6 + 51 / 2
-    # Beside a prompt of 51, what four rows take more than one at no length, which is nothing here.
+    # Rows beside a prompt add the time of their decode.
     assert steps.step([row(0, 51), *[row(100, 1)] * 3]) == 6 + 7
     assert (steps.snapshot(50), steps.restore(4000)) == (1.5, 0.5)
 
 
-def test_steps_at_once_are_steps():
+def test_several_decode_steps_at_once_equal_single_ones():
     steps = MeasuredSteps(MEASURED)
     for starts in ([90], [298, 40], [499, 499, 499, 498], [4000]):
         one_by_one = [steps.step([row(start + step, 1) for start in starts]) for step in range(20)]
@@ -128,7 +128,7 @@ def test_a_damaged_file(steps_file, change, message):
 
 
 def test_plan(steps_file, tmp_path, capsys):
-    """Prompts of 101 take 11 s, and further tokens a second. With one of them each 5 s one replica is not enough."""
+    """A prompt of 101 takes 11 s, and each further token 1 s. With a request every 5 s one replica is not enough."""
     traffic = tmp_path / "traffic.jsonl"
     requests = [dict(arrival=5 * at, prompt_tokens=101, answer_tokens=2, conversation=at % 5) for at in range(20)]
     traffic.write_text("".join(json.dumps(each) + "\n" for each in requests))

@@ -1,4 +1,4 @@
-"""Files of traffic: which tokens prompts have in common, and what is refused."""
+"""Files of traffic: common tokens of prompts, and refusals."""
 
 import json
 
@@ -27,7 +27,7 @@ def shared(one, other):
     return common_length(one.tokens(), other.tokens())
 
 
-def test_what_prompts_share(read):
+def test_common_tokens_of_prompts(read):
     prefix = dict(prefix="system", prefix_tokens=6)
     first, second, other, single, again = read(
         REQUEST | prefix | dict(conversation="a"),
@@ -35,7 +35,7 @@ def test_what_prompts_share(read):
         REQUEST | prefix | dict(conversation="a", arrival=3, prompt_tokens=20),
         REQUEST | prefix | dict(conversation=7, arrival=4),
         REQUEST | dict(arrival=5),
-        # not longer than its conversation so far: it begins again, with the prefix
+        # no longer than the conversation so far: it begins again, with the prefix
         REQUEST | prefix | dict(conversation="a", arrival=6, prompt_tokens=24),
     )
     assert [len(each.tokens()) for each in (first, second, other, again)] == [10, 20, 10, 24]
@@ -52,13 +52,13 @@ def test_order_and_rate(read):
 
 
 def test_mooncakes_format(read):
-    # Blocks of 512 tokens by their hashes, the last one shorter.
+    # Hashes stand for blocks of 512 tokens; the last block is shorter.
     one, other = read(MOONCAKE, MOONCAKE | dict(timestamp=2000, input_length=1100, hash_ids=[5, 6, 9]))
     assert (one.time, one.prompt, one.answer, len(one.tokens())) == (1.5, 1030, 7, 1030)
     assert shared(one, other) == 1024
 
 
-def test_a_rate():
+def test_poisson_arrivals_at_a_rate():
     arrivals = poisson(2.0, Lengths.parse("uniform:5:30"), Lengths.parse("8"), 2000, prefix_tokens=12)
     assert arrivals == poisson(2.0, Lengths.parse("uniform:5:30"), Lengths.parse("8"), 2000, prefix_tokens=12)
     assert arrivals[-1].time == pytest.approx(1000, rel=0.1) and {each.answer for each in arrivals} == {8}
@@ -82,7 +82,7 @@ def test_a_rate():
         (MOONCAKE | dict(hash_ids=[5]), "a prompt of 1,030 tokens has 3 blocks of 512, and hash_ids has 1"),
     ],
 )
-def test_what_is_refused(read, line, message):
+def test_refusals(read, line, message):
     with pytest.raises(UserError) as refusal:
         read(REQUEST, line)
     assert message in str(refusal.value)

@@ -1,4 +1,4 @@
-"""A fingerprint is another one with any other byte of any weight, and with other kernels; and else it is the same."""
+"""A fingerprint changes with any byte of any weight and with the kernels, and with nothing else."""
 
 import dataclasses
 import subprocess
@@ -57,7 +57,7 @@ def runtime(request, folder, numbers):
 
 
 def memory_of(runtime):
-    """Return the bytes of each tensor that weights lie in, by name."""
+    """Return the bytes of each tensor that holds weights, by name."""
     tensors = {}
     for name, weight in runtime.model.named_weights():
         parts = {"": weight.detach()} if isinstance(weight, torch.Tensor) else weight.tensors()
@@ -140,7 +140,7 @@ def adapted(*adapters):
 
 @needs_compiler
 def test_adapters():
-    """Their order, their projections and their invocations count; a state does not know their names."""
+    """Their order, projections and invocations count. Their names do not, because states do not contain them."""
     one, two = lora(0), lora(1)
     elsewhere = lora(0, "model.layers.1.self_attn.q_proj.weight")
     activated = dataclasses.replace(one, invocation=(5, 6))
@@ -152,7 +152,7 @@ def test_adapters():
 
 
 class TestTheSame:
-    """The same weights and kernels have one fingerprint, whatever they come from."""
+    """The same weights and kernels have the same fingerprint, whatever their source."""
 
     def test_however_they_were_loaded(self, folder, numbers, runtime):
         dtype, quantize = numbers
@@ -206,7 +206,7 @@ class TestTheSame:
     @needs_compiler
     @pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=["plain", *FORMATS])
     @pytest.mark.parametrize("shape", [(33, 97), (3, 5, 32)], ids=str)
-    def test_packed_weights_have_no_byte_that_is_left_as_it_was(self, format, shape):
+    def test_packing_writes_every_byte(self, format, shape):
         weight = torch.randn(shape, dtype=torch.bfloat16)
         weight = weight if format is None else format.quantize(weight)
         size = cpu.pack.num_bytes(torch.Size(shape), torch.bfloat16, format)
@@ -248,7 +248,7 @@ class TestKernels:
 class TestWhenItIsMade:
     @pytest.fixture
     def made(self, monkeypatch):
-        """Return a list that grows by an entry each time that weights are read for a fingerprint."""
+        """Return a list that gets an entry each time weights are read for a fingerprint."""
         made = []
 
         def counting(*arguments):
@@ -258,7 +258,7 @@ class TestWhenItIsMade:
         monkeypatch.setattr(bound_model, "weights_digest", counting)
         return made
 
-    def test_states_in_memory_do_without(self, made, tmp_path):
+    def test_states_in_memory_need_no_fingerprint(self, made, tmp_path):
         runtime = CPURuntime(random_model(small_config(**LAYERS)), GenerationConfig())
         cache = PrefixCache(runtime, None, None)
         engine = Engine(runtime, 1, prefix_cache=cache)
@@ -273,14 +273,14 @@ class TestWhenItIsMade:
             snapshot.save(tmp_path / name)
         assert len(made) == 1
 
-    def test_it_lets_the_weights_go(self):
-        """A snapshot that was written does not keep the model in memory."""
+    def test_it_keeps_no_reference_to_the_weights(self):
+        """A written snapshot does not keep the model in memory."""
         made = []
         fingerprint = Fingerprint(lambda made=made: made.append(1) or "0" * 32, "1" * 32)
         assert str(fingerprint) == str(fingerprint) == "0" * 32 + "1" * 32
         assert made == [1] and fingerprint._make is None
 
-    def test_texts_of_files(self):
+    def test_fingerprints_are_read_from_files(self):
         text = "0123456789abcdef" * 4
         assert str(Fingerprint.parse(text)) == text
         for other in ("", "x", text[:-1], f"{text}0", text.upper()):

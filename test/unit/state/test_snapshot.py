@@ -1,4 +1,4 @@
-"""State by slot is copied, taken out and put back, as an object and as a file. Everything else holds NaN."""
+"""A slot's state is copied, taken out and put back, as an object and as a file. All other memory is NaN."""
 
 import itertools
 import math
@@ -127,7 +127,7 @@ def test_a_file_holds_all_of_it(runtime, begun, expected, tmp_path):
 
 
 def test_only_the_owner_may_read_a_file(runtime, begun, tmp_path):
-    """The new file is private also if others may read the one that it replaces."""
+    """The new file is private even if others could read the one that it replaces."""
     file = tmp_path / "prompt.safetensors"
     file.touch(0o666)
     file.chmod(0o666)
@@ -167,7 +167,7 @@ class TestRefused:
         other = runtime_of(ours.config, seed=1)
         self.refused(other, snapshot, file, "another checkpoint")
 
-    def test_one_weight_matrix_is_another(self, ours, snapshot, file):
+    def test_one_other_weight_matrix(self, ours, snapshot, file):
         model = random_model(ours.config)
         with torch.no_grad():
             model.model.layers[1].shared_mlp.output_linear.weight.mul_(1.01)
@@ -206,7 +206,7 @@ class TestRefused:
         with pytest.raises(UserError, match=r"is damaged .* has other numbers"):
             Snapshot.load(file, ours)
 
-    def test_no_snapshot_at_all(self, ours, tmp_path):
+    def test_files_that_are_not_snapshots(self, ours, tmp_path):
         save_file({"x": torch.zeros(1)}, tmp_path / "other")
         with pytest.raises(UserError, match="is not a snapshot"):
             Snapshot.load(tmp_path / "other", ours)

@@ -1,4 +1,4 @@
-"""Memory of snapshots: each has a block of its own, one more at most is held, and it stays within a cache's limit."""
+"""Memory of snapshots: each has its own block, at most one spare block is held, and a cache's limit includes it."""
 
 import gc
 import mmap
@@ -37,7 +37,7 @@ def test_tensors_are_apart_and_their_own():
         assert [tensor.unique().tolist() for tensor in tensors.values()] == [[10 * number + i] for i in range(3)]
 
 
-def test_memory_is_taken_again_when_its_last_tensor_has_gone():
+def test_a_block_is_reused_after_its_last_tensor_is_freed():
     memory = SnapshotMemory()
     first, second = memory.take(LIKE), memory.take(LIKE)
     place, last = addresses(first), first["other"]
@@ -49,13 +49,13 @@ def test_memory_is_taken_again_when_its_last_tensor_has_gone():
     del second, third
 
 
-@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux says which memory there is")
-def test_what_is_ready_is_there(monkeypatch):
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux reports which pages are in memory")
+def test_the_spare_block_is_in_physical_memory(monkeypatch):
     memory = SnapshotMemory()
     monkeypatch.setattr(memory, "_new", lambda new=memory._new: made.append(new()) or made[-1])
     made = []
     memory.make_ready()
-    assert not made, "nothing is known before the first is taken"
+    assert not made, "the size is unknown before the first snapshot"
     memory.take(LIKE)
     memory.give_back()
     memory.make_ready()
@@ -82,12 +82,12 @@ def test_a_block_is_not_lent_while_it_is_written_to(monkeypatch):
 
 
 def resident(block):
-    """Return how many bytes of a block's memory the process has."""
+    """Return how many bytes of a block are in physical memory."""
     first, last = block.data_ptr() // mmap.PAGESIZE, (block.data_ptr() + block.nbytes) // mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb") as pages:
         pages.seek(8 * first)
         entries = np.frombuffer(pages.read(8 * (last - first)), dtype=np.uint64)
-    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE  # the highest bit: it is there
+    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE  # the highest bit: the page is in memory
 
 
 def test_small_states_have_no_blocks():
@@ -99,7 +99,7 @@ def test_small_states_have_no_blocks():
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Have states of any size in blocks; return a function that counts the bytes of those that are there."""
+    """Use blocks for states of any size; return a function that counts the bytes of existing blocks."""
     monkeypatch.setattr(snapshot_memory, "HUGE_PAGE", 1)
     new, made = SnapshotMemory._new, weakref.WeakSet()
 
@@ -113,7 +113,7 @@ def blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("entries", [1.5, 6.5, None])
-def test_a_cache_stays_within_its_limit_with_what_it_has_ready(model, blocks, entries):
+def test_a_cache_stays_within_its_limit_with_its_spare_block(model, blocks, entries):
     runtime = ChunkRuntime(model)
     state_bytes = PrefixCache(runtime, None, None)._num_bytes(0)
     max_bytes = None if entries is None else int(entries * (state_bytes + 4 * VOCAB) + 1000)
@@ -132,7 +132,7 @@ def test_a_cache_stays_within_its_limit_with_what_it_has_ready(model, blocks, en
     assert was_ready == {1.5: {0}, 6.5: {0, state_bytes}, None: {state_bytes}}[entries]
 
 
-def test_a_snapshot_from_elsewhere_takes_the_room_of_what_is_ready(model, blocks):
+def test_a_loaded_snapshot_replaces_the_spare_block(model, blocks):
     runtime, other = ChunkRuntime(model), ChunkRuntime(model)
     elsewhere = PrefixCache(other, None, None)
     generate_one(Engine(other, 1, prefix_cache=elsewhere), Request(OTHERS[:20], 1))

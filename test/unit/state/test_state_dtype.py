@@ -1,4 +1,4 @@
-"""SSM states in 16 bits: the same text however it is served, half the memory, and snapshots that fit no other dtype."""
+"""SSM states in 16 bits: the same text however it is served, half the memory, and snapshots for this dtype only."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ def logits_of(runtime, state, slots, tokens, prompt=20):
 
 @every_dtype
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
-def test_who_else_is_served_does_not_matter_to_the_rounding(dtype, kernels):
-    """Rows, slots and neighbours do not change the rounding. float32 in their place agrees as far as float32 does."""
+def test_rounding_does_not_depend_on_other_sequences(dtype, kernels):
+    """Rows, slots and neighbours do not change the rounding. Logits agree to the accuracy of float32."""
     runtime = runtime_of(dtype, kernels)
     together = logits_of(runtime, runtime.allocate(3, 64), [3, 1, 2], TOKENS)
     alone = logits_of(runtime, runtime.allocate(3, 64), [2], TOKENS[:1])

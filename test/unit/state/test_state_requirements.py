@@ -1,6 +1,6 @@
-"""The requirements of a recurrent state on batching, speculation and prefix caching, each with a fault that breaks it.
+"""The requirements of recurrent state on batching, speculation and prefix caching, each with a fault that breaks it.
 
-The numbers R1 to R17 are those of one list of faults that were found in other systems. Three have no counterpart here:
+R1 to R17 number a list of faults that were found in other systems. Three of them have no counterpart here:
 
 * R4, a table of destinations by row and token, and R12, a window widened by the drafts: a verification writes no state,
   it keeps inputs; a row has one slot, and a window has the d_conv - 1 columns that the weights say.
@@ -41,7 +41,7 @@ from test.support.verification import (
 pytestmark = pytest.mark.versions
 
 TOLERANCE = 1e-5
-SEEN = 1e-2  # the least effect of a planted fault
+SEEN = 1e-2  # every planted fault has a larger effect
 SEQUENCES = 3
 
 
@@ -131,11 +131,11 @@ def rebind(stand, patch, window):
     stand.runtime.model = stand.runtime.model.bind(dataclasses.replace(stand.runtime.model.operators, **kernels))
 
 
-# R2, R17: rows without a token.
+# R2, R17: rows without tokens.
 
 
 def idle_rows(stand: Stand) -> float:
-    """Run a row beside two idle ones: one whose slot is somebody's, and one whose slot holds NaN."""
+    """Run a row beside two idle ones. One's slot belongs to another sequence, and the other's slot holds NaN."""
     state = stand.begin(20, 20)
     before = copies(state)
     ids = torch.tensor([stand.tokens[0][20:23], [5] * 3, [6] * 3])
@@ -181,7 +181,7 @@ def nothing_is_committed(stand, patch):
 
 
 def tokens_start_from_the_committed_state(stand, patch):
-    """Verify each token of a row as if none came before it in the row."""
+    """Verify each token of a row as if it were the row's first one."""
     original = CPURuntime.verify
 
     def verify(self, state, rows):
@@ -303,7 +303,7 @@ def leftovers_are_read(stand, patch):
 
 
 def state_goes_with_the_row(stand, patch):
-    """Read the state by the row's place in the batch and not by its slot."""
+    """Read the state by the row's place in the batch, not by its slot."""
 
     def read_slots(step):
         return in_order(step).where(step.positions[:, 0] > 0, NULL_SLOT)
@@ -339,7 +339,7 @@ def test_holds(scenario, kernels, model, tokens, uncut):
 
 
 @pytest.mark.parametrize("scenario, fault", REQUIREMENTS.values(), ids=REQUIREMENTS.keys())
-def test_the_fault_would_be_seen(scenario, fault, stand, monkeypatch):
+def test_the_fault_is_detected(scenario, fault, stand, monkeypatch):
     fault(stand, monkeypatch)
     assert scenario(stand) >= SEEN
 

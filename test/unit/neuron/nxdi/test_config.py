@@ -64,7 +64,7 @@ def folder(random_checkpoints):
         (dict(kernels=dict(decode_kernel="nki"), logical_nc_config=1), "logical_nc_config is 1; with NKI kernels"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_sentence(options, message, folder):
+def test_unsupported_settings_are_refused_in_one_sentence(options, message, folder):
     with pytest.raises(UserError, match=message):
         nxdi.make_config(folder, **options)
 
@@ -81,7 +81,7 @@ def test_a_neuron_config_for_dense_models_is_refused(folder):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
-    """compile() saves the config beside the graphs. A model made from that folder alone reads it."""
+    """compile() saves the config beside the graphs. A model made from only that folder reads it."""
     folder = random_checkpoints(case)
     config = nxdi.make_config(folder, is_continuous_batching=True, batch_size=3, ctx_batch_size=1)
     config.save(tmp_path)
@@ -106,7 +106,7 @@ def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
         (GraphOptions(max_context_length=2048), 4096),
     ],
 )
-def test_the_graphs_are_known_before_they_are_made(options, seq_len, batch_size, dense, random_checkpoints):
+def test_the_plan_lists_the_graphs_that_are_made(options, seq_len, batch_size, dense, random_checkpoints):
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     case = next(case for case in CASES if (MAMBA not in case.config().layer_types) == dense)
@@ -136,7 +136,7 @@ def test_the_graphs_are_known_before_they_are_made(options, seq_len, batch_size,
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):
-    """NxD Inference itself loads the weights that there are."""
+    """NxD Inference itself would load the weights that exist."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""docs/nxdi-internals.md lists what the port takes from NxD Inference, NxD and NKI, and all of that exists there."""
+"""docs/nxdi-internals.md lists every name that the port uses of NxD Inference, NxD and NKI, and all of them exist."""
 
 import ast
 import importlib.util
@@ -31,7 +31,7 @@ def test_names_of_nki_are_listed():
 
 
 def test_overrides_are_listed(sources):
-    """A parameter that is renamed in their source, or in ours, is no longer shared: that is seen here, too."""
+    """This also finds a parameter that is renamed in their source or in ours."""
     assert differences(internals.overrides(), page("Overrides")) == []
 
 
@@ -47,32 +47,32 @@ def test_patches_are_listed(sources):
 
 
 @pytest.mark.parametrize("section", ["Imports", "Overrides", "Patches"])
-def test_what_is_listed_exists(section, sources):
+def test_listed_names_exist(section, sources):
     for owner, names in page(section).items():
         for name, parameters in names.items():
             assert not lacks(resolve_name(f"{owner}.{name}"), parameters), f"{owner}.{name}"
 
 
-def test_attributes_that_are_listed_exist(sources):
+def test_listed_attributes_exist(sources):
     for owner, names in page("Attributes").items():
         assert set(names) <= members(resolve_name(owner)), owner
 
 
-def test_options_that_are_listed_exist(sources):
+def test_listed_options_exist(sources):
     ((owner, names),) = page("Options").items()
     config = resolve_name(owner)(tp_degree=1, batch_size=1, seq_len=64)
     assert [name for name in names if not hasattr(config, name)] == []
 
 
-def test_names_of_nki_that_are_listed_exist():
+def test_listed_names_of_nki_exist():
     if importlib.util.find_spec("nki.emulation") is not None:
-        pytest.skip("the Neuron SDK is not installed")  # neither the emulator nor a stand-in says which names it has
+        pytest.skip("the Neuron SDK is not installed")  # neither the emulator nor a stand-in has the real list of names
     for module, names in page("NKI").items():
         for name in names:
             resolve_name(f"{module}.{name}")
 
 
-def test_nothing_else_imports_them():
+def test_no_other_module_imports_them():
     """The Neuron SDK's stand-ins import NKI to complete it."""
     for path in sorted(SOURCE.rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
@@ -84,7 +84,7 @@ def test_nothing_else_imports_them():
 
 
 class TestChangesAreSeen:
-    """Each of these changes of a source fails one of the tests above."""
+    """Each of these changes in a source makes one of the tests above fail."""
 
     def test_an_import(self, monkeypatch):
         monkeypatch.setattr(internals, "_trees", lambda folder: [ast.parse("from torch_xla.core import xla_env_vars")])
@@ -111,4 +111,4 @@ class TestChangesAreSeen:
         monkeypatch.delattr(ModelWrapper, "pad_inputs")
         monkeypatch.setattr(internals, "_on_self", lambda cls, how: set())
         with pytest.raises(AssertionError):
-            test_attributes_that_are_listed_exist(None)
+            test_listed_attributes_exist(None)

@@ -47,7 +47,7 @@ class TestLinear:
 @DTYPES
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_router(tokens, dtype):
-    """In float32 whatever the dtype of the weights."""
+    """The result is float32 for every dtype of weights."""
     x, weight = random(tokens, 16, dtype=dtype), random(6, 16, dtype=dtype)
     output = GPU.router_logits(x, weight)
     assert output.dtype == torch.float32
@@ -58,7 +58,7 @@ def test_router(tokens, dtype):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("spread", [1, 0], ids=["routed", "all choose the same"])
 def test_experts(spread, tokens, dtype):
-    """6 experts, 2 for a token: of up to 2 tokens the experts are looked up."""
+    """There are 6 experts, 2 for each token. For up to 2 tokens the experts' weights are fetched by index."""
     logits = random(tokens, 6, dtype=torch.float32) * spread + torch.tensor([0.0, 0.1, 0.0, 0.0, 0.2, 0.0])
     weights, ids = topk_softmax(logits, 2)
     x, w1, w2 = random(tokens, 16, dtype=dtype), random(6, 32, 16, dtype=dtype), random(6, 16, 16, dtype=dtype)

@@ -36,7 +36,7 @@ def copied(argument, device):
 
 
 def compare(operator, *arguments, dtype=torch.float32):
-    """Compare the result, and what is written in place; NaN where the definition has it."""
+    """Compare results and arguments written in place. Both must have NaN at the same places."""
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
     expected, output = operator(*theirs), LAUNCHES[operator](*ours)
     assert output.dtype == expected.dtype and output.shape == expected.shape
@@ -51,7 +51,7 @@ def compare(operator, *arguments, dtype=torch.float32):
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 def test_convolution(has_bias, width, dtype):
-    """Rows of a wider tensor; the second sequence is idle, and so its window stays, bit by bit."""
+    """x is part of a wider tensor. The second sequence is idle, and its window stays bit by bit."""
     x = random(3, 1, 200, dtype=dtype)[..., :140]
     state, weight = random(3, 140, width - 1, dtype=dtype), random(140, width, dtype=dtype)
     bias = random(140, dtype=dtype) if has_bias else None
@@ -60,7 +60,7 @@ def test_convolution(has_bias, width, dtype):
 
 @pytest.mark.parametrize(("head_dim", "d_state", "groups"), [(32, 128, 1), (24, 24, 2)])
 def test_recurrence(head_dim, d_state, groups):
-    """The second sequence is idle, the third one NaN."""
+    """The second sequence is idle, and the third one is NaN."""
     rows, heads = 3, 4
     columns = random(rows, heads * head_dim + 2 * groups * d_state)
     x = columns[:, : heads * head_dim].unflatten(-1, (heads, head_dim))
@@ -86,7 +86,7 @@ def test_products(columns, is_gated, dtype):
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 6, 2), (3, 64, 6), (70, 72, 10), (2, 5, 5)])
 def test_choice_of_experts(tokens, experts, top_k):
-    """In whole numbers, so that there are equal ones; one of the last token's is NaN, with a sign."""
+    """Logits are whole numbers, so that some are equal. The last token has a NaN, with a sign."""
     logits = random(tokens, experts).mul(3).round()
     logits[-1, 0] = -torch.tensor(math.nan)
     assert logits[-1, 0].view(torch.int32) < 0
@@ -104,7 +104,7 @@ def test_choice_of_experts(tokens, experts, top_k):
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
 @pytest.mark.parametrize("max_splits", [128, 4])
 def test_attention(max_splits, kv_length, dtype, monkeypatch):
-    """Sequences with one entry, with some and with all; an idle one. What none has written is NaN."""
+    """Sequences have one entry, some or all; one is idle. Entries that no sequence has written are NaN."""
     monkeypatch.setattr(attention, "_MAX_SPLITS", max_splits)
     positions = torch.tensor([[0], [257 % kv_length], [kv_length - 1], [9]], dtype=torch.int32)
     key, value = random(5, 2, 640, 24, dtype=dtype), random(5, 2, 640, 24, dtype=dtype)
@@ -119,7 +119,7 @@ def test_attention(max_splits, kv_length, dtype, monkeypatch):
 
 @DTYPES
 def test_a_tokens_attention_does_not_depend_on_the_step(dtype):
-    """Each of several tokens of several sequences has the bits that it has alone, with the shortest cache."""
+    """Each token of several sequences has the bits that it has alone, with the shortest cache."""
     key, value = random(4, 2, 640, 24, dtype=dtype), random(4, 2, 640, 24, dtype=dtype)
     starts, tokens = (5, 30, 255), 3
     positions = torch.tensor([[start + token for token in range(tokens)] for start in starts], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The Triton kernels are compiled for a GPU, at real sizes, also where there is none: the interpreter takes more."""
+"""The Triton kernels compile for a GPU at real sizes, on machines without one too. The interpreter accepts more."""
 
 import os
 import re
@@ -33,7 +33,7 @@ pytestmark = [
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 EPS = 1e-5
-# Weights, and what no other kernel of a step writes.
+# Weights, and arguments that no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
 FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths"]
 
@@ -58,7 +58,7 @@ def kind(argument):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """A list of what launches compile, in place of running it."""
+    """Have launches compile kernels and not run them. Return the list of compiled kernels."""
     compiled = []
 
     def compile_for_gpu(kernel, *arguments, **options):
@@ -118,17 +118,17 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
     reads = reads_before_waiting(compiled)
     names = {name for name, _ in reads}
     assert {"conv_state", "ssm_state", "lengths"} <= names <= {*FIXED_IN_A_STEP, "router_logits"}
-    # Which a multiprocessor's own cache may have of an earlier layer.
+    # A multiprocessor's own cache may hold an earlier layer's values of these.
     assert all(".cg" in instruction for name, instruction in reads if name == "router_logits")
 
 
 def reads_before_waiting(compiled):
-    """Return what kernels may read before those before them have ended: (argument, instruction)."""
+    """Return the (argument, instruction) pairs that kernels may read before earlier kernels have ended."""
     found = set()
     for each in compiled:
         kinds = [(name, kind) for name, kind in each.src.signature.items() if kind != "constexpr"]
         reads = [(*kinds[number], instruction) for number, instruction in reads_before_wait(each.asm["ptx"])]
-        found |= {(name, instruction) for name, kind, instruction in reads if kind.startswith("*")}  # not of strides
+        found |= {(name, instruction) for name, kind, instruction in reads if kind.startswith("*")}  # not strides
     return found
 
 
@@ -159,8 +159,8 @@ def test_verification(tokens, config, compiled):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 32, 128])
-def test_every_number_of_rows_has_one_instruction(rows, config, compiled):
-    """wgmma adds up in another order than mma.sync."""
+def test_all_numbers_of_rows_use_one_instruction(rows, config, compiled):
+    """It must be mma.sync, because wgmma adds in another order."""
     x = empty(rows, config.hidden_size)
     for outputs in (config.hidden_size, 2 * config.shared_intermediate_size, config.vocab_size):
         LAUNCHES[head.score_tokens](x, empty(outputs, config.hidden_size), 3.0)
@@ -174,7 +174,7 @@ def test_every_number_of_rows_has_one_instruction(rows, config, compiled):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [3, 8, 32])
 def test_sequences_are_rounded_alike(batch, dtype, compiled):
-    """A program's sequences have equal instructions: no sum of two products, of which a compiler rounds either."""
+    """All sequences of a program get equal instructions. No two products are added: a compiler may round either."""
     hidden, heads, channels, experts = 64, 8, 160, 6
     x, norm, lengths = float32(batch, hidden), empty(hidden, dtype=dtype), int32(batch)
     convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
@@ -222,18 +222,18 @@ def test_tokens_of_several_sequences(config, compiled):
 
 
 def tiles_of_products():
-    """Return all of 16-bit numbers as parameters; those between the largest and the smallest are slow."""
+    """Return all tiles for 16-bit numbers as parameters. Those between the largest and the smallest are marked slow."""
     largest, *others, smallest = products._TILES
     return [largest, smallest, *(pytest.param(tile, marks=pytest.mark.slow) for tile in others)]
 
 
 @pytest.mark.parametrize("tile", tiles_of_products(), ids=str)
-def test_products_of_prompts_have_one_instruction(tile, compiled, monkeypatch):
-    """Of all tiles it is wgmma, which adds 16 columns in the same order for any number of rows and outputs."""
+def test_products_of_prompts_use_one_instruction(tile, compiled, monkeypatch):
+    """All tiles use wgmma, which adds 16 columns in the same order for any number of rows and outputs."""
     monkeypatch.setattr(products, "_TILES", (tile,))
     LAUNCHES[products.multiply_tokens](empty(512, 768), empty(3376, 768), None, False, False)
     [kernel] = compiled
     instructions = re.findall(r"mma[._a-z]*sync\.aligned\.(m\d+n\d+k\d+\.\S+?)[\s;]", kernel.asm["ptx"])
     [instruction] = set(instructions)
     assert re.fullmatch(r"m64n\d+k16\.f32\.bf16\.bf16", instruction)
-    assert len(instructions) % 4 == 0  # 64 columns, one instruction after another
+    assert len(instructions) % 4 == 0  # four instructions for 64 columns

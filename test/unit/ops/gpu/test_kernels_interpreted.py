@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels where there is no GPU: in processes of their own, which interpret them."""
+"""Tests of the Triton kernels without a GPU, in separate processes with Triton's interpreter."""
 
 import os
 import subprocess

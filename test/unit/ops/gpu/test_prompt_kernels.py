@@ -1,5 +1,5 @@
-"""The Triton kernels of prompts against their definitions in float64, as in test_kernels.py; and that a token's numbers
-are the same, bit by bit, however a prompt is cut, padded and kept.
+"""The Triton kernels of prompts against their definitions in float64, as in test_kernels.py. A token's numbers stay the
+same bit by bit, however a prompt is cut, padded and cached.
 """
 
 import math
@@ -27,9 +27,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 __all__ = ["products_of_bfloat16", "seed"]  # fixtures
 BFLOAT16 = torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BFLOAT16, marks=pytest.mark.slow)], ids=str)
-# Of tests that compare bits. Here float32, which shows another order of sums, and bfloat16 where wgmma is to be tested.
+# For tests that compare bits: float32 shows another order of sums; on a GPU bfloat16 tests wgmma.
 OF_BITS = BFLOAT16 if DEVICE == "cuda" else torch.float32
-# Triton's interpreter cuts digits off where a GPU rounds.
+# Triton's interpreter truncates where a GPU rounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
 
 
@@ -61,7 +61,7 @@ class TestProducts:
         ("kind", "columns"), [("plain", 128), ("bias", 80), ("gated", 80), ("in float32", 80)], ids=str
     )
     def test_numbers(self, kind, columns, dtype):
-        """Rows lie in a wider tensor."""
+        """Rows are part of a wider tensor."""
         x, weight = random(70, columns + 8, dtype=dtype)[:, :columns], weights(72, columns, dtype=dtype)
         bias = random(72, dtype=dtype) if kind == "bias" else None
         output = launch(multiply_tokens, x, weight, bias, kind == "gated", kind == "in float32")
@@ -72,7 +72,7 @@ class TestProducts:
 
     @pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
     def test_other_rows_do_not_matter(self, is_gated):
-        """Neither their number nor their values."""
+        """Neither the number nor the values of the other rows matter."""
         x, weight = random(150, 80, dtype=OF_BITS), weights(40, 80, dtype=OF_BITS)
         together = launch(multiply_tokens, x, weight, None, is_gated, False)
         for rows in (slice(0, 64), slice(64, 150)):
@@ -89,7 +89,7 @@ class TestProducts:
 @DTYPES
 @pytest.mark.parametrize(("is_gated", "groups"), [(False, 1), (True, 2)], ids=["plain", "gated"])
 def test_norms(is_gated, groups, dtype):
-    """The gate's rows lie in a wider tensor."""
+    """The gate's rows are part of a wider tensor."""
     x, z = random(5, 80), random(5, 90, dtype=dtype)[:, 3:83] if is_gated else None
     weight = 1 + random(80, dtype=dtype)
     output = launch(normalize, x, z, weight, 1e-5, groups)
@@ -103,7 +103,7 @@ class TestConvolution:
     @DTYPES
     @pytest.mark.parametrize(("has_bias", "width"), [(False, 2), (True, 4)], ids=["no bias", "bias"])
     def test_numbers(self, has_bias, width, dtype):
-        """Of rows of a wider tensor; lengths from none to all tokens."""
+        """Rows are part of a wider tensor. Lengths go from no token to all tokens."""
         x = random(4, 37, 90, dtype=dtype)[..., :70]
         state, weight = random(4, 70, width - 1, dtype=dtype), random(70, width, dtype=dtype)
         bias, lengths = random(70, dtype=dtype) if has_bias else None, torch.tensor([0, 1, 20, 37], dtype=torch.int32)
@@ -144,7 +144,7 @@ class TestScan:
         ids=["few tokens", "three chunks", "decays that vanish"],
     )
     def test_numbers(self, tokens, sizes, largest_A):
-        """With few long steps among short ones sums of decays go far down, and their differences keep their digits."""
+        """A few long steps among short ones make sums of decays large. Their differences keep their digits."""
         arguments, state = self.inputs(tokens, largest_A=largest_A, **sizes)
         if largest_A > 100:
             arguments[1].mul_(0.01)
@@ -154,7 +154,7 @@ class TestScan:
             assert relative_error(ours, expected) <= 2e-6
 
     def test_cuts_and_padding_do_not_matter(self):
-        """300 tokens, and these in pieces of 128, of which the last one is padded."""
+        """300 tokens run together, and in pieces of 128, the last one padded."""
         (x, dt, A, B, C, D), state = self.inputs(384, heads=2)
         dt[:, 300:], pieces = 0, []
         whole, last = launch(scan_chunks, x[:, :300], dt[:, :300], A, B[:, :300], C[:, :300], D, state)
@@ -163,7 +163,7 @@ class TestScan:
             pieces.append(piece)
         assert same_bits(torch.cat(pieces, 1)[:, :300], whole) and same_bits(state, last)
 
-    def test_states_do_not_matter_where_nothing_is_added(self):
+    def test_padding_alone_keeps_states(self):
         arguments, state = self.inputs(130)
         arguments[1].zero_()
         _, last = launch(scan_chunks, *arguments, state)
@@ -172,7 +172,7 @@ class TestScan:
 
 class TestAttention:
     def inputs(self, ends, tokens, dtype, max_length=160):
-        """Return a query, caches and where the sequences are; what none has written is NaN."""
+        """Return a query, caches and the sequences' places. Entries that no sequence has written are NaN."""
         positions = torch.tensor(ends)[:, None] - tokens + torch.arange(tokens)
         key, value = (random(len(ends) + 1, 2, max_length, 24, dtype=dtype) for _ in range(2))
         for cache in (key, value):
@@ -226,7 +226,7 @@ class TestExperts:
     @DTYPES
     @pytest.mark.parametrize(("tokens", "spread"), [(3, 1.0), (80, 0.0)], ids=str)
     def test_numbers(self, tokens, spread, dtype, monkeypatch):
-        """Where all choose the same two experts these have several blocks, and so have the lists of choices."""
+        """If all tokens choose the same two experts, these have several blocks, and so have the lists of choices."""
         monkeypatch.setattr(fused_moe, "_BLOCK_OF_CHOICES", 64)
         arguments = self.inputs(tokens, dtype, spread)
         output = launch(multiply_by_experts, *arguments)
@@ -240,7 +240,7 @@ class TestExperts:
         assert relative_error(output, expected) <= TOLERANCE[dtype]
 
     def test_other_tokens_do_not_matter(self):
-        """Neither their number, nor their experts, nor their values."""
+        """Neither the number, the experts nor the values of other tokens matter."""
         x, w1, w2, *chosen = self.inputs(80, OF_BITS, spread=0.0)
         together = launch(multiply_by_experts, x, w1, w2, *chosen)
         for rows in (slice(0, 64), slice(64, 80)):

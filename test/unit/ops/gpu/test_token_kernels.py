@@ -15,14 +15,14 @@ pytestmark = pytest.mark.versions
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture
-# Triton's interpreter cuts digits off where a GPU rounds.
+# Triton's interpreter truncates where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
-# Rows and columns of a program are powers of two, and most of these are not. The interpreter is slow.
+# A program's rows and columns are powers of two; most of these sizes are not. The interpreter is slow.
 SIZES = pytest.mark.parametrize("columns", [16, 80, 768, 5000] if DEVICE == "cuda" else [80, 768])
 EPS = 1e-5
 
 
-# (rows, the operators, the size of a matrix from which on a program of one row has two tiles of rows)
+# (rows, the operators, the size from which on a program of one row reads two tiles of a matrix)
 BATCHES = {
     "one": (1, single_token_layer, 2**24),
     "one, two tiles": (1, single_token_layer, 1),
@@ -36,7 +36,7 @@ if DEVICE != "cuda":  # the interpreter is slow
 
 @pytest.fixture(params=BATCHES.values(), ids=BATCHES)
 def rows(request, monkeypatch):
-    """(how many, the operators)"""
+    """Return (the number of rows, the operators)."""
     batch, operators, size = request.param
     monkeypatch.setattr(gemv, "_MIN_SIZE_OF_TWO_TILES", size)
     return batch, operators
@@ -54,8 +54,8 @@ def operators(rows):
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch):
-    """Let the interpreter, which multiplies the bits of bfloat16, multiply its values; and add up as a GPU does, from
-    the first column on. NumPy's order depends on the shapes.
+    """Have the interpreter multiply the values of bfloat16, not the bits, and add from the first column on, as a GPU
+    does. NumPy's order depends on the shapes.
     """
     if DEVICE == "cuda":
         return
@@ -76,7 +76,7 @@ def products_of_bfloat16(monkeypatch):
 
 
 def lengths_of(batch, length):
-    """Return lengths of sequences: the last one has `length`, those before are real and idle in turns."""
+    """Return lengths of sequences: the last one has `length`; the others alternate between real and idle."""
     return torch.tensor([number % 2 for number in range(batch - 1)] + [length], dtype=torch.int32)
 
 
@@ -85,8 +85,8 @@ def weights(*shape, dtype):
 
 
 def compare(operator, *arguments, dtype=torch.float32, real=None, **constants):
-    """Compare the results, and what is written in place; return the definition's results. With the lengths `real` these
-    are of sequences that are not idle.
+    """Compare results and arguments written in place, and return the definition's results. With the lengths `real` only
+    sequences that are not idle count.
     """
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
     expected, outputs = operator(*theirs, **constants), LAUNCHES[operator](*ours, **constants)
@@ -132,7 +132,7 @@ def test_mixer_inputs(has_bias, length, columns, dtype, batch, operators):
     ("head_dim", "d_state", "groups", "dtype"), [(32, 128, 1, torch.float32), (24, 24, 2, torch.bfloat16)]
 )
 def test_recurrence(head_dim, d_state, groups, length, limits, dtype, batch, operators):
-    """dt from almost nothing to where softplus is the identity."""
+    """dt goes from almost zero to values where softplus is the identity."""
     heads = 6
     inputs = random(batch, 2 * heads * head_dim + 2 * groups * d_state + heads)
     inputs[-1, -heads:] = torch.tensor([-12.0, -5.0, 0.0, 2.0, 19.0, 25.0])
@@ -181,7 +181,7 @@ def test_mlp(columns, dtype, batch, operators):
     ],
 )
 def test_experts(experts, top_k, columns, dtype, batch, operators):
-    """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
+    """Router logits are whole numbers, so that some are equal; then they are NaN, which must reach the result."""
     x, norm = random(batch, columns), 1 + random(columns, dtype=dtype)
     all_real, some_idle = torch.ones(batch, dtype=torch.int32), lengths_of(batch, 1)
     normed, logits = compare(operators.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
@@ -198,7 +198,7 @@ def test_experts(experts, top_k, columns, dtype, batch, operators):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verified_mixer(dtype):
-    """Of three sequences: one that begins, one with fewer tokens, and an idle one."""
+    """One of three sequences begins, one has fewer tokens, and one is idle."""
     batch, tokens, heads, head_dim, d_state, taps = 3, 4, 4, 24, 16, 4
     inner = heads * head_dim
     channels = inner + 2 * d_state
@@ -221,7 +221,7 @@ def test_verified_mixer(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_verified_mixer_has_the_bits_of_decode(dtype):
-    """Of two sequences, of which the second one has fewer tokens; what is accepted of them advances the state alike."""
+    """The second of two sequences has fewer tokens. Accepted tokens advance the state as decode does."""
     batch, tokens, heads, head_dim, d_state, taps, columns = 2, 3, 2, 16, 16, 4, 32
     inner, launch = heads * head_dim, LAUNCHES
     channels = inner + 2 * d_state
@@ -256,7 +256,7 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rows_bits_do_not_depend_on_other_rows(dtype):
-    """Alone, in another place among others, and behind the rows of a program."""
+    """The row runs alone, in another place among others, and after the rows of one program."""
     columns, rows, experts = 80, 40, 6
     x, norm = random(rows, columns), 1 + random(columns, dtype=dtype)
     by_rows = {

@@ -89,7 +89,7 @@ class TestExperts:
 
     @pytest.mark.parametrize("programs", [1, 2])
     def test_idle_tokens(self, programs):
-        """Idle tokens cost nothing and get zeros, also where they leave most memory for weights unwritten."""
+        """Idle tokens cost nothing and get zeros, even if most of the memory for weights stays unwritten."""
         inputs = experts_inputs(6, idle=(0, 1, 3, 4, 5))
         check(inputs, programs)
         y = run(inputs, programs)
@@ -97,7 +97,7 @@ class TestExperts:
         assert not run(experts_inputs(2, idle=(0, 1)), programs).any()
         assert last_launch().hbm_bytes < 20_000  # an expert has 295 kB
 
-    def test_nothing_of_other_experts_is_read(self):
+    def test_weights_of_other_experts_are_not_read(self):
         inputs = experts_inputs(2)
         expected = run(inputs)
         others = [expert for expert in range(8) if expert not in inputs["topk_ids"]]
@@ -152,8 +152,8 @@ class TestBudgets:
         [(6, 2688, 480, torch.bfloat16), (4, 1408, 672, torch.float32), (2, 2560, 608, torch.float32)],
         ids=str,
     )
-    def test_where_memory_is_shortest(self, slots, hidden, width, dtype):
-        """The dimensions leave less than 400 bytes with 128 tokens. The emulator refuses what does not fit."""
+    def test_dimensions_that_barely_fit(self, slots, hidden, width, dtype):
+        """The dimensions leave less than 400 bytes with 128 tokens. The emulator refuses kernels that do not fit."""
         check_experts_decode(128, slots, hidden, width, dtype.itemsize)
         check(experts_inputs(128, slots, hidden, width, 1, dtype), 2, TOLERANCE[dtype])
 

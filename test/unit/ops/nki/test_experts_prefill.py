@@ -74,7 +74,7 @@ class TestBlocks:
         assert len(shared) <= 1
 
     def test_the_most_blocks(self):
-        """Each expert has one row more than whole blocks of them, or all tokens have the same experts."""
+        """Each expert has one row more than fills whole blocks, or all tokens have the same experts."""
         topk_ids = torch.arange(4)[:, None].expand(4, 129).reshape(-1, 1)
         loads, rows, _ = expert_blocks(topk_ids, 4)
         assert (rows < len(topk_ids)).any(0).sum() == 8 <= len(loads) == num_blocks(516, 1, 4)
@@ -82,7 +82,7 @@ class TestBlocks:
         loads, rows, _ = expert_blocks(same, 8)
         assert (rows < 400).any(0).sum() == 12 and (loads < 8).sum() == 4  # one of the three is in both parts
 
-    def test_nothing_chosen(self):
+    def test_no_expert_chosen(self):
         loads, rows, choices = expert_blocks(torch.full((5, 2), 9), 9)
         assert (loads == 9).all() and (rows == 5).all() and (choices == choices.numel()).all()
 
@@ -119,7 +119,7 @@ class TestExperts:
         check(inputs | dict(x=inputs["x"].nan_to_num()), programs)
         assert torch.equal(run(inputs, programs), run(inputs | dict(x=inputs["x"].nan_to_num()), programs))
 
-    def test_nothing_of_other_experts_is_read(self):
+    def test_weights_of_other_experts_are_not_read(self):
         inputs = experts_inputs(40, top_k=2)
         inputs["topk_ids"][(inputs["topk_ids"] == 3).any(1)] = 8  # all choices of a token are inside, or none is
         expected = run(inputs)
@@ -152,7 +152,7 @@ def test_dimensions_that_the_kernel_does_not_take(dimensions):
 
 
 def minimum(inputs):
-    """Return the bytes of all weights, and of a row in and out for every choice."""
+    """Return the bytes of all weights, plus an input row and an output row for every choice."""
     x, gate_up_proj, down_proj, topk_ids, _ = inputs.values()
     assert topk_ids.unique().numel() == len(down_proj)
     return nbytes(gate_up_proj, down_proj) + 2 * topk_ids.numel() * nbytes(x[0])
@@ -184,6 +184,6 @@ class TestBudgets:
         [(2688, 1088, torch.bfloat16), (2304, 688, torch.float32)],
         ids=str,
     )
-    def test_where_memory_is_shortest(self, hidden, width, dtype):
+    def test_dimensions_that_barely_fit(self, hidden, width, dtype):
         check_experts_prefill(hidden, width, dtype.itemsize)
         check(experts_inputs(40, 1, hidden, width, 1, dtype))

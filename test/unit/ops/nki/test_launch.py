@@ -1,4 +1,4 @@
-"""NKI kernels as operators of torch: their schemas, their results' shapes, and who registers them."""
+"""NKI kernels as operators of torch: their schemas, the shapes of results, and their registration."""
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_shapes_are_known_without_running_it(call):
-    """The shapes of a traced call are the kernel's, and nothing it returns shares memory with what it takes."""
+def test_shapes_are_known_without_a_run(call):
+    """A traced call has the kernel's shapes, and no result shares memory with an argument."""
     operator = getattr(torch.ops.granite4_neuron, call.split(",")[0])
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     opcheck(operator, tuple(CALLS[call].values()), test_utils=checks)
 
 
-def test_torch_neuronx_registers_them_where_it_is(monkeypatch):
+def test_torch_neuronx_registers_them_if_installed(monkeypatch):
     registered = []
 
     def nki_op(name, mutates_args):

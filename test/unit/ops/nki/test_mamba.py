@@ -65,7 +65,7 @@ def test_ragged_batch(folder):
 
 
 def test_bfloat16_stays_near(folder):
-    """The model is as near to the float32 logits as the plain model in bfloat16, except for rounding of its own."""
+    """The error against float32 logits is at most twice that of the plain model in bfloat16."""
     exact = load_model(folder, torch.float32)
     tokens = random_tokens(exact.config.vocab_size, 2, 60)
     expected = run_cuts(exact, tokens, [60])
@@ -82,7 +82,7 @@ def test_state_is_allocated_in_the_kernels_layout(folder):
 
 
 def test_a_row_without_tokens_keeps_its_state():
-    """The state stays whatever the caller does with the row. Not every runtime has a null slot for it."""
+    """The kernels themselves keep the state, because not every runtime has a null slot."""
     kernels = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki").mamba_prefill
     x, conv_state, weight, bias, _ = conv_inputs(2, 3, 64).values()
     lengths = torch.tensor([3, 0])
@@ -106,7 +106,7 @@ def test_a_row_without_tokens_keeps_its_state_in_decode():
     assert torch.equal(results[1][1], states[1]) and torch.equal(results[2][1], conv_states[1])
 
 
-def test_dimensions_that_no_kernel_takes():
+def test_dimensions_that_the_kernels_do_not_take():
     with pytest.raises(UserError, match="head_dim 32, 64 or 128; here are 8 heads in 1 groups, and head_dim 16"):
         select_operators(TORCH, small_config(), prefill_scan="ssd")
     with pytest.raises(UserError, match=r"decode takes 1 to 16 tokens.* Here are 1 heads in 1 groups"):
@@ -127,7 +127,7 @@ def test_steps_of_a_few_tokens_are_one_kernel():
     assert taken.mamba_decode.fused_mixer.max_tokens == 16 and taken.fallbacks == ()
 
 
-def test_names_that_are_none():
+def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="prefill_scan is 'fast'; it must be one of chunked, quadratic, scan, ssd"):
         select_operators(TORCH, small_config(), prefill_scan="fast")
     with pytest.raises(UserError, match="decode_kernel is 'fast'; it must be one of torch, nki"):
@@ -144,7 +144,7 @@ def test_without_nki(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "is_taken"), [("0.3.0+2131.a1", False), ("0.4.1", False), ("0.5.0", True), ("0.10", True)]
 )
-def test_an_nki_without_what_the_kernels_call(version, is_taken, monkeypatch):
+def test_an_nki_that_is_too_old_is_refused(version, is_taken, monkeypatch):
     monkeypatch.setattr(neuron_sdk.importlib.metadata, "version", lambda name: version)
     if is_taken:
         select_operators(TORCH, CONFIGS["one group"], prefill_scan="scan")

@@ -64,7 +64,7 @@ def test_state_after_the_accepted_tokens(accepted):
     "dimensions", [dict(heads=16), dict(heads=8, d_state=64, groups=2)], ids=["1 group", "2 groups"]
 )
 def test_a_verification_and_its_commit(programs, dimensions):
-    """Outputs alone, for which no state is written, and states alone equal bit by bit those of both together."""
+    """Outputs alone and states alone equal those computed together, bit by bit."""
     case = mamba_decode_inputs(3, 4, accepted=[4, 0, 2], **dimensions)
     together = run(case, programs)
     check(together, mamba_decode_oracle(case))
@@ -94,7 +94,7 @@ def test_bfloat16():
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_batch(batch, tokens, dimensions):
-    """Several groups of sequences, several banks, and the most heads, lanes and tokens."""
+    """Steps have several groups of sequences, several banks, and the most heads, lanes and tokens."""
     case = mamba_decode_inputs(batch, tokens, accepted=[i % (tokens + 1) for i in range(batch)], **dimensions)
     check(run(case), mamba_decode_oracle(case))
 
@@ -137,7 +137,7 @@ def test_nan_stays_in_its_sequence(name):
 
 @pytest.mark.parametrize("programs", [1, 2])
 def test_in_place(programs, monkeypatch):
-    """The output that takes the memory of `states` is right in the end, so nothing is read after it was overwritten."""
+    """An output takes the memory of `states` and is still right: nothing is read after it was overwritten."""
     emulation = pytest.importorskip("nki.emulation", reason="aliases are given to the graph, not to a simulator")
     case = mamba_decode_inputs(3, 2)
     exact = mamba_decode_oracle(case)
@@ -175,7 +175,7 @@ def test_dimensions_that_it_does_not_take():
 
 class TestBudgets:
     def test_four_tokens_cost_little_more_than_one(self):
-        """Instructions but for loading and storing states are at most 1.6 times as many. State bytes are the same."""
+        """Without loads and stores of states, instructions are at most 1.6 times as many. State bytes are the same."""
         for batch in (1, 8):
             counts, written = [], []
             for tokens in (1, 4):
@@ -243,7 +243,7 @@ class TestStatesOf16Bits:
         assert abs(errors.mean()) < 5 * errors.std() / errors.numel() ** 0.5
 
     def test_drift_over_20000_steps(self):
-        """The state decays by a ten thousandth a step, as in slow heads. Plain rounding never moves it."""
+        """The state decays by a ten thousandth per step, as in slow heads. Rounding to nearest never moves it."""
         values = pytest.importorskip("nki.values", reason="only the emulator rounds here")
         steps, decay = 20_000, np.float32(1 - 1e-4)
         exact = float(decay) ** steps

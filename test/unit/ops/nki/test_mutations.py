@@ -1,4 +1,4 @@
-"""Bugs planted in the kernels' sources, one at a time. The kernels' tests must find each of them."""
+"""Bugs are planted in the kernels' sources, one at a time. The kernels' comparisons must find each of them."""
 
 import inspect
 import types
@@ -34,7 +34,7 @@ emulation = pytest.importorskip("nki.emulation", reason="a simulator may do anyt
 
 
 def mutated(module, old, new, parts=()):
-    """Return the module's kernel with one piece replaced in its source, or in that of a module it has functions of."""
+    """Return the module's kernel with one piece of source replaced, in this module or in one that it imports from."""
     (changed,) = (m for m in (module, *parts) if old in inspect.getsource(m))
     source = inspect.getsource(changed)
     assert source.count(old) == 1, f"{old!r} is in {changed.__name__} {source.count(old)} times"
@@ -263,7 +263,7 @@ def mutations(kernel_mutations):
     return pytest.mark.parametrize(("old", "new"), kernel_mutations.values(), ids=kernel_mutations.keys())
 
 
-# Two groups, two rows and two chunks, the last of them shorter, so that no bug can hide.
+# Two groups, two rows and two chunks, the last one shorter, so that no bug can hide.
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
 MAMBA_DECODE_INPUTS = mamba_decode_inputs(2, 3, heads=4, head_dim=32, groups=2, d_state=64, accepted=[1, 2])
 MAMBA_DECODE_BANKS_INPUTS = mamba_decode_inputs(9, 5, heads=16, head_dim=128, d_state=32)  # several banks of each kind
@@ -329,8 +329,8 @@ def test_an_expert_that_is_read_twice():
     assert bytes_read[1] > 1.3 * bytes_read[0]
 
 
-def test_the_sources_as_they_are_pass():
-    """The unchanged sources pass the same comparisons, by the same steps."""
+def test_the_unchanged_sources_pass():
+    """They go through the same steps and comparisons."""
     for module, arguments, exact in (
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (tensor_tensor_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),

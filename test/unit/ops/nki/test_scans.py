@@ -31,7 +31,7 @@ def run(kernel, inputs, programs=1):
 
 
 class TestDefinitions:
-    """The torch definitions that stand beside the kernels."""
+    """The kernels' definitions in torch."""
 
     @pytest.mark.parametrize("definition", [ssd_chunk_scan_torch, tensor_tensor_scan_torch])
     def test_scans(self, definition):
@@ -39,7 +39,7 @@ class TestDefinitions:
         check(definition(**inputs), scan_oracle(inputs))
 
     def test_the_scan_goes_token_by_token(self):
-        """One token at a time it has the same bits; chunks of matrix products would not."""
+        """Token by token it gives the same bits, which chunks of matrix products would not."""
         inputs = scan_inputs(2, 20, heads=4, head_dim=32, groups=2, d_state=64, dtype=torch.bfloat16)
         y, states = tensor_tensor_scan_torch(**inputs)
         state = inputs["initial_states"]
@@ -161,7 +161,7 @@ class TestConvolution:
 
     @pytest.mark.parametrize("d_conv", [2, 3, 4])
     def test_windows_at_every_length(self, d_conv):
-        """Fewer tokens may be real than the window holds, and lengths lie on both sides of a block of 128."""
+        """There may be fewer real tokens than the window holds. Lengths lie on both sides of a block of 128."""
         lengths = [0, 1, 2, 3, 4, 126, 127, 128, 129, 130, 131]
         inputs = conv_inputs(len(lengths), 131, 64, d_conv, lengths=lengths)
         y, states = run(conv1d_prefill, inputs)
@@ -182,7 +182,7 @@ SBUF_LIMIT = 207 * 1024
 
 
 def check_traffic(inputs, outputs):
-    """Check that traffic is at most 1.5 times every argument and result once. Two cores both read shared ones."""
+    """Check that traffic is at most 1.5 times the bytes of arguments and results. Two cores both read shared ones."""
     assert last_launch().hbm_bytes <= 1.5 * nbytes(*inputs.values(), *outputs)
     assert last_launch().peak_sbuf_bytes < SBUF_LIMIT
 

@@ -54,7 +54,7 @@ def test_equals_the_recurrence(mamba_chunk_scan, length, chunk_size, batch, n_gr
 
 
 def test_fast_decay(mamba_chunk_scan):
-    """Sums of logarithms go down to -10,000, where exp of a difference of sums would be 0 / 0 or lose all digits."""
+    """Sums of logarithms go down to -10,000: their exponentials are 0, and a difference of sums loses its digits."""
     torch.manual_seed(0)
     arguments = inputs(1, 200, 1, max_A=128.0)
     y, states = mamba_chunk_scan(*arguments, 128)
@@ -72,7 +72,7 @@ def test_padding_changes_nothing(mamba_chunk_scan):
     assert torch.allclose(after, expected, atol=1e-5)
 
 
-def test_it_is_the_definition_of_one_token(mamba_chunk_scan):
+def test_one_token_equals_the_definition(mamba_chunk_scan):
     x, dt, A, B, C, D, states = inputs(2, 1, 2)
     y, after = mamba_chunk_scan(x, dt, A, B, C, D, states)
     assert torch.allclose(y[:, 0], selective_state_step(states, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D), atol=1e-5)

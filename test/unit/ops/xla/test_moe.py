@@ -1,4 +1,4 @@
-"""The paths of the experts in compiled graphs, in plain torch on the CPU, give the sums of the definition."""
+"""The experts' paths in compiled graphs, in plain torch on the CPU, equal the definition."""
 
 import math
 
@@ -46,7 +46,7 @@ UNIFORM, ONE, FEW = [0.0] * 6, [0.0, 0.0, 99.0, 0.0, 0.0, 0.0], [50.0, 50.0, 0.0
 @pytest.mark.parametrize("tokens", [1, 7, 33])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_forms_of_few_tokens(tokens, gathers, monkeypatch):
-    """The gather is for as few tokens as choose less than all weights, and without it nothing is fetched by index."""
+    """Weights are fetched by index only if the tokens choose less than all of them, and only if `gathers` allows it."""
     form = moe.fused_experts if gathers else moe.fused_experts_without_gather
     x, (w1, w2), (weights, ids) = torch.randn(tokens, HIDDEN), weights_of_experts(), routed(tokens, 1, UNIFORM)
     fetched = []
@@ -86,7 +86,7 @@ def test_no_routing_drops_a_token(tokens, top_k, capacity, bias, seed):
 
 @pytest.mark.parametrize(("top_k", "capacity"), [(1, 4), (1, 5), (2, 4), (3, 7)])
 def test_there_are_as_many_blocks_as_the_worst_routing_needs(top_k, capacity):
-    """All tokens go to as few experts as possible. One expert leaves no spare block, and one less is always too few."""
+    """All tokens go to as few experts as possible. With one expert no block is spare; one block less is too few."""
     tokens = 4 * capacity
     x, (w1, w2) = torch.randn(tokens, HIDDEN), weights_of_experts()
     weights, ids = torch.full((tokens, top_k), 1 / top_k), torch.arange(top_k).expand(tokens, -1)
@@ -103,7 +103,7 @@ def test_there_are_as_many_blocks_as_the_worst_routing_needs(top_k, capacity):
 @pytest.mark.parametrize("poisoned", [0, 3, 8])
 @pytest.mark.parametrize("path", [ExpertPath(CHOSEN), ExpertPath(ALL), 2, 4, 64], ids=str)
 def test_a_token_of_nan_stays_alone(path, poisoned):
-    """The token's logits are NaN too, so it is routed somewhere. Padding is such a token."""
+    """The token's logits are NaN too, so it goes to arbitrary experts. Padding is such a token."""
     x, (w1, w2), router = torch.randn(9, HIDDEN), weights_of_experts(), torch.randn(HIDDEN, EXPERTS)
     x[poisoned] = math.nan
     weights, ids = topk_softmax(x @ router, 3)
@@ -192,7 +192,7 @@ class TestPath:
         assert str(path) == f"{capacity} tokens per expert, {path.num_blocks} further blocks of {capacity}"
         assert str(expert_path(1, 10, 72, 768)) == "chosen experts"
 
-    def test_it_is_the_one_that_is_taken(self):
+    def test_the_experts_use_the_path(self):
         """`chosen` does not read experts that no token chose; the other paths do."""
         w1, w2 = weights_of_experts()
         w1[3:], w2[3:] = math.nan, math.nan

@@ -1,4 +1,4 @@
-"""The likeliest token is that which numpy's argmax finds, from finite logits only; a drawn one that of the host."""
+"""The likeliest token equals numpy's argmax and needs finite logits. A drawn token equals the host's."""
 
 import math
 
@@ -16,7 +16,7 @@ from test.support.stablehlo import findings as stablehlo_findings
 pytestmark = pytest.mark.versions
 
 
-def test_of_equal_ones_the_first():
+def test_the_first_of_equal_logits_is_chosen():
     logits = torch.randint(-3, 3, (50, 40), generator=torch.Generator().manual_seed(0)).float()
     logits[::2, 7] = -math.inf
     tokens = likeliest(logits)
@@ -27,7 +27,7 @@ def test_of_equal_ones_the_first():
     "row",
     [[1, math.nan, 3], [math.nan] * 3, [1, math.inf, 3], [-math.inf] * 3, [math.nan, math.inf, 1], [5, 3, -math.nan]],
 )
-def test_not_finite(row):
+def test_logits_that_are_not_finite(row):
     assert likeliest(torch.tensor([row, [1.0, 2.0, 0.0]])).tolist() == [-1, 1]
 
 
@@ -38,7 +38,7 @@ def test_a_large_vocabulary():
 
 
 def draws_of(noise, **options):
-    """Return `drawn`'s options of all rows, and noise."""
+    """Return the argument `draws` of `drawn`: the same options for all rows, and noise."""
     values = dict(temperature=1, top_k=0, top_p=1, min_p=0) | options
     return torch.cat([torch.tensor([list(values.values())] * len(noise)), noise], 1)
 
@@ -55,7 +55,7 @@ def draws_of(noise, **options):
     ],
     ids=["likeliest", "candidates", "drawn"],
 )
-def test_what_the_neuron_compiler_gets(choose, draws):
+def test_the_neuron_compiler_gets_a_graph_that_it_takes(choose, draws):
     pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; the extra dev has it")
     pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
     modules, logits = [], 3 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
@@ -72,7 +72,7 @@ def test_what_the_neuron_compiler_gets(choose, draws):
 
 class TestCandidates:
     @pytest.mark.parametrize("vocab_size", [1000, 100, 40])
-    def test_they_are_the_highest_unless_the_bound_says_no(self, vocab_size):
+    def test_candidates_are_the_highest_logits(self, vocab_size):
         logits = 3 * torch.randn(20, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
         logits[:, ::3] = logits[:, ::3].round()  # some are equal
         logits[3, torch.arange(vocab_size) % 10 > 0] = -math.inf
@@ -113,12 +113,12 @@ def plain(logits, noise, temperature):
 
 
 def coarse(logits, noise, temperature):
-    """Return logits as of a model in bfloat16: many are equal."""
+    """Return logits like those of a model in bfloat16: many are equal."""
     return logits.bfloat16().float(), noise
 
 
 def close(logits, noise, temperature):
-    """Return noise with which most tokens are nearly as good as the best, or as good."""
+    """Return noise that makes most tokens as good as the best one, or nearly so."""
     steps = (noise - 1).mul(3).round()
     near = (logits / temperature).softmax(-1) * (1 + 2e-5 * steps)
     return logits, torch.where(noise < 2, near, noise)
@@ -126,7 +126,7 @@ def close(logits, noise, temperature):
 
 class TestDrawn:
     def cases(self, options, kind, device):
-        """Return what the host draws; and what a device does of the logits, and of what `device` makes of them."""
+        """Return the host's tokens, and a device's tokens from the same logits and from device(logits)."""
         generator = torch.Generator().manual_seed(len(options))
         logits = 3 * torch.randn(ROWS, SIZE, generator=generator) + 9
         noise = torch.empty(ROWS, SIZE).exponential_(1, generator=generator)
@@ -140,8 +140,8 @@ class TestDrawn:
 
     @pytest.mark.parametrize("kind", [plain, coarse, close])
     @pytest.mark.parametrize("name", OPTIONS)
-    def test_they_are_the_hosts(self, name, kind):
-        """Also where the device rounds otherwise; few are left to the host, unless all are close."""
+    def test_tokens_equal_the_hosts(self, name, kind):
+        """This holds also if the device rounds otherwise. Few tokens are left to the host, unless most are close."""
         sign = torch.rand(ROWS, SIZE, generator=torch.Generator().manual_seed(5)).round() * 2 - 1
         expected, both = self.cases(OPTIONS[name], kind, lambda logits: logits * (1 + 2.0**-22 * sign))
         for found in both:
@@ -150,12 +150,12 @@ class TestDrawn:
             many = name == "equal" or (kind is close and name != "the best")
             assert (found.count(UNDECIDED) > ROWS / 10) == many
 
-    def test_what_the_host_has_to_choose(self):
+    def test_some_choices_are_left_to_the_host(self):
         lower = torch.linspace(9, -9, 1300)
         logits = lower[torch.arange(1300) * 563 % 1300].repeat(6, 1)
         draws = draws_of(torch.ones(6, 1300), top_k=10)
         logits[1, 3] = math.nan
-        draws[2, :4] = torch.tensor([0.0, 5, 0.5, 0.5])  # it draws none
+        draws[2, :4] = torch.tensor([0.0, 5, 0.5, 0.5])  # greedy
         logits[2, 7] = 10
         logits[3] = lower  # more than 8 of the highest are among neighbours
         draws[3, 4 + 25] = 1e-9

@@ -21,7 +21,7 @@ def packed(*shape):
 
 
 def call(name, **changes):
-    """Call an operator or a layer's method with good arguments. Some are replaced by name, or by a function of them."""
+    """Call an operator or a layer's method with good arguments, some of which `changes` replaces or maps by name."""
     arguments = GOOD[name]()
     for argument, value in changes.items():
         arguments[argument] = value(arguments[argument]) if callable(value) else value
@@ -139,7 +139,7 @@ GOOD = {
 
 EMPTY = torch.empty(0)
 NO_NUMBERS = EMPTY.long()
-# In 32 bits, none of these values' differences is below 0.
+# With differences in 32 bits, none of these would be below 0.
 WRAPPING = torch.tensor([0, 2**31 - 1, -(2**31), -1, 3], dtype=torch.int32)
 BAD = [
     ("weight_rows", dict(ids=torch.tensor([5])), "no row 5"),
@@ -238,7 +238,7 @@ BAD = [
 
 
 def test_bad_calls_are_refused():
-    """The calls run in a process of their own, because one that is not refused may end it."""
+    """The calls run in a separate process, because a call that is not refused may end it."""
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -252,7 +252,7 @@ def run_bad_calls():
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_the_good_calls_are_good(name):
+def test_good_calls_are_accepted(name):
     call(name)
 
 
@@ -288,11 +288,11 @@ def no_rows(good):
         ),
     ],
 )
-def test_nothing_gives_nothing(name, changes):
+def test_calls_without_rows_or_tokens(name, changes):
     assert call(name, **changes).numel() == 0
 
 
-def test_no_tokens_are_written_nowhere():
+def test_a_write_of_no_tokens_writes_nothing():
     cache = torch.zeros(3, 2, 20, 8)
     nothing = dict(values=torch.ones(2, 0, 2, 8), positions=torch.empty(2, 0).long(), lengths=torch.zeros(2).long())
     call("write_cache", cache=cache, **nothing)

@@ -26,7 +26,7 @@ from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 
-# Relative to the largest value. This is rounding of the result; inputs in a reduced dtype add nothing else.
+# Relative to the largest value. Only the result is rounded: inputs in a reduced dtype add no other error.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
 every_format = pytest.mark.parametrize("format", [None, *ops.FORMATS.values()], ids=["", *ops.FORMATS])
@@ -106,7 +106,7 @@ class TestLinear:
             x = torch.eye(130, dtype=dtype)[first : first + 8]
             assert torch.equal(cpu.linear(x, weight), values.T[: len(x)].to(dtype))
 
-    def test_what_does_not_fit_is_refused(self):
+    def test_mismatched_matrices_are_refused(self):
         values, scales = torch.zeros(5, 32, dtype=torch.int8), torch.ones(5)
         for weight in (
             torch.randn(5, 32).half(),
@@ -125,7 +125,7 @@ class TestPackedWeights:
     @every_dtype
     @every_format
     @pytest.mark.parametrize("shape", [(1, 1), (32, 8), (70, 131), (3, 33, 17)])
-    def test_hold_what_they_were_made_of(self, dtype, shape, format):
+    def test_hold_the_original_values(self, dtype, shape, format):
         packed, exact = weights(*shape, dtype=dtype, format=format)
         assert packed.shape == shape and packed.is_quantized == (format is not None)
         assert torch.equal(packed.dequantize(torch.float32), exact.float())
@@ -133,7 +133,7 @@ class TestPackedWeights:
         ids = torch.randint(len(rows), (2, 3))
         assert torch.equal(packed.rows(ids), rows[ids])
 
-    def test_a_row_that_is_not_there(self):
+    def test_a_row_out_of_range_is_refused(self):
         packed = cpu.pack(torch.randn(5, 32), torch.float32)
         for row in (-1, 5):
             with pytest.raises(RuntimeError, match="there is no row"):
@@ -141,7 +141,7 @@ class TestPackedWeights:
 
 
 class TestLossless12:
-    """Products have the bits of the plain ones, with values of all sizes that a list beside the codes must hold."""
+    """Products have the bits of the plain ones, also with values of all sizes in the list beside the codes."""
 
     @staticmethod
     def weight(*shape):
@@ -205,11 +205,11 @@ class TestQuantize:
         assert torch.equal(ours.scales, expected.scales)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_what_is_not_finite_stays_so_alone(self, dtype, value, format):
+    def test_a_value_that_is_not_finite_affects_only_its_row(self, dtype, value, format):
         weight = torch.randn(3, 70).to(dtype)
         weight[1, 69] = value
         if format is LOSSLESS12:
-            pytest.skip("the format has these numbers, and finite scales")
+            pytest.skip("the format holds these numbers, with finite scales")
         ours, expected = cpu.quantize(weight, format), format.quantize(weight)
         assert torch.equal(torch.isfinite(ours.scales), torch.isfinite(expected.scales))
         assert torch.isfinite(ours.scales).view(3, -1).all(-1).tolist() == [True, False, True]
@@ -222,7 +222,7 @@ class NoHeader(Int8):
 
 
 def test_a_format_without_a_header():
-    """Plain torch quantizes the format, and tiles of it are refused."""
+    """Plain torch quantizes in the format, and packing is refused."""
     weight = torch.randn(5, 32)
     quantized = cpu.quantize(weight, NoHeader())
     assert torch.equal(quantized.values, INT8.quantize(weight).values)
@@ -268,7 +268,7 @@ class TestMLP:
         gate, up = (x.double() @ exact1.T).chunk(2, -1)
         y = cpu.mlp(x, w1, w2)
         assert y.dtype == dtype and y.shape == x.shape
-        # The activation is rounded before the second product, and so are the values that it is made of.
+        # The activation is rounded before the second product, and so are gate and up.
         assert relative_error(y, (F.silu(gate) * up) @ exact2.T) <= 2 * TOLERANCES[dtype]
 
     @every_dtype
@@ -311,7 +311,7 @@ class Mamba:
         return torch.randn(rows, tokens, self.channels + self.sizes[0], generator=g).to(self.dtype)
 
     def run(self, projected, lengths, started):
-        """Run projected [rows, tokens, ..] with lengths [rows] real tokens. `started`: tokens that rows have seen."""
+        """Run projected [rows, tokens, ..] with lengths [rows] real tokens. started: the tokens that rows have run."""
         lengths, started = torch.tensor(lengths), torch.tensor(started)
         slots = self.slots.where(lengths > 0, 0)
         mixer = cpu.layers.mamba_mixer(
@@ -368,7 +368,7 @@ class TestMambaMixer:
         launch=st.tuples(*(st.sampled_from(CHOICES[name]) for name in ("chunk_size", "heads_per_task"))),
     )
     def test_cuts_and_ragged_rows_equal_the_recurrence(self, pieces, groups, head_dim, d_state, width, bias, launch):
-        """Two rows run in steps of any lengths. Padding and all that no row owns are NaN."""
+        """Two rows run in steps of any lengths. Padding and all memory that no row owns is NaN."""
         mamba = Mamba(2, head_dim=head_dim, groups=groups, d_state=d_state, width=width, bias=bias)
         mamba.launch = launch
         totals = [sum(piece[row] for piece in pieces) for row in range(2)]
@@ -397,7 +397,7 @@ class TestMambaMixer:
     @pytest.mark.parametrize("chunk_size", CHOICES["chunk_size"])
     @pytest.mark.parametrize("chunks, rest", [(0, 31), (1, -1), (1, 0), (1, 1), (2, 13), (3, -13)])
     def test_chunks_of_every_size_equal_the_recurrence(self, chunk_size, chunks, rest):
-        """Rows are ragged, with lengths that are multiples of the chunk and others, and a further piece follows."""
+        """Rows are ragged. Some lengths are multiples of the chunk. A second piece of each row follows."""
         mamba = Mamba(3, head_dim=24, d_state=20)
         mamba.launch = chunk_size, 1
         lengths = [chunks * chunk_size + rest, 7, 2 * chunk_size + 1]
@@ -441,7 +441,7 @@ class TestMambaMixer:
             start += length
         exact, exact_state = mamba.exact(history[0])
         assert mamba.conv_state.dtype == torch.bfloat16
-        assert relative_error(torch.cat(outputs), exact) <= 1e-5, "nothing is rounded to bfloat16 on the way"
+        assert relative_error(torch.cat(outputs), exact) <= 1e-5, "nothing may be rounded to bfloat16 on the way"
         assert relative_error(mamba.ssm_state[1], exact_state) <= 1e-5
 
     @pytest.mark.parametrize("cuts", [[128], [1] * 128], ids=["prefill", "decode"])
@@ -462,7 +462,7 @@ class TestMambaMixer:
         assert relative_error(torch.cat(outputs), exact) <= 1e-5
         assert relative_error(mamba.ssm_state[1], exact_state) <= 1e-5
 
-    def test_what_would_index_outside_of_memory_is_refused(self):
+    def test_indices_out_of_range_are_refused(self):
         mamba = Mamba(1)
         with pytest.raises(RuntimeError, match="row 0 has length 3 of 2 tokens"):
             mamba.run(mamba.inputs(1, 2), [3], [0])
@@ -474,7 +474,7 @@ class TestMambaMixer:
     @pytest.mark.parametrize("d_state", [16, 40, 128, 136, 256])
     @pytest.mark.parametrize("cuts", [[1] * 6, [32, 20, 1]], ids=["decode", "prefill"])
     def test_a_16_bit_state_is_the_rounded_one(self, state_dtype, d_state, cuts):
-        """After every token the state is float32's from the 16-bit state before, rounded as defined, bit by bit."""
+        """After every token the state equals the float32 step from the previous state, rounded, bit by bit."""
         mamba, exact = (Mamba(2, heads=3, head_dim=10, d_state=d_state) for _ in range(2))
         mamba.launch = exact.launch = 32, 2
         mamba.ssm_state = mamba.ssm_state.to(state_dtype)
@@ -486,7 +486,7 @@ class TestMambaMixer:
             for t in range(tokens):
                 now = [int(t < length) for length in lengths]
                 expected_y = exact.run(history[:, t : t + 1], now, [start + t for start in started])
-                assert torch.equal(y[:, t : t + 1], expected_y), "what a token computes is rounded nowhere"
+                assert torch.equal(y[:, t : t + 1], expected_y), "outputs must not be rounded"
                 for slot, start, is_real in zip(mamba.slots, started, now, strict=True):
                     if is_real:
                         state, position = exact.ssm_state[slot][None], torch.tensor([start + t])
@@ -520,7 +520,7 @@ class TestMambaMixer:
 @every_format
 @pytest.mark.parametrize("tokens", [1, 4, 30])
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_feed_forward_is_its_parts(dtype, tokens, has_experts, format):
+def test_feed_forward_equals_its_parts(dtype, tokens, has_experts, format):
     torch.manual_seed(tokens)
     x = torch.randn(2, tokens, 48)
     norm, router = torch.randn(48).to(dtype), torch.randn(6, 48).to(dtype)
@@ -684,7 +684,7 @@ class TestExperts:
 
 
 class TestThreads:
-    """Loops of many tasks run in quick succession. Threads enter them late, together and not at all."""
+    """Loops of many tasks run in quick succession. Threads enter them late, together or not at all."""
 
     @pytest.mark.parametrize("threads", [1, 2, 3, 8])
     def test_every_task_is_done_once(self, threads):

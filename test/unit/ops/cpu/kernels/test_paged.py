@@ -31,7 +31,7 @@ def strided(num_pages, *shape, dtype=torch.float32, order=None):
 
 
 class Step:
-    """Sequences of a decode or verify step, one of them padding, over states that are NaN where nobody may read."""
+    """Sequences of a decode or verify step, one of them padding. States are NaN wherever no kernel may read."""
 
     def __init__(self, speculative, order, dtype=torch.float32, width=4):
         torch.manual_seed(1)
@@ -81,7 +81,7 @@ class Step:
         )
 
     def exact(self, conv_mistake=None, state_mistake=None):
-        """Return (y, conv_state, ssm_state) in float64, of the state as it is now."""
+        """Return (y, conv_state, ssm_state) in float64, from the present state."""
         conv_state, ssm_state = self.conv_state.double(), self.ssm_state.double()
         speculative = dict(num_accepted_tokens=self.accepted) if self.speculative else {}
         xBC, dt = self.projected[:, INNER:].split([CHANNELS, HEADS], dim=1)
@@ -109,7 +109,7 @@ def agrees(value, exact, tolerance):
 @pytest.mark.parametrize("speculative", [False, True], ids=["decode", "verify"])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.float32, 2), (torch.bfloat16, 4)], ids=str)
 def test_paged_mixer(speculative, order, dtype, width):
-    """Nothing else is read or written. All other memory is NaN, which does not reach a real token."""
+    """No other memory is read or written: it is NaN, which reaches no real token."""
     step = Step(speculative, order, dtype, width)
     exact = step.exact()
     y = step.run()
@@ -131,7 +131,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("half", "mistake"), MISTAKES)
-def test_known_mistakes_would_be_seen(half, mistake):
+def test_known_mistakes_are_detected(half, mistake):
     step = Step(True, None)
     wrong = step.exact(**{f"{half}_mistake": mistake})
     y = step.run()
@@ -148,7 +148,7 @@ def test_known_mistakes_would_be_seen(half, mistake):
         (dict(conv_state=torch.zeros(22, CHANNELS, 3)), "has 3 columns where 6 are needed"),
     ],
 )
-def test_what_would_be_read_elsewhere_is_refused(change, said):
+def test_indices_out_of_range_are_refused(change, said):
     step = Step(True, None)
     vars(step).update(change)
     with pytest.raises(RuntimeError, match=said):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused k
 
 
 class Step:
-    """Sequences over pages that are NaN wherever none of them has written. Keys and values share a page."""
+    """Sequences over pages that are NaN wherever no sequence has written. Keys and values share a page."""
 
     def __init__(self, page_size, dtype=torch.float32):
         torch.manual_seed(2)
@@ -52,7 +52,7 @@ class Step:
         return cpu.paged_attention(self.query, self.key, self.value, *pages, **rows, scale=SCALE)
 
     def exact(self, seen=lambda position: position + 1):
-        """Compute attention in float64. A token at `position` sees so many keys."""
+        """Compute attention in float64. A token at `position` sees seen(position) keys."""
         outputs = []
         for row, (new, length) in enumerate(STEP):
             keys, values = (part.double().repeat_interleave(SHARED, dim=1) for part in self.texts[row])
@@ -70,7 +70,7 @@ def agrees(y, exact, tolerance):
 
 @pytest.mark.parametrize("page_size", [32, 48, 64, 544])
 def test_paged_attention(page_size):
-    """Memory that no sequence has written is not read: all of it is NaN."""
+    """Memory that no sequence has written is NaN, and is not read."""
     step = Step(page_size)
     y = step.run()
     assert agrees(y, step.exact(), 2e-5)
@@ -109,7 +109,7 @@ def test_the_same_bits_as_without_pages():
 
 
 @pytest.mark.parametrize("seen", [lambda position: position + 2, lambda position: max(position, 1)])
-def test_a_token_too_many_or_too_few_would_be_seen(seen):
+def test_one_key_too_many_or_too_few_is_detected(seen):
     step = Step(48)
     assert not agrees(step.run(), step.exact(seen), 2e-5)
 
@@ -123,7 +123,7 @@ def test_a_token_too_many_or_too_few_would_be_seen(seen):
         (lambda step: step.starts.fill_(500), "starts go beyond"),
     ],
 )
-def test_what_would_read_elsewhere_is_refused(change, message):
+def test_indices_out_of_range_are_refused(change, message):
     step = Step(48)
     change(step)
     with pytest.raises(RuntimeError, match=message):

@@ -21,7 +21,7 @@ COUNTS = (1, 2, 3, 4, 5, 16, 17, 33, 300)
 def products(tmp_path_factory):
     """A function for each format: (values, scales or None, x) to y."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("AMX's order of sums is for processors with AVX-512, which this one has not")
+        pytest.skip("AMX's order of sums needs a processor with AVX-512")
     order = [] if build._may_use_amx() else ["-DGRANITE4_TILE_SUMS"]
     built = tmp_path_factory.mktemp("tile_sums") / "tile_sums.so"
     flags = [flag for flag in build._FLAGS if not flag.startswith("-O")] + ["-O1", *build._QUIET]
@@ -66,7 +66,7 @@ def in_order(x, weight, scales):
 
 
 def numbers_of(name, weight):
-    """Return (values as the format stores them, all its scales, numbers to multiply by, scales of blocks, of rows)."""
+    """Return (stored values, stored scales, numbers to multiply by, their scales by block, their scales by row)."""
     if name == "plain":
         return weight, None, weight.float().numpy(), None, None
     stored = FORMATS[name].quantize(weight)
@@ -97,8 +97,8 @@ def test_any_number_of_vectors_has_the_order_of_amx(products, name, columns):
 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("weight, x", [(1e-39, 1.0), (1.0, 1e-39), (1e-39, 1e30), (1e30, 1e-39), (1e-30, 1e-9)])
-def test_numbers_that_are_not_normal_are_zeros(products, weight, x, count):
-    """So are products, and numbers whose product would be normal. Afterwards they are numbers again."""
+def test_subnormal_numbers_count_as_zeros(products, weight, x, count):
+    """So do subnormal products, and subnormal numbers whose product would be normal. Later the mode is restored."""
     weight, x = torch.full((32, 32), weight).bfloat16(), torch.full((count, 32), x).bfloat16()
     assert torch.equal(products("plain", weight, None, x, 32), torch.zeros(count, 32))
     assert (torch.full((32,), 1e-39) * 0.5).all()
