@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them: what they do to logits once they are merged, and which are refused in one sentence."""
+"""Adapters as PEFT writes them: logits after a merge, and refusals in one sentence."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def test_convert_merges(random_checkpoints, tmp_path):
 
 
 def test_convert_merges_several(random_checkpoints, tmp_path):
-    """They do together what they do in PEFT while all of them are active. One of them may leave a matrix alone."""
+    """Their sum equals PEFT with all of them active. One of them may leave a matrix alone."""
     folder = random_checkpoints(DENSE)
     first = save_adapter(folder, tmp_path / "first")
     second = save_adapter(folder, tmp_path / "second", seed=1, r=2, target_modules=["q_proj", "in_proj"])
@@ -83,7 +83,7 @@ def test_convert_merges_several(random_checkpoints, tmp_path):
     torch.testing.assert_close(logits(load_model(output)), expected, atol=1e-4, rtol=0)
 
 
-def test_convert_merges_none_twice(random_checkpoints, good, tmp_path, capsys):
+def test_convert_refuses_an_adapter_twice(random_checkpoints, good, tmp_path, capsys):
     options = ["--adapter", str(good), "--adapter", str(good / ".." / good.name)]
     model, output = random_checkpoints(MOE), tmp_path / "merged"
     assert main(["convert", "--model", str(model), *options, "--output", str(output)]) != 0
@@ -174,7 +174,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_refused(random_checkpoints, good, tmp_path, fault):
+def test_faulty_adapters_are_refused(random_checkpoints, good, tmp_path, fault):
     damage, message = FAULTS[fault]
     folder = tmp_path / "adapter"
     shutil.copytree(good, folder)

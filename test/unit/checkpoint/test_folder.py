@@ -1,4 +1,4 @@
-"""A checkpoint from the Hugging Face Hub is downloaded, or found in huggingface_hub's own cache."""
+"""A checkpoint of the Hugging Face Hub is downloaded, or found in huggingface_hub's own cache."""
 
 import hashlib
 import http.server
@@ -101,7 +101,7 @@ def test_a_download(hub, texting_folder):
     assert files.index("config.json") < files.index("model.safetensors"), "the config tells whether the rest is wanted"
 
 
-def test_what_is_in_the_cache_is_found_without_the_hub(hub):
+def test_the_cache_is_used_without_the_hub(hub):
     environment, asked = hub
     folder = find(environment)
     asked.clear()
@@ -116,7 +116,7 @@ def test_a_revision(hub):
     assert not any("/main" in path for path in asked)
 
 
-def test_a_model_that_is_not_run_here_is_not_downloaded(hub, texting_folder, tmp_path, monkeypatch):
+def test_an_unsupported_model_is_not_downloaded(hub, texting_folder, tmp_path, monkeypatch):
     environment, asked = hub
     config = texting_folder / "config.json"
     before = config.read_text()
@@ -130,5 +130,5 @@ def test_a_model_that_is_not_run_here_is_not_downloaded(hub, texting_folder, tmp
     assert not any(path.endswith("safetensors") for path in asked)
 
 
-def test_where_the_bundled_one_is():
+def test_the_bundled_checkpoint_is_opened_in_place():
     assert open_checkpoint(bundled_checkpoint()).path == bundled_checkpoint()

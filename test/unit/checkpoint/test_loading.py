@@ -49,7 +49,7 @@ def change_weights(folder, change):
     save_file(tensors, folder / WEIGHTS)
 
 
-def test_what_is_written_is_read_back(case_folder, case_model, tmp_path):
+def test_a_written_checkpoint_is_read_back(case_folder, case_model, tmp_path):
     save_model(case_model, tmp_path / "again")
     assert_same_weights(load_model(tmp_path / "again"), case_model)
     assert load_model(tmp_path / "again").config == load_model(case_folder).config
@@ -68,7 +68,7 @@ def test_shards(saved, tmp_path):
     )
 
 
-def test_what_transformers_writes_is_read(case_folder, case_model, tmp_path):
+def test_a_checkpoint_of_transformers_is_read(case_folder, case_model, tmp_path):
     family = json.loads((case_folder / "config.json").read_text())["model_type"]
     pytest.importorskip(f"transformers.models.{family}", reason="this transformers has no such models")
     Reference.from_pretrained(case_folder, dtype=torch.float32).save_pretrained(tmp_path)
@@ -112,14 +112,14 @@ def test_the_dtype_is_that_of_the_embedding(saved):
 
 
 def test_a_file_is_read_once(texting_folder, monkeypatch):
-    """However much of config.json is asked for while a model is loaded, it is opened once."""
+    """config.json is opened once while a model is loaded."""
     names, original = Counter(), json_files.read_bytes
     monkeypatch.setattr(json_files, "read_bytes", lambda path: names.update([path.name]) or original(path))
     load(texting_folder)
     assert names["config.json"] == 1 and set(names.values()) == {1}
 
 
-def test_an_open_checkpoint_stays_what_it_is(saved):
+def test_an_open_checkpoint_does_not_change(saved):
     folder, model = saved
     checkpoint = open_checkpoint(folder)
     (folder / "config.json").unlink()
@@ -173,7 +173,7 @@ def test_missing_shard(saved, tmp_path):
         load_model(tmp_path / "shards")
 
 
-def test_index_that_is_none(saved):
+def test_an_invalid_index_is_refused(saved):
     folder, _ = saved
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors and no"):
@@ -223,7 +223,7 @@ except UserError as error:
 
 
 def test_the_slices_of_all_ranks_in_order():
-    """Key heads that ranks share are there once for each of these ranks."""
+    """Key heads that several ranks share appear once for each of these ranks."""
     config = small_config(num_attention_heads=8)  # 2 key heads of 8 columns
     key = torch.arange(16)[:, None].expand(-1, 64)
     name = "model.layers.1.self_attn.k_proj.weight"

@@ -1,4 +1,4 @@
-"""Weights take the memory that was announced before they are read, and lie at addresses that processors want."""
+"""Weights take the memory that was planned before they are read, at aligned addresses."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ def test_bytes_are_known_before(checkpoint, dtype, quantize):
 
 
 def test_the_largest_are_read_first(checkpoint):
-    """Little else is in memory at that time."""
+    """At that time little else is in memory."""
     done = [0]
     load_model(checkpoint[0], torch.float32, progress=lambda so_far, _: done.append(so_far))
     sizes = [after - before for before, after in itertools.pairwise(done)]
@@ -72,7 +72,7 @@ def test_tensors_begin_at_cache_lines_and_do_not_overlap():
 @pytest.mark.parametrize("changes", [{}, DENSE], ids=["experts", "dense"])
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_which_weights_are_quantized(tmp_path, is_tied, changes):
-    """With int8 a tied head has its own values and the embedding stays. With int4 both are one, in int8."""
+    """With int8 a tied head gets its own values, and the embedding stays. With int4 both share one int8 matrix."""
     save_model(random_model(small_config(**LAYERS, tie_word_embeddings=is_tied, **changes)), tmp_path / "model")
     projections = {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"}
     for quantize in ("int8", "int4"):

@@ -71,7 +71,7 @@ def test_chat(run, adapters, monkeypatch, tmp_path):
         ("chat", "Hello\n/save saved", "the state of the model without adapters"),
     ],
 )
-def test_what_a_chat_refuses(run, adapters, monkeypatch, tmp_path, command, lines, message):
+def test_refusals_of_chat(run, adapters, monkeypatch, tmp_path, command, lines, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     status, _, error = run(command, "--adapter", f"red={adapters['red']}", "--max-tokens", 2)
@@ -91,7 +91,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_generate_refuses(run, adapters, case):
+def test_refusals_of_generate(run, adapters, case):
     options, message = BAD[case]
     status, output, error = run("generate", PROMPT, *(each.replace("RED", str(adapters["red"])) for each in options))
     assert status != 0 and not output

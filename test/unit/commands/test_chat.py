@@ -172,7 +172,7 @@ class TestPipe:
             ("x" * 400_000, "the prompt has "),
         ],
     )
-    def test_a_line_that_cannot_be_done_ends_it(self, chat, line, message):
+    def test_an_invalid_line_ends_it(self, chat, line, message):
         status, output, error = chat(line, QUESTION)
         assert (status, output) == (2, "") and message in error
 
@@ -334,7 +334,7 @@ class TestTerminal:
         terminal.type("/exit", "Enter")
         assert "Traceback" not in terminal.wait_for("status 0")
 
-    def test_what_is_typed_during_an_answer_comes_into_the_next_message(self, terminal, endless):
+    def test_keys_typed_during_an_answer_go_into_the_next_message(self, terminal, endless):
         terminal.start(*CHAT, "--model", endless, "--max-tokens", 1500)
         terminal.wait_for(is_ready)
         terminal.type("talk", "Enter")

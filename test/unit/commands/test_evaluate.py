@@ -102,7 +102,7 @@ def test_the_reference_is_always_there(evaluate, file):
     assert output.index("float32") < output.index("bfloat16")
 
 
-def test_what_is_refused(evaluate, file, tmp_path):
+def test_refusals(evaluate, file, tmp_path):
     (tmp_path / "latin").write_bytes("é".encode("latin-1"))
     (tmp_path / "long").write_text("x" * 601)
     for arguments, message in (

@@ -77,7 +77,7 @@ def test_prompts_that_begin_alike_share_it(generate):
     assert f"prefix cache: {2 * len(PROMPT)} tokens found" in report
 
 
-def test_what_is_refused(generate, texting_folder, small_folder, tmp_path):
+def test_refusals(generate, texting_folder, small_folder, tmp_path):
     file = tmp_path / "prompt"
     generate(PROMPT, "--prompt-cache", file)
     whole = file.read_bytes()
@@ -126,7 +126,7 @@ def test_another_checkpoints_state_is_refused(generate, changed_folder, texting_
     status, text, report = generate(PROMPT, "--prompt-cache", file, model=changed_folder)
     assert status == 2 and not text and "was made with another checkpoint" in report
     assert generate(PROMPT, model=changed_folder)[1] != expected
-    # The layout of the weights is another one, too.
+    # The layout of the weights differs too.
     status, text, report = generate(PROMPT, "--prompt-cache", file, "--cpu-kernels", "torch")
     assert status == 2 and not text and "was made with other kernels" in report
     status, text, report = generate(PROMPT, "--prompt-cache", file)

@@ -215,7 +215,7 @@ class TestMemory:
         assert launch.hbm_bytes == 2 * (4 * 8 * 2 + 4 * 8 * 4)
 
     def test_dma_elements_are_contiguous_on_both_sides(self):
-        """They end with a partition, with a gap on either side, and where the order changes."""
+        """An element ends at a partition's end, at a gap on either side, and where the order changes."""
         x = np.zeros((4, 6, 8), np.float32)
 
         def kernel(x):
@@ -360,7 +360,7 @@ class TestRefusals:
         refuses("stationary is in PSUM; it must be in SBUF", from_psum)
 
     @pytest.mark.parametrize("prepare", [lambda dst: None, lambda dst: nisa.memset(dst=dst, value=0.0)])
-    def test_accumulating_onto_what_is_no_product(self, prepare):
+    def test_accumulating_onto_other_data_than_a_product(self, prepare):
         def kernel():
             dst = tile(8, 8, buffer=nl.psum)
             prepare(dst)
@@ -490,7 +490,7 @@ class TestRefusals:
 
 
 def test_the_example_of_its_readme():
-    """In a process of its own, which has neither this package nor the path of the tests."""
+    """It runs in a separate process without this package and without the path of the tests."""
     root = Path(__file__).parents[3]
     (example,) = re.findall(
         r"```python\n(.*?)```", (root / "test/support/nki_emulator/README.md").read_text(), flags=re.DOTALL

@@ -141,7 +141,7 @@ class TestIntegers:
         np.testing.assert_array_equal(run(kernel, np.array([[-3, 300]], np.int32)), [[0, 255]])
 
 
-class TestWhatIsTaken:
+class TestAcceptedForms:
     def test_an_integer_in_a_tensor_of_floats(self):
         assert (run(lambda: stored(tile(2, 3, value=1))) == 1.0).all()
 
@@ -175,7 +175,7 @@ class TestWhatIsTaken:
         np.testing.assert_array_equal(run(kernel, x), x[:, :, 1:2])
 
     def test_a_destination_that_repeats_itself(self):
-        """Such a destination serves where only a sum of an activation's results is needed."""
+        """Kernels use such a destination if they need only the sum of an activation's results."""
         x = random(4, 6)
 
         def kernel(x):

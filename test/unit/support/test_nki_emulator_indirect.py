@@ -1,4 +1,4 @@
-"""DMA of the NKI emulator at places that indices name."""
+"""DMA of the NKI emulator at places given by indices."""
 
 import nki.isa as nisa
 import nki.language as nl
@@ -105,7 +105,7 @@ def test_a_pattern_that_ends_outside():
     refuses("from index 4 the pattern ends outside", kernel, TABLE)
 
 
-def test_where_indices_are():
+def test_indices_in_the_wrong_place_are_refused():
     def access(indices, **more):
         return lambda table: table.ap([[6, 2], [1, 6]], scalar_offset=indices(table), **more)
 
@@ -114,7 +114,7 @@ def test_where_indices_are():
     refuses(r"the offset is \(1, 2\), not \(1, 1\)", access(lambda t: tile(1, 2, dtype=nl.int32)), TABLE)
 
 
-def test_what_is_accessed():
+def test_invalid_accesses_are_refused():
     def access(prepare, pattern=((6, 2), (1, 6)), **more):
         return lambda table: prepare(table).ap(pattern, **(more or dict(scalar_offset=tile(1, 1, dtype=nl.int32))))
 

@@ -1,4 +1,4 @@
-"""The kernels' sources keep to the Python that the NKI compiler takes, and the lint finds sources that do not."""
+"""The kernels' sources use only Python that the NKI compiler accepts, and the lint finds other sources."""
 
 import ast
 import re
@@ -82,7 +82,7 @@ def test_module_is_refused(module, message):
     assert message in problem.message
 
 
-def test_nothing_else_imports_nki():
+def test_no_other_module_imports_nki():
     """Other modules import nki and the kernels within functions, so that the package works without nki."""
     for file in set(PACKAGE.rglob("*.py")) - set(NKI_FILES) - set((PACKAGE / "neuron" / "nxdi").glob("*.py")):
         for statement in ast.parse(file.read_text()).body:

@@ -28,7 +28,7 @@ def test_a_fault_is_found(fault):
     assert any(fault.split(",")[0] in finding for finding in found), found
 
 
-def test_rows_and_numbers_are_let_through():
+def test_rows_and_numbers_are_accepted():
     graph = graph_of(lambda x, state: state.index_put_((ROWS,), x.index_select(0, ROWS) * 0.5).sum())
     assert findings(lower(graph).text, 4) == []
 
@@ -42,5 +42,5 @@ def test_rows_and_numbers_are_let_through():
         ("%6 = stablehlo.constant dense<0.000000e+00> : tensor<2xf64>", "is in float64"),
     ],
 )
-def test_a_line_that_torch_mlir_would_not_leave(line, fault):
+def test_an_unexpected_line_is_refused(line, fault):
     assert text_findings(line)[0].startswith(fault)

@@ -1,4 +1,4 @@
-"""The operators with vLLM's signatures, against their definitions in float64 and against their known mistakes.
+"""The operators with vLLM's signatures, against float64 definitions. Known mistakes must be detected.
 
 All memory that an operator must not read holds NaN: slots of padding, unused slots, the last slot (which an index of -1
 would reach), tokens of padding, and windows and states of sequences that begin.
@@ -65,7 +65,7 @@ def tokens_like(lengths, kinds, *shape, dtype=torch.float32, trailing=2):
 
 
 def poisoned(num_slots, readable, *shape, dtype=torch.float32):
-    """Return state in slots, with NaN in each slot that is not `readable`."""
+    """Return state in slots, with NaN in each slot outside `readable`."""
     state = torch.full((num_slots, *shape), math.nan)
     for slot in readable:
         if slot > 0:
@@ -283,7 +283,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
-def test_known_mistakes_would_be_seen(name, mistake):
+def test_known_mistakes_are_detected(name, mistake):
     exact, operator = getattr(slot_oracles, name), getattr(operators, name)
     assert all(case.holds(operator, exact) for case in CASES[name])
     assert not all(case.holds(partial(exact, mistake=mistake), exact, double=True) for case in CASES[name])
@@ -440,7 +440,7 @@ class TestStateUpdate:
         options = dict(enable_stochastic_rounding=True, cache_philox_rounds=7, rounding_seed=5, positions=first)
         y = operators.selective_state_update(**rounded, **options)
         from_exact_states = operators.selective_state_update(**exact)
-        assert torch.equal(y, from_exact_states), "the result is of the state before its rounding"
+        assert torch.equal(y, from_exact_states), "the output is computed before the state is rounded"
         lengths = exact["cu_seqlens"].diff()
         for row, (length, slots) in enumerate(zip(lengths, exact["state_batch_indices"], strict=True)):
             for t, slot in enumerate(slots[:length].tolist()):
@@ -555,7 +555,7 @@ class TestChunkScan:
         "mistake",
         ["state of the sequence before", "every chunk starts from the initial state", "final states by last chunk"],
     )
-    def test_known_mistakes_would_be_seen(self, mistake):
+    def test_known_mistakes_are_detected(self, mistake):
         """The last mistake is vLLM's: a sequence without tokens has the last chunk -1, which is another sequence's."""
         arguments = chunk_scan_arguments([9, 0, 12], 8, max_A=2.0)
         exact = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
@@ -608,7 +608,7 @@ class TestSelectiveScan:
         assert case.holds(operators.selective_scan_fn, scan_oracle())
 
     @pytest.mark.parametrize("mistake", ["padding is computed", "leftovers of the last sequence", "dead output"])
-    def test_known_mistakes_would_be_seen(self, mistake):
+    def test_known_mistakes_are_detected(self, mistake):
         case = scan_case(MIXED)
         assert case.holds(operators.selective_scan_fn, scan_oracle())
         assert not case.holds(scan_oracle(mistake), scan_oracle(), double=True)

@@ -85,7 +85,7 @@ class TestNeverAccepted:
 
 
 def draws(target_logits, draft_probs, sampler=judge, positions=2, **options):
-    """Return the tokens of DRAWS requests whose drafts came from `draft_probs`, or are all token 2 if that is None."""
+    """Return the tokens of DRAWS requests. Drafts come from `draft_probs`, or are all token 2 if that is None."""
     if draft_probs is None:
         drafts = torch.full((DRAWS, positions), 2)
     else:
@@ -173,23 +173,23 @@ class TestDistribution:
         assert p_value(tokens, constrained(target_logits, **options)) > 1e-3
         assert p_value(tokens, target_logits.softmax(-1)) < 1e-6, "the options must matter for the test to"
 
-    def test_a_wrong_recovered_distribution_would_be_seen(self, target_logits, draft_probs, monkeypatch):
+    def test_a_wrong_recovered_distribution_is_detected(self, target_logits, draft_probs, monkeypatch):
         def from_the_target(max_spec_len, num, cu, draft_token_ids, draft_probs, target_probs, *_):
             return torch.multinomial(target_probs, 1).view_as(draft_token_ids).to(draft_token_ids.dtype)
 
         monkeypatch.setattr(module, "sample_recovered_tokens", from_the_target)
         assert p_value(draws(target_logits, draft_probs)[:, 0], target_logits.softmax(-1)) < 1e-6
 
-    def test_a_draft_accepted_too_often_would_be_seen(self, target_logits, draft_probs, monkeypatch):
+    def test_a_draft_accepted_too_often_is_detected(self, target_logits, draft_probs, monkeypatch):
         uniform = module.generate_uniform_probs
         monkeypatch.setattr(module, "generate_uniform_probs", lambda *args: 0.9 * uniform(*args))
         assert p_value(draws(target_logits, draft_probs)[:, 0], target_logits.softmax(-1)) < 1e-6
 
 
-def test_the_same_model_is_always_believed(target_logits):
+def test_drafts_of_the_same_model_are_always_accepted(target_logits):
     probabilities = target_logits.softmax(-1)
     output = draws(target_logits, probabilities)
-    assert (output[:, 2] == 0).all(), "the bonus follows drafts of which each was accepted"
+    assert (output[:, 2] == 0).all(), "the bonus token must follow accepted drafts"
 
 
 class TestRandomNumbers:
@@ -290,13 +290,13 @@ class TestRequestsRules:
         assert self.tokens([[3, 4], [3, 4]], [3, 4, 3, 4], bad_words_token_ids={1: [[3, 4]]}) == [[3, 4, 8], [3, 9]]
         assert self.tokens([[3], [3]], [3, 3], bad_words_token_ids={0: [[1, 3]], 1: [[1, 3]]}) == [[9], [3, 8]]
 
-    def test_what_is_refused(self):
+    def test_refusals(self):
         with pytest.raises(UserError, match="gives no log probabilities"):
             self.tokens([[3], [3]], [3, 3], max_num_logprobs=0)
         with pytest.raises(UserError, match="has 129 drafts, and may have 128"):
             self.tokens([[3] * 129, []], [3] * 129)
 
 
-def test_parse_output_leaves_out_what_is_no_token():
+def test_parse_output_drops_placeholders():
     output = torch.tensor([[1, 2, -1], [3, 12, 4], [5, 6, 7]], dtype=torch.int32)
     assert RejectionSampler.parse_output(output, 10, [2]) == ([[1, 2], [3, 4], []], None)

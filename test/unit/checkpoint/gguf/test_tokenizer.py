@@ -105,7 +105,7 @@ def test_texts_have_the_same_tokens(written, one, other):
 
 @pytest.mark.parametrize("text", ["$A:1 x", "$0", "a:1", "::", "bos", " "])
 def test_a_first_token_of_any_text(written, tmp_path, text):
-    """It may be what means something else in the templates of tokenizers."""
+    """The text may have another meaning in the templates of tokenizers."""
     original, file, _ = written
     tokens = list(open_gguf(file).get("tokenizer.ggml.tokens"))
     tokens[original.bos_token_id] = text
@@ -140,13 +140,13 @@ def test_a_first_token_that_the_file_asks_for(written, tmp_path):
         ({"tokenizer.chat_template": 1}, "tokenizer.chat_template is 1, and must be a text"),
     ],
 )
-def test_others_are_refused(written, tmp_path, metadata, message):
+def test_unsupported_tokenizers_are_refused(written, tmp_path, metadata, message):
     file = rewritten(written[1], tmp_path / "other.gguf", metadata=metadata)
     with pytest.raises(UserError, match=message):
         read_tokenizer(open_gguf(file))
 
 
-def test_words_of_nemotron_that_are_tokens_stay_whole(written, tmp_path):
+def test_nemotrons_special_words_stay_whole(written, tmp_path):
     _, file, _ = written
     tokens, types = (list(open_gguf(file).get(f"tokenizer.ggml.{name}")) for name in ("tokens", "token_type"))
     tokens[511], types[511] = "qzq", gguf.TokenType.NORMAL

@@ -1,4 +1,4 @@
-"""The bytes that a graph moves if element-wise work moves nothing, for graphs small enough to count by hand."""
+"""The bytes that a graph moves if element-wise operations move nothing, for graphs small enough to count by hand."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def moved(*lines):
             ],
             2 * WIDE,
         ),
-        # What goes into a product is written and read again: x, y, y, the weight, and the result.
+        # The operand of a product is written and read again: x, y, y, the weight, and the result.
         (
             [
                 "%y = f32[8,16] exponential(%x)",
@@ -42,7 +42,7 @@ def moved(*lines):
             ],
             3 * WIDE + 16 * 4 * 4 + 8 * 4 * 4,
         ),
-        # Unless it is an input in another dtype, or in another order.
+        # It is not, if it is an input in another dtype or another order.
         (
             [
                 "%y = bf16[8,16] convert(%x)",
@@ -52,7 +52,7 @@ def moved(*lines):
             ],
             WIDE + 16 * 4 * 4 + 8 * 4 * 4,
         ),
-        # Two sums read what both are computed from, which therefore lies: x, y, and y twice more.
+        # Two sums read y, which is therefore stored: x, y, and y twice more.
         (
             [
                 "%zero = f32[] constant(0)",
@@ -63,7 +63,7 @@ def moved(*lines):
             ],
             4 * WIDE + 8 * 4 + 16 * 4,
         ),
-        # One loop takes y on two ways: it need not lie.
+        # One loop uses y twice, so y need not be stored.
         (
             [
                 "%y = f32[8,16] exponential(%x)",
@@ -73,7 +73,7 @@ def moved(*lines):
             ],
             2 * WIDE,
         ),
-        # Only the part that a slice takes is read.
+        # A slice reads only its own part.
         (
             [
                 "%half = f32[8,8] slice(%x), slice={[0:8], [0:8]}",
@@ -82,7 +82,7 @@ def moved(*lines):
             ],
             WIDE,
         ),
-        # Only the rows that a gather takes are read and written; and its indices are read.
+        # A gather reads and writes only its own rows, and reads its indices.
         (
             [
                 "%at = s32[2] parameter(2)",
@@ -91,7 +91,7 @@ def moved(*lines):
             ],
             2 * 2 * 16 * 4 + 2 * 4,
         ),
-        # A constant is not moved, nor what is made of constants; the result is written.
+        # Constants, and values computed from constants, are not moved. The result is written.
         (
             [
                 "%i = s32[8,16] iota(), iota_dimension=1",

@@ -9,14 +9,14 @@ from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost
 pytestmark = pytest.mark.versions
 
 
-def test_costs_are_added_and_taken_away():
+def test_costs_are_added_and_subtracted():
     one, other = hlo_cost.Cost(7.0, 50.0, 9), hlo_cost.Cost(2.0, 30.0, 4)
     assert one + other == hlo_cost.Cost(9.0, 80.0, 13)
     assert one - other == hlo_cost.Cost(5.0, 20.0, 5)
     assert other * 3 == hlo_cost.Cost(6.0, 90.0, 12)
 
 
-def test_a_kernel_that_nothing_is_known_of_reads_and_writes_everything_once():
+def test_an_unknown_kernel_reads_and_writes_everything_once():
     flops, accessed = kernel_cost("any", [("bf16", (4, 8)), ("s32", ())], [("f32", (2, 3))])
     assert (flops, accessed) == (0, 4 * 8 * 2 + 4 + 2 * 3 * 4)
 

@@ -1,4 +1,4 @@
-"""The rules of the lint over traced graphs, each on a graph that breaks it and on one that does not."""
+"""The rules of the lint for traced graphs, each on a graph that breaks it and on one that does not."""
 
 import pytest
 import torch
@@ -63,13 +63,13 @@ GOOD = {
 
 
 @pytest.mark.parametrize("line", BREAKING.values(), ids=BREAKING.keys())
-def test_what_breaks_a_rule_is_found(line):
+def test_broken_rules_are_found(line):
     (finding,) = findings(MODULE.format(line=line))
     assert ".9 " in finding and finding.endswith(".")
 
 
 @pytest.mark.parametrize("line", GOOD.values(), ids=GOOD.keys())
-def test_what_breaks_none_is_not(line):
+def test_correct_graphs_have_no_findings(line):
     assert findings(MODULE.format(line=line)) == []
 
 

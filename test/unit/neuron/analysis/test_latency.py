@@ -34,7 +34,7 @@ def work(**changes):
     ],
 )
 def test_rates(changes, unit):
-    """A second's work of each unit of a logical core takes a second, and the busiest unit decides."""
+    """A second's work of one unit of a logical core takes a second, and the busiest unit decides."""
     step = latency.latency(work(**changes))
     assert step.bound == step.predicted == pytest.approx(1.0) and step.limit == unit
     half = {name: value / 2 for name, value in changes.items()}
@@ -44,7 +44,7 @@ def test_rates(changes, unit):
 
 
 def test_a_token_of_layers_of_one_part():
-    """Each is half a layer, with one all-reduce. Without a gate no kernel computes the experts."""
+    """Such a layer is half of an ordinary one, with one all-reduce. No kernel computes experts without a gate."""
     config = published_config("nemotron-3-nano-30b-a3b")
     step = latency.step_work(config, 4, torch.bfloat16, batch_size=2, tokens=1, context=100)
     assert (step.layers, step.collectives) == (26, 52)
@@ -78,8 +78,8 @@ def test_a_token_of_h_small():
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (4, 0), (8, 1), (16, 1.5), (64, 1.875)])
-def test_only_what_goes_to_another_chip_uses_a_link(ranks, sent):
-    """In a ring of chips each sends all but one of its parts twice: once to add them up, once to pass on the sums."""
+def test_only_data_for_another_chip_uses_a_link(ranks, sent):
+    """In a ring of chips each chip sends all but one of its parts twice: to add them up, and to pass on the sums."""
     assert latency.link_bytes(6, 5, 7, ranks, 2) == 6 * 5 * 7 * 2 * sent
 
 
@@ -102,7 +102,7 @@ def test_prefill_grows_by_chunks_on_the_vector_engine():
     assert two.vector_elements == 2 * one.vector_elements == 2 * 36 * 32 * 128 * (128 + 3 * 64)
 
 
-def test_what_speculation_gives():
+def test_the_gain_of_speculation():
     assert latency.tokens_per_verification(3, 0.0) == 1
     assert latency.tokens_per_verification(3, 1.0) == 4
     assert latency.tokens_per_verification(2, 0.5) == 1.75
@@ -127,7 +127,7 @@ def test_what_speculation_gives():
 
 
 def test_forms_of_experts():
-    """All experts move the same for any tokens, and a gather three times each choice; the kernel, each once."""
+    """ "all" moves every expert, a gather moves each choice three times, and the kernel moves each expert once."""
     weights = 40 * 3 * 4096 * 192 * 2  # bytes of one expert in all layers, on a rank of four
     moved = {
         form: [latency.step_work(CONFIG, 4, torch.bfloat16, n, 1, 100, experts_decode=form) for n in (1, 4)]
@@ -139,7 +139,7 @@ def test_forms_of_experts():
     distinct = 72 * (1 - (62 / 72) ** 4)
     assert gather[1].bytes_accessed - whole[1].bytes_accessed == pytest.approx((3 * 40 - 72) * weights)
     assert whole[1].bytes_accessed - kernel[1].bytes_accessed == pytest.approx((72 - distinct) * weights)
-    assert whole[0].flops - kernel[0].flops == pytest.approx(62 * weights)  # two a weight, which has two bytes
+    assert whole[0].flops - kernel[0].flops == pytest.approx(62 * weights)  # two operations per two-byte weight
     lines = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [8])
     assert [line.step for line in lines[1:]] == [f"token, experts: {form}" for form in EXPERTS_DECODE]
 
@@ -159,7 +159,7 @@ DECODE = [figure for figure in published.TOKENS if "h-small" not in figure.name]
 
 @pytest.mark.parametrize("figure", DECODE, ids=lambda f: f.name)
 def test_published_tokens_are_near_the_prediction(figure):
-    """The figures are those that the constants are fitted to, and AWS's, which they are not fitted to."""
+    """The constants are fitted to some of the figures, but not to AWS's."""
     assert 0.6 < figure.ratio < 1.35
 
 
@@ -176,7 +176,7 @@ def test_published_tokens_are_near_the_prediction(figure):
     ],
 )
 def test_models_have_the_parameters_of_their_names(model, billions):
-    """All experts are read, as for a long prompt, and embedding and head count too."""
+    """All experts are read, as for a long prompt. Embedding and head count too."""
     _, read = model.weights(10**6)
     assert (read + 2 * model.hidden * model.vocabulary) / 1e9 == pytest.approx(billions, rel=0.06)
 

@@ -1,4 +1,4 @@
-"""The estimate of what a prompt's graph keeps in SBUF: by hand, and beside what was published."""
+"""The estimate of the data that a prompt's graph keeps in SBUF: by hand, and against published figures."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ CONFIG = GraniteMoeHybridConfig.from_family("h-small")
 
 @pytest.mark.parametrize("spill", published.SPILLS, ids=lambda spill: f"{spill.name}, {spill.tokens}")
 def test_the_published_graphs(spill):
-    """The estimate says of each whether it spills. What is read again is near the only figure there is."""
+    """The estimate says for each graph whether it spills. The bytes read again are near the only published figure."""
     estimate = spill.model.live_set(spill.tp_degree, spill.tokens)
     assert estimate.fits == (spill.read_again == 0)
     assert estimate.read == pytest.approx(spill.read_again, rel=0.2)
 
 
 def test_the_published_graph_by_hand():
-    """Of Qwen3.5-27B 2,048 tokens are live before and after the MLP's first product, which has 17,408 / 4 gates."""
+    """With Qwen3.5-27B 2,048 tokens are live before and after the MLP's first product, which has 17,408 / 4 gates."""
     estimate = published.QWEN35_27B.live_set(4, 2048)
     assert estimate.live == 2048 * 2 * (2 * 5120 + 2 * 17408 // 4) == 74 * 2**20
     assert estimate.largest == "MLP's first"
@@ -33,7 +33,7 @@ def test_the_published_graph_by_hand():
 
 
 def test_h_small_by_hand():
-    """Live are the residual stream, the operand and a rank's z, x, B, C, dt; or one expert and the sum over experts."""
+    """The residual stream, the operand and a rank's z, x, B, C, dt are live; or one expert and the sum over experts."""
     mamba, experts = 2 * 2048 + 2 * 128 + 32, 4096 + 2 * 192
     estimate = live_set(CONFIG, 4, torch.bfloat16, 512)
     assert estimate.live == 512 * 2 * (2 * 4096 + max(mamba, experts)) and estimate.largest == "experts' first"

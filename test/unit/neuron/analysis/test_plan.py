@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_tensors(name):
 
 
 def test_layers_of_one_part():
-    """A rank's tensors of Nemotron 3 Nano, whose routers are in float32; and a part's graph is half of a layer's."""
+    """A rank's tensors of Nemotron 3 Nano, with routers in float32. A part's graph is half of a layer's."""
     config = published_config("nemotron-3-nano-30b-a3b")
     result = plan.plan(config, torch.bfloat16, "trn2.3xlarge", 4, 1, 1024, DeviceGraphOptions())
     with torch.device("meta"):
@@ -73,7 +73,7 @@ def test_layers_of_one_part():
 
 
 def test_h_small_at_its_whole_context():
-    """It fits with one graph of each kind. With all graphs it is open: it would, if the estimates were right."""
+    """It fits with one graph of each kind. With all graphs the verdict is open: it fits if the estimates are right."""
     result = planned("h-small", options=FEWEST)
     assert result.context == 131072 and result.outcome == plan.FITS and result.longest_context == 131072
     assert result.verdict().startswith("It fits: weights and sequences take 15.8 of a core's 23.5 GiB, and ")
@@ -88,7 +88,7 @@ def test_h_small_at_its_whole_context():
     assert "--context-buckets 512 --token-buckets 131072" in result.verdict()
 
 
-def test_the_other_port_of_h_small():
+def test_another_port_of_h_small():
     """Pull request 69 of NxD Inference, by its README, in GiB: on four ranks inputs and outputs are 15.4, and with a
     scan of 256 tokens it needs 24.46. On two ranks they are 30, which is too much by itself.
 
@@ -108,7 +108,7 @@ def test_the_other_port_of_h_small():
     assert halves.outcome == plan.DOES_NOT_FIT and "Split it over more ranks" in halves.verdict()
 
 
-def test_the_temporaries_of_the_other_ports_scan():
+def test_the_temporaries_of_another_ports_scan():
     """XLA's compiler needs 2.05 GiB for a scan that makes [tokens, heads, head_dim, d_state] of 256 tokens."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it traces graphs")
     from granite4_neuron.neuron.analysis.hlo_cost import hlo_proto, temporary_bytes, tracer
@@ -142,7 +142,7 @@ def test_more_ranks_than_key_heads_hold_them_several_times():
 
 
 def test_a_core_has_23_and_a_half_gibibytes(monkeypatch):
-    """A byte more is too much. Between the sum and what it is at most the verdict is open."""
+    """One byte more is too much. Between the sum and its upper bound the verdict is open."""
     monkeypatch.setattr(plan, "graph_memory", lambda *arguments: plan.GraphMemory(arguments[0], 0, 0, 0))
     sizes = dict(state=1, token=0, logits=0, options=GraphOptions())
     plan_with = partial(plan.Plan, small_config(), torch.bfloat16, 1, 1, 10, **sizes)
@@ -223,7 +223,7 @@ def test_the_sum_by_hand():
 
 
 def test_the_memory_of_graphs_by_hand():
-    """A token's graph of a model like Qwen3-8B has what was reported of that; a prompt's grows with the layers only."""
+    """The graph of a token has the size reported for Qwen3-8B. A prompt's graph grows with the layers only."""
     whole, quarter = planned("h-small", tp_degree=1), planned("h-small", batch_size=2, options=FEWEST)
     token = next(graph for graph in whole.graphs if graph.graph.kind == "token")
     assert token.total / whole.weights == pytest.approx((126 + 4 + 12) * 2**20 / 15.1e9, rel=1e-3)
@@ -256,7 +256,7 @@ def test_default_graphs_of_prompts(longest, buckets):
 
 @pytest.mark.slow
 def test_the_estimate_of_temporaries_covers_what_xla_counts():
-    """One layer of each kind has what a step of all layers needs, because they run one after another."""
+    """One layer of each kind needs as much as a step of all layers, because layers run one after another."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
     from granite4_neuron.neuron.analysis.graphs import report
 
@@ -346,7 +346,7 @@ def test_graphs_of_prompts_that_spill_are_named(capsys):
 
 
 def test_graphs_of_a_pytorch_device(capsys):
-    """There is one head where it is tied, and the cache is rounded up to a length that graphs are made for."""
+    """A tied head has one graph. The cache is rounded up to a length for which there are graphs."""
     config = GraniteMoeHybridConfig.from_family("h-tiny")
     assert config.tie_word_embeddings
     ours, theirs = (
@@ -377,7 +377,7 @@ def test_graphs_of_a_pytorch_device(capsys):
     ],
 )
 def test_graphs_of_a_pytorch_device_are_those_that_a_server_makes(layer_types, length, verified_tokens):
-    """Before the first request it makes them all."""
+    """The server makes all of them before the first request."""
     make = nemotron_config if "moe" in layer_types else small_config
     model = random_model(make(layer_types=layer_types, max_position_embeddings=5000))
     runtime = TorchRuntime(model, GenerationConfig(), (16, 64), compiler="eager", graphs="model")

@@ -1,4 +1,4 @@
-"""The least work of a rank: figures worked out by hand for published models, and the values that it depends on."""
+"""The least work of a rank: figures calculated by hand for published models."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_a_token_of_a_prompt_sees_itself_and_those_before_it():
 
 
 def test_a_copy_reads_and_writes_a_slot_once():
-    """A rank of four has 36 Mamba layers, and 2 of the 8 key heads of each of the 4 attention layers."""
+    """A rank of four has 36 Mamba layers, and 2 of the 8 key heads in each of the 4 attention layers."""
     least = minimum_of_copy(CONFIG, 4, torch.bfloat16, 1000, state_dtype=torch.float16)
     assert least.state == 2 * 36 * ((2048 + 256) * 3 * 2 + 32 * 64 * 128 * 2)
     assert least.key_values == 2 * 1000 * 4 * 2 * 2 * 128 * 2

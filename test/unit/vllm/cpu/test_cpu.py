@@ -56,7 +56,7 @@ class Cache:
         self.dim_first = dim_first
         shape = (CHANNELS, COLUMNS) if dim_first else (COLUMNS, CHANNELS)
         self.window = torch.randn(BLOCKS, *shape)
-        self.state = torch.randn(BLOCKS, SIZE + 2)[:, :SIZE]  # with a gap between two blocks
+        self.state = torch.randn(BLOCKS, SIZE + 2)[:, :SIZE]  # a gap between two blocks
         self.table = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], dtype=torch.int32)
         self.before = self.window.clone(), self.state.clone()
 
@@ -82,7 +82,7 @@ class Cache:
         )
 
     def has_copied(self, source, state_source, destination, bias):
-        """Tell whether these blocks were copied and nothing else has changed."""
+        """Return whether these blocks were copied and nothing else has changed."""
         window, state = (tensor.clone() for tensor in self.before)
         moved = self.columns(self.before[0], source)[bias:]
         self.columns(window, destination)[: COLUMNS - bias] = moved

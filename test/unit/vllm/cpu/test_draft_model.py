@@ -1,4 +1,4 @@
-"""The sequence that a text continues is found where the caller does not name it."""
+"""The sequence that a text continues is found without its id."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def test_another_text_is_another_sequence_and_the_oldest_is_forgotten():
     assert three not in (one, two) and forgotten == [one]
 
 
-def test_the_longest_known_beginning_counts():
+def test_a_text_continues_the_sequence_with_the_longest_common_beginning():
     sequences = Sequences(4, forget=None)
     short, long = sequences.identify([text(1), text(1, 2)])
     assert sequences.identify([text(1, 2, 3)]) == [long]
