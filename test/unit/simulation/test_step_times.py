@@ -53,7 +53,7 @@ def test_measured_steps():
     assert packed.step([row(0, 60), row(0, 40)]) == 12  # like two of 50
     # 51 tokens after 256: half a second of attention each.
     assert steps.step([row(256, 51)]) == 6 + 51 / 2
-    # Rows beside a prompt add the time of their decode.
+    # Rows beside a prompt add the time of four decoded rows, less that of one row of length 0, which is 0 here.
     assert steps.step([row(0, 51), *[row(100, 1)] * 3]) == 6 + 7
     assert (steps.snapshot(50), steps.restore(4000)) == (1.5, 0.5)
 
