@@ -13,7 +13,8 @@ from granite4_neuron.ops import cpu
 
 ROOT = Path(__file__).parents[2]
 FP8 = ROOT / "test" / "support" / "fp8"
-# fp8's own checks, the checks of every format, and the tests of refusals.
+REFUSAL = "test_a_value_that_does_not_exist"
+# fp8's own checks, the checks of every format, and the test of refusals, `REFUSAL`.
 TESTS = (
     FP8 / "fp8_checks.py",
     "test/unit/ops/test_quantization.py",
@@ -35,14 +36,15 @@ def test_a_module_and_a_header_make_a_format(tmp_path):
         sys.executable,
         "-m",
         "pytest",
-        "-q",
+        "-v",
         "-p",
         "no:cacheprovider",
         "-k",
-        "fp8 or a_value_that_there_is_not",
+        f"fp8 or {REFUSAL}",
         *map(str, TESTS),
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(tmp_path)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
+    assert f"{REFUSAL} PASSED" in done.stdout
