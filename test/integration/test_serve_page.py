@@ -3,6 +3,7 @@
 
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -12,12 +13,13 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import chat, load
-from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
 from granite4_neuron.ops import cpu
 from granite4_neuron.serving.page import page_files
 from test.support.browser import browser, executable
 from test.support.kept_chats import chat_of, keep, kept
 from test.support.serving import MODEL, serving
+from test.support.thinking import say, thinking_model
 
 QUESTION = "What is the assert statement?"
 KEY = "sésame"
@@ -115,11 +117,13 @@ def page(server, tmp_path_factory):
 @pytest.fixture
 def opened(server, page):
     """Open the page in a browser that keeps nothing from before, and give it the key."""
+    page.open(f"{server.address}/")
+    page.run("sessionStorage.clear()")  # the protocol clears everything else
     page.call("Page.navigate", url="about:blank")
     page.call("Storage.clearDataForOrigin", origin=server.address, storageTypes="all")
     page.open(f"{server.address}/")
     page.until("document.getElementById('notices').textContent.includes('needs an API key')")
-    page.run("sessionStorage.clear(); document.querySelector('.notice button').click()")
+    page.run("document.querySelector('.notice button').click()")
     page.until("document.activeElement.id === 'key'")
     page.type(KEY)
     page.press("Escape")
@@ -472,24 +476,100 @@ def test_a_full_storage_is_reported(opened, server):
     assert len(said(opened)) == 4
 
 
-def test_export(opened, server, tmp_path):
-    opened.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    texts = ask(opened, QUESTION, system="be brief", **GREEDY)
-    files = [tmp_path / f"What-is-the-assert-statement.{kind}" for kind in ("md", "json")]
-    for number, file in enumerate(files):
-        click(opened, "#export button", number)
+def exported(page, folder):
+    """Return the texts of the files that the page saves of the chat, by their kinds."""
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    texts = {}
+    for number, kind in enumerate(("md", "json")):
+        file = folder / f"What-is-the-assert-statement.{kind}"
+        click(page, "#export button", number)
         end = time.monotonic() + 60
         while not file.is_file():
             assert time.monotonic() < end
             time.sleep(0.02)
-    assert all(text.strip() in files[0].read_text(encoding="utf-8") for text in [*texts, "be brief", "**You**"])
-    exported = json.loads(files[1].read_text(encoding="utf-8"))
-    messages = exported["messages"]
-    assert exported["answers"] == [{"model": MODEL, "finish_reason": "length"}]
+        texts[kind] = file.read_text(encoding="utf-8")
+    return texts
+
+
+def test_export(opened, server, tmp_path):
+    texts = ask(opened, QUESTION, system="be brief", **GREEDY)
+    files = exported(opened, tmp_path)
+    assert all(text.strip() in files["md"] for text in [*texts, "be brief", "**You**"])
+    chat = json.loads(files["json"])
+    messages = chat["messages"]
+    assert chat["answers"] == [{"model": MODEL, "finish_reason": "length"}]
     again = {"messages": [*messages, {"role": "user", "content": "Go on"}], "max_tokens": 1}
     assert httpx.post(f"{server.address}/v1/chat/completions", json=again, headers=WITH_KEY).status_code == 200
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert [message["content"] for message in messages[1:]] == texts
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A server without a key, whose model thinks; and its tokenizer."""
+    runtime, tokenizer = thinking_model(tmp_path_factory.mktemp("thinking"), True)
+    with serving(runtime, tokenizer, max_length=2048) as server:
+        yield server, tokenizer
+
+
+THOUGHT, ANSWER = "So *it* is\n\nsunny <b>", "It is **sunny**."
+
+
+def test_a_thought(page, thinking, monkeypatch, tmp_path):
+    """It is open while it grows, closed when it has ended, kept, shown to the model's template again, and exported."""
+    server, tokenizer = thinking
+    seen, asked = threading.Event(), []
+    encode = ConversationEncoder.encode
+
+    def recorded(self, messages, **shown):
+        asked.append(messages)
+        return encode(self, messages, **shown)
+
+    monkeypatch.setattr(ConversationEncoder, "encode", recorded)
+    say(monkeypatch, tokenizer, f"{THOUGHT}\n</think>\n{ANSWER}", lambda _: seen.wait(1))
+    page.open(f"{server.address}/")
+    page.until(f"document.getElementById('model').value === '{MODEL}'")
+    send(page, QUESTION)
+    shown = "(({open, innerText}) => [open, innerText.split('\\n')[0]])(document.querySelector('.thought'))"
+    grown = page.until("document.querySelector('.thought p')?.textContent")
+    assert THOUGHT.startswith(grown) and page.run(shown) == [True, "Thinking…"]
+    assert "Thinking" in text_of(page, "#spoken p")
+    seen.set()
+    assert finished(page) == [QUESTION, ANSWER]
+    assert page.run(shown) == [False, "Thought"]
+    page.until("document.querySelector('.assistant .content strong')?.textContent")
+    page.call("Page.reload")
+    page.until("document.querySelectorAll('.message').length === 2")
+    assert page.run(shown) == [False, "Thought"]
+    click(page, ".thought summary")
+    assert page.run(shown) == [True, "Thought"] and text_of(page, ".thought p") == [THOUGHT]
+    send(page, "Go on")
+    assert len(finished(page)) == 4 and page.run(shown) == [True, "Thought"], "it stays as the person wants it"
+    answer = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
+    assert list(asked[-1]) == [*talk(QUESTION), answer, *talk("Go on")]
+    files = exported(page, tmp_path)
+    assert f"> So *it* is\n> \n> sunny <b>\n\n{ANSWER}\n" in files["md"]
+    assert json.loads(files["json"])["messages"][1] == answer
+
+
+def test_a_thought_that_is_stopped(page, thinking, monkeypatch):
+    """It is an answer without a text, and goes on with one."""
+    server, tokenizer = thinking
+    stopped = threading.Event()
+    say(monkeypatch, tokenizer, f"{THOUGHT}\n</think>\n{ANSWER}", lambda _: stopped.wait(1))
+    page.open(f"{server.address}/")
+    page.until(f"document.getElementById('model').value === '{MODEL}'")
+    send(page, QUESTION)
+    page.until("document.querySelector('.thought p')?.textContent")
+    page.press("Escape")
+    assert finished(page) == [QUESTION, ""]
+    stopped.set()
+    assert "Stopped." in text_of(page, ".tools")[1] and page.run("document.querySelector('.thought').open") is False
+    thought = page.run("document.querySelector('.thought p').textContent")
+    say(monkeypatch, tokenizer, ANSWER, thought=thought)
+    click(page, ".continue")
+    page.until("document.querySelector('.assistant .content strong')?.textContent")
+    assert finished(page) == [QUESTION, ANSWER] and text_of(page, ".thought summary") == ["Thought"]
 
 
 ANIMATION = """(() => {
@@ -554,10 +634,11 @@ def test_colours(opened):
     assert seen[:2] == seen[3:] and seen[0] != seen[1]
 
 
-def test_the_page_requests_and_stores_nothing_else(opened, server):
+def test_the_page_requests_and_stores_nothing_else(opened, server, thinking):
     """All tests of the page are covered."""
     asked = {each["request"]["url"] for kind, each in opened.events if kind == "Network.requestWillBeSent"}
-    assert asked and all(url.startswith((server.address, "about:", "blob:")) for url in asked)
+    own = server.address, thinking[0].address, "about:", "blob:"
+    assert asked and all(url.startswith(own) for url in asked)
     entries = [each["entry"] for kind, each in opened.events if kind == "Log.entryAdded"]
     assert not [entry for entry in entries if entry["source"] == "security"], "the policy allows what the page does"
     assert not [each for kind, each in opened.events if kind == "Runtime.exceptionThrown"]

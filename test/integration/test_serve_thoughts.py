@@ -5,6 +5,7 @@ The model's answers are scripted, or forced by a grammar.
 # ruff: noqa: E402 (importorskip comes first)
 
 import json
+from functools import partial
 
 import pytest
 
@@ -12,15 +13,10 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
-from transformers import GenerationConfig, PreTrainedTokenizerFast
-
-from granite4_neuron.generation.tool_calls import CLOSE, OPEN
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.serving.protocol import ChatBody
-from test.support.checkpoints import save_byte_tokenizer
-from test.support.engines import engine_model
+from test.support import thinking
 from test.support.serving import MODEL, serving
-from test.support.tool_template import NEMOTRON_TEMPLATE, with_parameters
+from test.support.tool_template import with_parameters
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
@@ -34,13 +30,7 @@ NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 @pytest.fixture(scope="module", params=[False, True], ids=["texts", "special tokens"])
 def model(request, tmp_path_factory):
     """Return (runtime, tokenizer). The marks of thoughts and calls are ordinary texts or special tokens."""
-    folder = tmp_path_factory.mktemp("nemotron")
-    save_byte_tokenizer(folder, NEMOTRON_TEMPLATE)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    if request.param:
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", OPEN, CLOSE]})
-    network = engine_model(vocab_size=272, eos_token_id=1, max_position_embeddings=4096)
-    return CPURuntime(network, GenerationConfig(top_k=None)), tokenizer
+    return thinking.thinking_model(tmp_path_factory.mktemp("nemotron"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +42,7 @@ def server(model):
 @pytest.fixture
 def say(model, monkeypatch):
     """Return a function that sets what the model answers."""
-
-    def script(text):
-        tokens = model[1].encode(text)
-        open_thought, closed_thought = map(model[1].encode, ("<think>\n", "<think></think>"))
-
-        def choose(_, logits, past):
-            answer = past[len(past) - past[::-1].index(3) :]  # after the last <|assistant|>
-            begin = closed_thought if answer[: len(closed_thought)] == closed_thought else open_thought
-            return [*tokens, 1][len(answer) - len(begin)]
-
-        monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
-
-    return script
+    return partial(thinking.say, monkeypatch, model[1])
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 // An answer that is being generated. It goes on while another chat is shown.
 
-import { newMessage } from "./chat.js";
+import { asRequested, newMessage } from "./chat.js";
 import { Away, Refused, answer } from "./server.js";
 import { requestFields } from "./settings.js";
 
@@ -20,7 +20,7 @@ export class Answering {
     this._isContinuing = isContinuing;
     this._model = model;
     const last = /** @type {Message} */ (history.at(-1));
-    /** the answer; it belongs to the chat only once it has a text */
+    /** the answer; it belongs to the chat only once it has a thought or a text */
     this.message = isContinuing ? last : newMessage("assistant", "", last.id);
     this.isWaiting = true;
     this.started = performance.now();
@@ -33,7 +33,7 @@ export class Answering {
 
   /**
    * Generate it.
-   * @param {() => void} onText called after each part of the text
+   * @param {() => void} onText called after each part of the thought and of the text
    * @throws {Away | Refused} the server fails; what there is of the text stays
    */
   async run(onText) {
@@ -43,14 +43,15 @@ export class Answering {
     message.model = this._model;
     try {
       let first = 0;
-      for await (const { text, tokens, end } of answer(this._body(), this._controller.signal)) {
+      for await (const { thought, text, tokens, end } of answer(this._body(), this._controller.signal)) {
         const now = performance.now();
         first ||= now;
+        if (thought) message.thought = (message.thought ?? "") + thought;
         message.content += text;
         message.updated = Date.now();
         message.speed = speed(tokens, first - this.started, now - first);
         if (end) message.end = end;
-        if (text) this.isWaiting = false;
+        if (thought || text) this.isWaiting = false;
         onText();
       }
       // An answer without a text is one too.
@@ -68,7 +69,7 @@ export class Answering {
     const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
     return {
       model: this._model,
-      messages: [...system, ...this._history.map(({ role, content }) => ({ role, content }))],
+      messages: [...system, ...this._history.map(asRequested)],
       ...(this._isContinuing ? { continue_final_message: true } : {}),
       ...requestFields(settings),
     };

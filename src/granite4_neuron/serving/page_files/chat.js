@@ -3,10 +3,10 @@
 
 /**
  * end: why the text ends: "stop" and "length" are the server's, "stopped" is the person's, "broken" a lost connection.
- *   Without it the answer is not finished.
+ *   Without it the answer is not finished. thought: what the model thought before the answer.
  * @typedef {{
  *   id: string, parent: string | null, role: "user" | "assistant", content: string, updated: number,
- *   model?: string, end?: string, speed?: string,
+ *   thought?: string, model?: string, end?: string, speed?: string,
  * }} Message
  *
  * leaf: the last message of those that are shown.
@@ -50,6 +50,14 @@ export function add(chat, message) {
   chat.messages[message.id] = message;
   chat.leaf = message.id;
   chat.title ||= titleOf(message.content);
+}
+
+/**
+ * A message as a request has it. The model's chat template decides which thoughts the model sees again.
+ * @param {Message} message
+ */
+export function asRequested({ role, content, thought }) {
+  return { role, content, ...(thought ? { reasoning_content: thought } : {}) };
 }
 
 /** @param {string} text */

@@ -4,6 +4,7 @@ import { shown, versions } from "./chat.js";
 import { button, byId, fitHeight, isSending, make } from "./dom.js";
 import { MarkdownView, copy } from "./markdown.js";
 import { speak } from "./notices.js";
+import { ThoughtView } from "./thought.js";
 
 /** @typedef {import("./chat.js").Chat} Chat */
 /** @typedef {import("./chat.js").Message} Message */
@@ -183,6 +184,8 @@ class MessageView {
     if (message.role === "user") {
       this._content.append(make("p", { className: "as-typed", dir: "auto", textContent: message.content }));
     } else {
+      this._thought = new ThoughtView();
+      this.element.prepend(this._thought.element);
       this._markdown = new MarkdownView(this._content, speak);
     }
   }
@@ -195,6 +198,7 @@ class MessageView {
    */
   refresh(versions, isLast, answering) {
     const { message, _actions: actions } = this;
+    this._showThought(Boolean(answering));
     // The same buttons stay: somebody may be about to click on one, or have the focus on it.
     const drawn = JSON.stringify([versions.map(({ id }) => id), isLast, this._remark(), Boolean(answering)]);
     if (drawn === this._drawn) return;
@@ -220,8 +224,15 @@ class MessageView {
   /** @param {Answering} answering */
   grow(answering) {
     this._isGrowing = this._isParsed = true;
+    this._showThought(true);
     this._markdown?.grow(this.message.content);
     this.showProgress(answering);
+  }
+
+  /** @param {boolean} isAnswering whether the message is being written */
+  _showThought(isAnswering) {
+    const { thought = "", content } = this.message;
+    this._thought?.show(thought, isAnswering && !content);
   }
 
   /** Parse the message's text if it has not been parsed. */

@@ -1,6 +1,6 @@
 // Saves the messages that a chat shows as a file.
 
-import { shown } from "./chat.js";
+import { asRequested, shown } from "./chat.js";
 import { make } from "./dom.js";
 
 /** @typedef {import("./chat.js").Chat} Chat */
@@ -8,10 +8,17 @@ import { make } from "./dom.js";
 /** @param {Chat} chat */
 function asMarkdown(chat) {
   const system = chat.settings.system?.trim() ? [`**System**\n\n${chat.settings.system.trim()}`] : [];
-  const said = shown(chat).map(
-    (message) => `**${message.role === "user" ? "You" : (message.model ?? "Model")}**\n\n${message.content.trim()}`,
-  );
+  const said = shown(chat).map((message) => {
+    const speaker = `**${message.role === "user" ? "You" : (message.model ?? "Model")}**`;
+    const thought = message.thought ? [quoted(message.thought.trim())] : [];
+    return [speaker, ...thought, message.content.trim()].join("\n\n");
+  });
   return `${[`# ${chat.title}`, ...system, ...said].join("\n\n")}\n`;
+}
+
+/** @param {string} text */
+function quoted(text) {
+  return text.replace(/^/gm, "> ");
 }
 
 /** @param {Chat} chat */
@@ -19,7 +26,7 @@ function asJSON(chat) {
   const { system, ...settings } = chat.settings;
   const first = system?.trim() ? [{ role: "system", content: system }] : [];
   // As a request has them: what else there is of the answers stands beside them.
-  const messages = [...first, ...shown(chat).map(({ role, content }) => ({ role, content }))];
+  const messages = [...first, ...shown(chat).map(asRequested)];
   const answers = shown(chat)
     .filter((message) => message.role === "assistant")
     .map(({ model, end }) => ({ model, finish_reason: end }));

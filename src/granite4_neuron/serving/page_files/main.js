@@ -156,7 +156,7 @@ async function follow(answering) {
 }
 
 /**
- * Make an answer a part of its chat, once it has a text. It is shown, unless the person looks at another version meanwhile.
+ * Make an answer a part of its chat, once there is some of it. It is shown, unless the person looks at another version meanwhile.
  * @param {Answering} answering
  */
 function takeUp({ chat: asked, message, isWaiting }) {

@@ -58,7 +58,7 @@ export async function parseMarkdown(text) {
  * Stream the answer to a chat.
  * @param {object} body of the request, without what asks for a stream
  * @param {AbortSignal} signal
- * @returns {AsyncGenerator<{text: string, tokens: number, end: string | null}>}
+ * @returns {AsyncGenerator<{thought: string, text: string, tokens: number, end: string | null}>}
  * @throws {Away | Refused} also in the middle of it
  */
 export async function* answer(body, signal) {
@@ -72,7 +72,8 @@ export async function* answer(body, signal) {
     const [choice] = event.choices;
     if (!choice) continue;
     isComplete ||= choice.finish_reason !== null;
-    yield { text: choice.delta.content ?? "", tokens: event.usage.completion_tokens, end: choice.finish_reason };
+    const { reasoning_content: thought = "", content: text } = choice.delta;
+    yield { thought, text: text ?? "", tokens: event.usage.completion_tokens, end: choice.finish_reason };
   }
   if (!isComplete) throw new Away("The connection broke.");
 }

@@ -1,0 +1,54 @@
+"""A model with Nemotron 3's chat format that says what a test tells it to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.runtime.cpu import CPURuntime
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.engines import engine_model
+from test.support.tool_template import NEMOTRON_TEMPLATE
+
+
+def thinking_model(folder: Path, are_special: bool) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
+    """Return a runtime and its tokenizer.
+
+    Args:
+        folder: for the tokenizer's files.
+        are_special: whether the marks of thoughts and calls are special tokens, and otherwise ordinary texts.
+    """
+    save_byte_tokenizer(folder, NEMOTRON_TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if are_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", OPEN, CLOSE]})
+    network = engine_model(vocab_size=272, eos_token_id=1, max_position_embeddings=4096)
+    return CPURuntime(network, GenerationConfig(top_k=None)), tokenizer
+
+
+def say(
+    monkeypatch,
+    tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    reached=lambda number: None,
+    thought="",
+) -> None:
+    """Set what the model answers.
+
+    Args:
+        reached: called with the number of each of the answer's tokens before it is chosen.
+        thought: of an answer that is continued.
+    """
+    tokens = tokenizer.encode(text)
+    begins = [tokenizer.encode(begin) for begin in (f"<think>{thought}</think>", "<think>\n")]
+
+    def choose(_, logits, past):
+        answer = past[len(past) - past[::-1].index(3) :]  # behind the last <|assistant|>
+        begin = next(begin for begin in begins if answer[: len(begin)] == begin)
+        number = len(answer) - len(begin)
+        reached(number)
+        return tokens[number] if number < len(tokens) else 1
+
+    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
