@@ -9,7 +9,7 @@ from granite4_neuron.ops.weight import Weight
 
 
 def logits(x: torch.Tensor, weight: Weight, scaling: float) -> torch.Tensor:
-    """Compute the head's products over `scaling`, the config's logits_scaling.
+    """Compute the head's products divided by `scaling`, the config's logits_scaling.
 
     Args:
         x: [..., hidden_size].

@@ -47,7 +47,7 @@ def load_kernels() -> str | None:
     """Register `torch.ops.granite4_neuron`, compiling it at first use into the user's cache folder.
 
     Returns:
-        None, or why that is not possible here; the reason is also written to standard error.
+        None, or the reason why that is not possible here, which is also written to standard error.
     """
     try:
         torch.ops.load_library(str(_library()))

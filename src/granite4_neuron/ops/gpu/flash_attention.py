@@ -1,8 +1,8 @@
 """Attention of several tokens of each sequence over its cache, in one ascending loop over blocks of keys.
 
-Blocks are at the same places whatever a step's tokens, and a block that a token does not see changes none of its bits:
-the block's weights are zeros, and sums are multiplied by one. So neither the step's tokens nor the cache's length
-matter.
+The places of blocks do not depend on a step's tokens. A block that a token does not see changes none of its bits: the
+block's weights are zeros, and sums are multiplied by one. So a token's result depends neither on the step's other
+tokens nor on the cache's length.
 
 Source: FlashAttention (Dao et al. 2022, algorithm 1).
 """

@@ -30,7 +30,7 @@ def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> dict[str, bool
     Args:
         x: [M, K], in the weight's dtype.
         n: outputs of a vector in all programs.
-        num_weights: weights that a program reads BLOCK_N rows of: 2 for gate and up.
+        num_weights: weights from each of which a program reads BLOCK_N rows: 2 for gate and up.
     """
     batch, columns = x.shape
     block_n, num_bytes, num_warps, num_stages = _config(n, batch, num_weights)

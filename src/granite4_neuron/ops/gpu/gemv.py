@@ -23,7 +23,7 @@ def gemv_config(n: int, block_k: int, num_weights: int = 1) -> tuple[int, int, i
     Args:
         n: outputs of all programs.
         block_k: the size of the vector, rounded up to a power of two.
-        num_weights: weights that a program reads BLOCK_N rows of: 2 for gate and up.
+        num_weights: weights from each of which a program reads BLOCK_N rows: 2 for gate and up.
     """
     configs = _CONFIGS[num_weights]
     block_n, num_warps = configs[min(max(block_k, min(configs)), max(configs))]

@@ -2,7 +2,7 @@
 
 A token's outputs have the same bits whatever the number of tokens, its place among them and the tiles: an output is one
 sum over ascending columns, by the same instruction. For 16-bit numbers this is the tensor cores' wgmma, which adds 16
-columns at a time, for float32 one fused multiply-add after another. So tiles may suit the number of tokens.
+columns at a time, for float32 one fused multiply-add after another. So tiles may depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def tiles(x: torch.Tensor, tokens: int, n: int, num_weights: int) -> dict[str, A
     Args:
         x: in the weight's dtype.
         n: outputs of a token.
-        num_weights: weights that a program reads rows of: 2 for gate and up.
+        num_weights: weights from which a program reads rows: 2 for gate and up.
     """
     for choice in _TILES if x.itemsize == 2 else _TILES_OF_FLOAT32:
         options = tile_options(x, *choice, num_weights)

@@ -573,8 +573,8 @@ def _add_feed_forward_of_one_kernel(
     gdc_launch_dependents(USE_GDC)
     pid_n, offs_k = tl.program_id(0), tl.arange(0, BLOCK_K)
     shared_row = load_vector(weight + pid_n * K, offs_k, K)
-    # `route` has ended: `activate_experts` lets this kernel begin only after its own `gdc_wait`. Past the cache of a
-    # multiprocessor, which may hold something older until this kernel's `gdc_wait`.
+    # `route` has ended: `activate_experts` lets this kernel begin only after its own `gdc_wait`. The load bypasses the
+    # multiprocessor's cache, which may hold older values until this kernel's `gdc_wait`.
     keys = load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, ".cg")
     topk_ids, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
     offs_topk = tl.arange(0, BLOCK_TOPK)
@@ -689,8 +689,8 @@ def _add_outputs_kernel(
     pid_m, offs_topk = tl.program_id(0), tl.arange(0, BLOCK_TOPK)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n, is_real = offs_n < N, tl.load(lengths + pid_m) > 0
-    # `route` has ended: `_multiply_outputs_kernel` lets this kernel begin only after its own `gdc_wait`. Past the cache
-    # of a multiprocessor, which may hold something older until this kernel's `gdc_wait`.
+    # `route` has ended: `_multiply_outputs_kernel` lets this kernel begin only after its own `gdc_wait`. The load
+    # bypasses the multiprocessor's cache, which may hold older values until this kernel's `gdc_wait`.
     keys = load_expert_keys(router_logits + pid_m * NUM_EXPERTS, NUM_EXPERTS, BLOCK_E, ".cg")
     _, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
     gdc_wait(USE_GDC)

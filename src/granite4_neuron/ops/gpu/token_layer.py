@@ -1,7 +1,8 @@
 """The operators that fuse the products of a decoder layer's tokens with their neighbours, for a few tokens.
 
-With few tokens a step's time is proportional to the number of kernels, and there are fewer of these than a compiler
-would make for a layer. `model.token_layer` uses them for decode, and for verification, which has a row per token.
+With few tokens a step's time is proportional to the number of kernels. These operators launch fewer kernels than a
+compiler would make for a layer. `model.token_layer` uses them for decode, and for verification, which has a row per
+token.
 
 A row's bits do not depend on the number of rows, nor on its place among them. `single_token_layer` has faster operators
 for one row, which add up in another order.

@@ -94,7 +94,7 @@ def experts_prefill(
 
     Pseudocode:
         for block:
-            weights = gate_up_proj[loads[block]]                    # skipped if out of range: those of before
+            weights = gate_up_proj[loads[block]]                    # if out of range, the previous ones stay
             gate, up = x[tokens[:, block]] @ weights
             y[choices[:, block]] = (silu(gate) * up) @ down_proj[loads[block]]
     """

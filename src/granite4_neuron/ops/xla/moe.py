@@ -79,7 +79,7 @@ def expert_path(
         has_gate: whether an expert has a matrix for its gate, a third one of this width.
     """
     choices, columns = tokens * top_k, intermediate_size * (3 if has_gate else 2)
-    # At this capacity the further blocks' weights and the experts' own rows are equally much to move.
+    # At this capacity the further blocks' weights and the experts' own rows take the same time to move.
     best = math.sqrt(_FETCHED * choices * columns / (_MOVES_OF_ROW * num_experts))
     capacity = max(1, round(best / _CAPACITY_STEP)) * _CAPACITY_STEP
     paths = [ExpertPath(ALL), with_capacity(choices, capacity)]
