@@ -54,9 +54,11 @@ struct LowRank {
   LowRank(const at::Tensor& down, const at::Tensor& up) : down(down), up(up) {
     for (const Matrix* matrix : {&this->down, &this->up}) {
       check_matrix(matrix->weight);
-      TORCH_CHECK(matrix->weight.dtype == at::kFloat, "an adapter's matrix is for vectors of ", matrix->weight.dtype);
+      TORCH_CHECK(
+          matrix->weight.dtype == at::kFloat, "an adapter's matrix is for vectors of ", matrix->weight.dtype,
+          " and should be for Float");
     }
-    TORCH_CHECK(this->up.weight.columns == this->down.weight.rows, "an adapter has matrices of two ranks");
+    TORCH_CHECK(this->up.weight.columns == this->down.weight.rows, "the ranks of an adapter's two matrices differ");
   }
   // x: [tokens, columns] in any dtype. Returns [tokens, rows] in float32.
   at::Tensor operator()(const at::Tensor& x) const {
@@ -73,7 +75,9 @@ class Additions {
         addition.down.weight.columns == projection.columns && addition.up.weight.rows == projection.rows,
         "an adapter for a projection of [", addition.up.weight.rows, ", ", addition.down.weight.columns,
         "] does not fit one of [", projection.rows, ", ", projection.columns, "]");
-    TORCH_CHECK(adapter > 0 && additions_.emplace(adapter, addition).second, "there is an adapter ", adapter);
+    TORCH_CHECK(
+        adapter > 0 && additions_.emplace(adapter, addition).second, "an adapter has number ", adapter,
+        ", which should be above 0 and not in use");
   }
   // Adds them to y, the projection of x; y is rounded to its dtype once more. x: [..., columns], y: [..., rows].
   void add(const at::Tensor& x, const at::Tensor& y, const AdapterRows& rows) const {

@@ -92,7 +92,7 @@ inline CacheRows rows_of_rectangle(
     const at::Tensor& positions, const at::Tensor& lengths, const at::Tensor& slots, int64_t batch, int64_t tokens) {
   check_dense(lengths, "lengths", {batch}, at::kLong);
   check_shape(positions, "positions", {batch, -1});
-  TORCH_CHECK(positions.scalar_type() == at::kLong, "positions are ", positions.scalar_type());
+  TORCH_CHECK(positions.scalar_type() == at::kLong, "positions are ", positions.scalar_type(), " and should be Long");
   at::Tensor offsets = empty({batch}, lengths.options()), starts = empty({batch}, lengths.options());
   const auto *length = lengths.const_data_ptr<int64_t>(), *position = positions.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < batch; row++) {

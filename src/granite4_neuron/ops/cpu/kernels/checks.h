@@ -1,4 +1,4 @@
-// Checks of arguments, at the entry of a call: all that later indexes memory is within bounds, or there is an error.
+// Checks of arguments at the entry of a call: an argument that would index memory out of bounds raises an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -42,7 +42,7 @@ struct EmbeddingAndHead {
     GRANITE4_DISPATCH(embedding->scalar_type(), "embed", [&] {
       for (int64_t i = 0; i < tokens.numel(); i++) {
         int64_t token = tokens.const_data_ptr<int64_t>()[i];
-        TORCH_CHECK(0 <= token && token < rows, "there is no token ", token);
+        TORCH_CHECK(0 <= token && token < rows, "there is no token ", token, " of ", rows);
         to_float(embedding->const_data_ptr<scalar_t>() + token * width, x.mutable_data_ptr<float>() + i * width, width);
       }
     });
@@ -107,13 +107,13 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor forward_packed(
       const std::vector<int64_t>& tokens, const std::vector<int64_t>& lengths, const std::vector<int64_t>& starts,
       const std::vector<int64_t>& slots, const LayerStates& states) const {
-    TORCH_CHECK(embedding_and_head_.has_value(), "the layers have no embedding and no head");
+    TORCH_CHECK(embedding_and_head_.has_value(), "the embedding and the head are not set");
     std::vector<int64_t> read_slots = slots, offsets, last;
     for (size_t row = 0; row < std::min(slots.size(), starts.size()); row++)
       if (starts[row] == 0) read_slots[row] = 0;
     int64_t offset = 0;
     for (int64_t length : lengths) {
-      TORCH_CHECK(length > 0, "a row has length ", length);
+      TORCH_CHECK(length > 0, "a row has length ", length, " and should have a token");
       offsets.push_back(offset);
       offset += length;
       last.push_back(offset - 1);

@@ -39,7 +39,8 @@ inline Format format_named(const std::string& name) {
 
 // A weight of this shape, [rows, columns] or [experts, rows, columns], without its tiles.
 inline Weight weight_of(at::IntArrayRef shape, const std::string& format, at::ScalarType dtype) {
-  TORCH_CHECK(shape.size() == 2 || shape.size() == 3, "a weight has the shape ", shape);
+  TORCH_CHECK(
+      shape.size() == 2 || shape.size() == 3, "a weight has the shape ", shape, " and should have 2 or 3 dimensions");
   Weight weight;
   weight.dtype = dtype;
   weight.format = format_named(format);

@@ -1,5 +1,5 @@
 // The kernels for Python: functions as torch.ops.granite4_neuron.*, layers as torch.classes.granite4_neuron.*. ops/cpu is
-// their Python side, README.md the way in.
+// their Python side, and README.md introduces them.
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -19,7 +19,7 @@ using at::Tensor;
 using MaybeTensor = std::optional<at::Tensor>;
 
 inline std::optional<RotaryTables> rotary(const MaybeTensor& cos, const MaybeTensor& sin) {
-  TORCH_CHECK(cos.has_value() == sin.has_value(), "there are cosines or sines only");
+  TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin must be given together");
   if (!cos.has_value()) return std::nullopt;
   return RotaryTables{*cos, *sin};
 }

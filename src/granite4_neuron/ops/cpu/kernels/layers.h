@@ -1,4 +1,4 @@
-// The halves of decoder layers, each made once of its weights and settings.
+// The halves of decoder layers, each made once from its weights and settings.
 //
 // The definitions are in Python: model.mamba2.Mamba2 and model.attention.Attention, each after a norm, and the second
 // half of model.decoder_layer.DecoderLayer. ops/cpu/layers.py is the Python side.
@@ -117,7 +117,9 @@ struct MambaLayer : torch::CustomClassHolder {
   at::Tensor finish(
       const at::Tensor& hidden_states, const at::Tensor& projected, const at::Tensor& y,
       const AdapterRows& adapters = {}) const {
-    TORCH_CHECK(projected.size(-1) == in_proj.rows(), "projected has ", projected.size(-1), " values of a token");
+    TORCH_CHECK(
+        projected.size(-1) == in_proj.rows(), "projected has ", projected.size(-1),
+        " values of a token and should have ", in_proj.rows());
     at::Tensor z = projected.narrow(-1, 0, gated_norm.numel());
     at::Tensor gated = rms_norm(y, z, gated_norm, residual.eps, mixer->settings.groups);
     return residual.add(hidden_states, out_proj(gated, adapters));

@@ -21,10 +21,12 @@ inline void check_call(const MambaMixer& mixer, const at::Tensor& projected, con
   TORCH_CHECK(projected.scalar_type() == state.conv.scalar_type(), "projected and conv_state differ in dtype");
   check_shape(state.ssm, "ssm_state", {-1, heads, -1, -1});
   at::ScalarType ssm = state.ssm.scalar_type();
-  TORCH_CHECK(ssm == at::kFloat || ssm == at::kHalf || ssm == at::kBFloat16, "ssm_state is ", ssm);
+  TORCH_CHECK(
+      ssm == at::kFloat || ssm == at::kHalf || ssm == at::kBFloat16, "ssm_state is ", ssm,
+      " and should be Float, Half or BFloat16");
   check_shape(state.conv, "conv_state", {state.ssm.size(0), channels, -1});
   int64_t head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
-  TORCH_CHECK(head_dim > 0 && d_state > 0, "ssm_state has the shape ", state.ssm.sizes());
+  TORCH_CHECK(head_dim > 0 && d_state > 0, "ssm_state has the shape ", state.ssm.sizes(), ", with an axis of size 0");
   TORCH_CHECK(
       channels == heads * head_dim + 2 * groups * d_state, "there are ", channels, " channels, which are not ", heads,
       " heads of ", head_dim, " and twice ", groups, " groups of ", d_state);
@@ -81,7 +83,7 @@ at::Tensor paged_mamba_mixer(
   int64_t tokens = projected.size(0), pages = state.ssm.size(0);
   int64_t heads = mixer.heads, head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
   int64_t width = mixer.width, channels = mixer.channels;
-  TORCH_CHECK(state.ssm.scalar_type() == at::kFloat, "ssm_state is ", state.ssm.scalar_type());
+  TORCH_CHECK(state.ssm.scalar_type() == at::kFloat, "ssm_state is ", state.ssm.scalar_type(), " and should be Float");
   TORCH_CHECK(pages == 0 || state.ssm[0].is_contiguous(), "a page of ssm_state must be contiguous");
   PagedRows rows = check_page_rows(page_rows, tokens, pages);
   int64_t columns = width - 1 + (rows.accepted == nullptr ? 0 : rows.columns - 1);

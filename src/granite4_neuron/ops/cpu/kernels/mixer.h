@@ -120,10 +120,13 @@ struct MambaMixer {
     check_dense(weights.A_log, "A_log", {heads}, weights.A_log.scalar_type());
     check_dense(weights.D, "D", {heads}, weights.D.scalar_type());
     TORCH_CHECK(groups > 0 && heads > 0 && heads % groups == 0, "n_groups is ", groups, " of ", heads, " heads");
-    TORCH_CHECK(settings.heads_per_task > 0, "heads_per_task is ", settings.heads_per_task);
+    TORCH_CHECK(settings.heads_per_task > 0, "heads_per_task is ", settings.heads_per_task, " and should be above 0");
     TORCH_CHECK(
-        0 < settings.chunk_size && settings.chunk_size <= MAX_SCAN_BLOCK, "chunk_size is ", settings.chunk_size);
-    TORCH_CHECK(0 <= rounds && rounds <= StateRounding::MAX_ROUNDS, "there are ", rounds, " rounds of Philox");
+        0 < settings.chunk_size && settings.chunk_size <= MAX_SCAN_BLOCK, "chunk_size is ", settings.chunk_size,
+        " and should be from 1 to ", MAX_SCAN_BLOCK);
+    TORCH_CHECK(
+        0 <= rounds && rounds <= StateRounding::MAX_ROUNDS, "there are ", rounds, " rounds of Philox, of at most ",
+        StateRounding::MAX_ROUNDS);
   }
 };
 

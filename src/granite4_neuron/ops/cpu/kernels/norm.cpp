@@ -8,7 +8,7 @@
 
 namespace granite4_neuron {
 
-// Values that one thread has processed by the time that others have noticed.
+// One thread processes this many values before other threads can start.
 constexpr int64_t MIN_VALUES_PER_TASK = 16384;
 
 // to = x * silu(z) for `count` channels, or x where z is null; returns the sum of squares.

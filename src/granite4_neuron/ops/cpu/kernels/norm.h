@@ -13,7 +13,7 @@ at::Tensor rms_norm(
 // As ops.silu_and_mul. x: [..., 2 * width], contiguous.
 at::Tensor silu_and_mul(const at::Tensor& x);
 
-// The same of `count` channels.
+// The same for `count` channels.
 template <typename X, typename T>
 inline void silu_and_mul(const X* gate, const X* up, T* to, int64_t count) {
   int64_t i = 0;
@@ -28,7 +28,7 @@ inline void silu_and_mul(const X* gate, const X* up, T* to, int64_t count) {
 // As ops.relu2. x: [..., width], contiguous.
 at::Tensor relu2(const at::Tensor& x);
 
-// The same of `count` channels.
+// The same for `count` channels.
 template <typename X, typename T>
 inline void relu2(const X* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; i++) {

@@ -177,7 +177,8 @@ inline Weight weight_in(const at::Tensor& bytes) {
   const char* data = static_cast<const char*>(bytes.const_data_ptr());
   Weight weight;
   std::memcpy(static_cast<WeightHeader*>(&weight), data, sizeof(WeightHeader));
-  TORCH_CHECK(weight.mark == WeightHeader::MARK && bytes.numel() == weight.num_bytes(), "this is no packed weight");
+  TORCH_CHECK(
+      weight.mark == WeightHeader::MARK && bytes.numel() == weight.num_bytes(), "the tensor is not a packed weight");
   weight.tiles = data + Weight::HEADER_BYTES;
   return weight;
 }

@@ -50,7 +50,7 @@ void quantize(
 #define GRANITE4_QUANTIZE_IF_NAMED(NAME, ...) \
   if (format == #NAME) return quantize_rows<NAME::Rows>(weight, values, scales);
   GRANITE4_FORMATS(GRANITE4_QUANTIZE_IF_NAMED)
-  TORCH_CHECK(false, "nothing is quantized as ", format);
+  TORCH_CHECK(false, "there is no format ", format);
 }
 
 int64_t packed_bytes(at::IntArrayRef shape, const std::string& format, at::ScalarType dtype) {
@@ -66,7 +66,9 @@ void pack(
   char* to = static_cast<char*>(bytes.mutable_data_ptr());
   GRANITE4_DISPATCH_WEIGHT(weight, "pack", [&] {
     using Value = typename tiles_t::Value;
-    TORCH_CHECK(values.scalar_type() == c10::CppTypeToScalarType<Value>::value, "values are ", values.scalar_type());
+    constexpr at::ScalarType value_dtype = c10::CppTypeToScalarType<Value>::value;
+    TORCH_CHECK(
+        values.scalar_type() == value_dtype, "values are ", values.scalar_type(), " and should be ", value_dtype);
     tiles_t::check(weight, values, scales);
     pack_tiles<tiles_t>(
         values.const_data_ptr<Value>(), pointer<float>(scales), weight, to + Weight::HEADER_BYTES);
@@ -81,8 +83,9 @@ at::Tensor weight_rows(const Weight& weight, const at::Tensor& any_ids) {
   shape.push_back(weight.columns);
   at::Tensor y = empty(shape, ids.options().dtype(at::kFloat));
   const auto* id = ids.const_data_ptr<int64_t>();
+  int64_t num_rows = weight.experts * weight.rows;
   for (int64_t i = 0; i < ids.numel(); i++)
-    TORCH_CHECK(0 <= id[i] && id[i] < weight.experts * weight.rows, "there is no row ", id[i]);
+    TORCH_CHECK(0 <= id[i] && id[i] < num_rows, "there is no row ", id[i], " of ", num_rows);
   GRANITE4_DISPATCH_WEIGHT(weight, "weight_rows", [&] {
     auto* to = y.mutable_data_ptr<float>();
     parallel_tasks(ids.numel(), 1, [&](int64_t begin, int64_t end) {
@@ -223,7 +226,7 @@ inline std::vector<Group> group_by_expert(const int64_t* topk_ids, int64_t count
   std::vector<int64_t> group_numbers(experts, -1);
   for (int64_t choice = 0; choice < count; choice++) {
     int64_t expert = topk_ids[choice];
-    TORCH_CHECK(0 <= expert && expert < experts, "there is no expert ", expert);
+    TORCH_CHECK(0 <= expert && expert < experts, "there is no expert ", expert, " of ", experts);
     if (group_numbers[expert] < 0) {
       group_numbers[expert] = groups.size();
       groups.push_back({expert, {}});

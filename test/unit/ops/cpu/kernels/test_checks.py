@@ -199,7 +199,7 @@ BAD = [
     ("AttentionLayer.step_paged", dict(head_dim=7), "32 and 16 rows for heads of 7"),
     ("AttentionLayer.step_paged", dict(head_dim=0), "32 and 16 rows for heads of 0"),
     ("AttentionLayer.step_paged", dict(v_proj=packed(8, 8), v_bias=None), "v_proj is .8, 8. and should be .16, 8."),
-    ("AttentionLayer.step_paged", dict(cos=torch.zeros(1, 3, 4)), "cosines or sines only"),
+    ("AttentionLayer.step_paged", dict(cos=torch.zeros(1, 3, 4)), "given together"),
     ("AttentionLayer.step_paged", dict(key_pages=torch.zeros(3, 1, 4, 8)), "shape"),
     ("packed_bytes", dict(shape=[5, 0]), "a weight has the shape"),
     ("packed_bytes", dict(shape=[2**40, 2**40]), "a weight has the shape"),

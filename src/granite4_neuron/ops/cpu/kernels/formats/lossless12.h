@@ -169,7 +169,9 @@ struct Tiles {
     TORCH_CHECK(
         values.numel() == rows * Rows::values_of(weight.columns) &&
         scales->numel() == rows * Rows::scales_of(weight.columns));
-    TORCH_CHECK(weight.columns < column_of(END), "a row has ", weight.columns, " columns");
+    TORCH_CHECK(
+        weight.columns < column_of(END), "a row has ", weight.columns, " columns, and should have fewer than ",
+        column_of(END));
   }
 
  private:
