@@ -182,26 +182,30 @@ class SimulatedEngine(Engine):
         count = len(step.rows) - step.prompt_rows  # decoding sequences, which come first
         sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
         if step.prompt_rows:
-            (logits, _), ends = self._run(step), [runtime.clock]
+            logits, _ = self._run(step)
+            times, ends = [runtime.clock - started], [runtime.clock]
             self._grow(sequences, ends)
             self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits[count:])
         elif sequences:
             # If not all sequences decode, some have just got their first tokens from the prefix cache.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
             is_full = len(self._live.running) == self.num_sequences
-            ends = runtime.run_decode([row.start for row in step.rows], most, math.inf if is_full else until)
+            scheduled = runtime.clock
+            times, ends = runtime.run_decode([row.start for row in step.rows], most, math.inf if is_full else until)
+            times[0] += scheduled - started
             self._grow(sequences, ends)
         else:
-            ends = [runtime.clock]
-        ends[-1] = runtime.clock  # the last tokens come after the snapshots that end their sequences
+            times, ends = [runtime.clock - started], [runtime.clock]
+        # The last tokens come after the snapshots that end their sequences.
+        times[-1] += runtime.clock - ends[-1]
+        ends[-1] = runtime.clock
         if sequences:
-            self._note_gaps(len(sequences), ends)
+            self._note_gaps(len(sequences), times, ends)
         if self._live.outputs:
             for output in self._live.outputs:
                 self._note(output)
             self._live.outputs.clear()
-        times = [end - begin for begin, end in itertools.pairwise([started, *ends][-STEPS - 1 :])]
-        self._scheduler.record(step, *times)  # the last STEPS only: earlier ones would have no effect
+        self._scheduler.record(step, *times[-STEPS:])  # earlier ones would have no effect
         self._ends = ends
         self.waited += waiting * (runtime.clock - began)
         self.most_waiting = max(self.most_waiting, waiting)
@@ -221,12 +225,16 @@ class SimulatedEngine(Engine):
             self._live.count(sequence, 1, self.runtime.logits, [sequence.grow(steps)])
             sequence.look_ahead(self._prefixes.interval)
 
-    def _note_gaps(self, sequences: int, ends: Sequence[float]) -> None:
-        """Record the times between tokens of sequences that decode together; each got one at each of these times."""
+    def _note_gaps(self, sequences: int, times: Sequence[float], ends: Sequence[float]) -> None:
+        """Record the times between tokens of sequences that decode together: each got one after each of these steps.
+
+        Args:
+            times, ends: of the steps.
+        """
         for last_time, count in self._last_times.items():
             self.gaps.add(ends[0] - last_time, count)
-        if len(ends) > 1:
-            self.gaps.add_all([end - before for before, end in itertools.pairwise(ends)], sequences)
+        if len(times) > 1:
+            self.gaps.add_all(times[1:], sequences)
         self._last_times = {ends[-1]: sequences}
 
     def _note(self, output: Output) -> None:

@@ -110,7 +110,9 @@ class MeasuredSteps:
 
     def step(self, rows: Sequence[Row]) -> float:
         """Implement `StepTimes.step`."""
-        starts, lengths, seconds = list[int](), list[int](), 0.0
+        starts: list[int] = []
+        lengths: list[int] = []
+        seconds = 0.0
         for row in rows:
             if (length := len(row.tokens)) == 1 and row.start > 0:
                 starts.append(row.start)

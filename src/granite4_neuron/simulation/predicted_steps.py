@@ -57,7 +57,8 @@ class PredictedSteps:
 
     def decode(self, starts: Sequence[int], steps: int) -> list[float]:
         """Implement `StepTimes.decode`."""
-        longest, seconds = max(starts) + 1, list[float]()
+        longest = max(starts) + 1
+        seconds: list[float] = []
         while len(seconds) < steps:
             of_bucket = bucket(longest + len(seconds), self._cache_buckets)
             seconds += [self._decode[of_bucket]] * min(of_bucket - longest - len(seconds) + 1, steps - len(seconds))

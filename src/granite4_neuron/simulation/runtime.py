@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -21,7 +22,8 @@ from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
-_FIRST_PART = 16
+_FIRST_PART = 16  # steps of decode
+_LEAST_SECONDS = 1e-9  # of a step
 _LOGIT_BYTES = 4  # float32
 _WITHOUT_MODEL = "a simulated runtime has no model."
 
@@ -121,22 +123,26 @@ class SimulatedRuntime:
         self.clock += self.steps.step(rows)
         return cast(torch.Tensor, [self.logits] * len(rows))  # an engine only iterates over them
 
-    def run_decode(self, starts: Sequence[int], most: int, until: float) -> list[float]:
+    def run_decode(self, starts: Sequence[int], most: int, until: float) -> tuple[list[float], list[float]]:
         """Run up to `most` steps of single tokens that begin before `until`, and at least one.
 
         Returns:
-            The clock after each.
+            The seconds of each, and the clock after each.
         """
+        seconds: list[float] = []
         ends: list[float] = []
-        part = _FIRST_PART  # compute times in growing parts, because mostly few are needed
-        while not ends or (len(ends) < most and self.clock < until):
-            part = min(part, most - len(ends))
+        part = most if until == math.inf else min(most, _FIRST_PART)
+        while part:
             times = self.steps.decode([start + len(ends) for start in starts] if ends else starts, part)
             _, *after = itertools.accumulate(times, initial=self.clock)
-            ends += after[: bisect.bisect_left(after, until) + 1]
+            needed = bisect.bisect_left(after, until) + 1
+            seconds += times[:needed]
+            ends += after[:needed]
             self.clock = ends[-1]
-            part *= 4
-        return ends
+            # About as many as are needed, if further steps take as long as the last one.
+            time_left, last = max(0.0, until - self.clock), max(times[-1], _LEAST_SECONDS)
+            part = math.ceil(min(time_left / last, most - len(ends)))
+        return seconds, ends
 
     def step_with_hidden_states(
         self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False
