@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +58,8 @@ class SizesOnly:
 class LeastRecentlyUsed(Entries):
     """Evicts the least recently used entry."""
 
-    def victim(self) -> Node:
-        return min((entry for entry in self if not entry.users), key=lambda entry: entry.last_use)
+    def victim(self, used: Collection[Node]) -> Node:
+        return min((entry for entry in self if entry not in used), key=lambda entry: entry.last_use)
 
 
 class LRUCache(PrefixCache):
@@ -84,9 +84,9 @@ class MarconiEntries(Entries):
         self._config, self._itemsize = runtime.config, runtime.dtype.itemsize
         self._saved: dict[tuple[int, int], float] = {}
 
-    def victim(self) -> Node:
+    def victim(self, used: Collection[Node]) -> Node:
         self.has_evicted = True
-        unused = [entry for entry in self if not entry.users]
+        unused = [entry for entry in self if entry not in used]
         entries = [entry for entry in unused if len(entry.children) <= 1] or unused
         recency = _normalized([1 / (self._look_ups + 1 - entry.last_use) for entry in entries])
         saved = _normalized([self._saved_per_byte(entry) for entry in entries])

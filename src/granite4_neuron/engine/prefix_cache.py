@@ -144,7 +144,6 @@ class PrefixCache:
         if node.entry is None:
             return None
         prefix = Prefix(node.length, self._snapshots(node, node.entry), node.entry.logits, node)
-        node.users.add(prefix)
         self._found.add(prefix)
         self._write(node, tokens)
         self._stats.hit_tokens += node.length
@@ -158,12 +157,11 @@ class PrefixCache:
             return set()
         node, _, shared = self._descend(tokens)
         length = node.length + shared
-        found = self._longest(tokens, is_cut_point).length
+        found = _entry_at(node, is_cut_point).length
         return {length} if length - found >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
         """Record that a sequence that started from this prefix has ended."""
-        prefix.node.users.discard(prefix)
         self._found.discard(prefix)
 
     def attach(self, state: HybridState | None) -> None:
@@ -276,10 +274,7 @@ class PrefixCache:
 
     def _longest(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> Node:
         """Return the longest entry that is a prefix of a sequence and ends at a cut point, or the root."""
-        node = self._descend(tokens)[0].entry_above
-        while node.parent is not None and not is_cut_point(node.length):
-            node = node.parent.entry_above
-        return node
+        return _entry_at(self._descend(tokens)[0], is_cut_point)
 
     def _descend(self, tokens: Sequence[int]) -> tuple[Node, Node | None, int]:
         """Return the last node whose tokens all match; its child that matches in part, if there is one; and how many of
@@ -337,13 +332,21 @@ class PrefixCache:
 
     def _make_room(self, needed: int, neighbour: Node) -> None:
         """Evict the entries worth least until there is room."""
-        while self.max_bytes is not None and self._stats.num_bytes + needed > self.max_bytes:
-            self._evict(self._entries.victim(), neighbour)
+        if self.max_bytes is None or self._stats.num_bytes + needed <= self.max_bytes:
+            return
+        used = self._used
+        while self._stats.num_bytes + needed > self.max_bytes:
+            self._evict(self._entries.victim(used), neighbour)
+
+    @property
+    def _used(self) -> set[Node]:
+        """The nodes from whose entries running sequences started; these are not evicted."""
+        return {prefix.node for prefix in self._found}
 
     def _bytes_in_use(self, neighbour: Node) -> int:
         """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""
         # Start from the few prefixes in use, not from the many entries. A forgotten tree's node is no entry.
-        used = {prefix.node for prefix in self._found if prefix.node in self._entries}
+        used = [node for node in self._used if node in self._entries]
         nodes = {node for each in (*used, neighbour) for node in each.path}
         return sum(node.entry_bytes for node in used) + sum(node.tokens_bytes for node in nodes)
 
@@ -368,6 +371,14 @@ class PrefixCache:
     def _num_bytes(self, tokens: int) -> int:
         """Return the bytes of an entry with the keys and values of this many tokens."""
         return self._state_bytes + tokens * self._token_bytes
+
+
+def _entry_at(node: Node, is_cut_point: Callable[[int], bool]) -> Node:
+    """Return the node, or the nearest above it, that is an entry and ends at a cut point; the root if there is none."""
+    node = node.entry_above
+    while node.parent is not None and not is_cut_point(node.length):
+        node = node.parent.entry_above
+    return node
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:

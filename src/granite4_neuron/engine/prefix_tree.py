@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from weakref import WeakSet
 
 import torch
 
@@ -23,9 +22,6 @@ class NodeKind(IntEnum):
     END = 0  # of a sequence
     CONTINUED = 1  # by one sequence, whose longer entry is mostly found instead
     BRANCH = 2  # where sequences diverged
-
-
-_KINDS = tuple(NodeKind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +44,7 @@ class Node:
 
     parent: None for the root, which has no tokens.
     entry: None if there never was one, or it was evicted.
-    continuations: how many sequences have continued from it so far, each with another token or without one yet.
-    users: prefixes from `PrefixCache.match_prefix` for this node that are still held; while there are any, it is not
-        evicted.
+    kind: counts the sequences that have continued from it so far, each with another token or without one yet.
     last_use: the number of look-ups when it was last added or found.
     tokens_bytes: the bytes of its keys and values.
     """
@@ -61,8 +55,7 @@ class Node:
     keys_and_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     entry: Entry | None = None
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
-    continuations: int = 0
-    users: WeakSet = field(default_factory=WeakSet)
+    kind: NodeKind = NodeKind.END
     last_use: int = 0
     tokens_bytes: int = field(init=False)
     _saved_per_byte: float | None = field(init=False, default=None)
@@ -86,11 +79,6 @@ class Node:
     def path(self) -> list[Node]:
         """The nodes from the first below the root to this one."""
         return [] if self.parent is None else [self, *self.above][::-1]
-
-    @property
-    def kind(self) -> NodeKind:
-        """Its place in the tree."""
-        return _KINDS[min(self.continuations, NodeKind.BRANCH)]
 
     @property
     def entry_above(self) -> Node:
@@ -148,7 +136,7 @@ class Node:
         first, rest = child.tokens[:length], child.tokens[length:]
         middle = Node(self, self.length + length, first, cut_keys_and_values(child.keys_and_values, 0, length))
         middle.children[rest[0]] = child
-        middle.continuations = 2  # the child's tokens, and those of the sequence that it is inserted for
+        middle.kind = NodeKind.BRANCH  # for the child's tokens, and those of the sequence that it is inserted for
         self.children[first[0]] = middle
         child.parent, child.tokens = middle, rest
         child.keys_and_values = cut_keys_and_values(child.keys_and_values, length, length + len(rest))
@@ -207,17 +195,18 @@ class Entries:
     def record_continuation(self, node: Node) -> None:
         """Record that one more sequence continues from a node, which may be an entry."""
         is_entry = self._of_kind[node.kind].pop(node, self) is None
-        node.continuations += 1
-        if node.continuations == NodeKind.BRANCH:
-            node.note_change()
+        if node.kind != NodeKind.BRANCH:
+            node.kind = NodeKind(node.kind + 1)
+            if node.kind == NodeKind.BRANCH:
+                node.note_change()
         if is_entry:
             self._of_kind[node.kind][node] = None
 
     def remove(self, entry: Node) -> None:
         del self._of_kind[entry.kind][entry]
 
-    def victim(self) -> Node:
-        """Return the entry to evict. There must be one without users."""
+    def victim(self, used: Collection[Node]) -> Node:
+        """Return the entry to evict: none of those that are used. There must be another."""
         victim, least, now = None, math.inf, self._look_ups + 1
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
             chance, compared = found / seen, 0
@@ -229,7 +218,7 @@ class Entries:
                 if its_saved < saved or entry.last_use < last_use:
                     worth = chance * its_saved / math.sqrt(now - entry.last_use)
                     if worth < least:
-                        if entry.users:
+                        if entry in used:
                             continue
                         victim, least = entry, worth
                     saved, last_use = its_saved, entry.last_use

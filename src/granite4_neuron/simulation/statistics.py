@@ -46,7 +46,7 @@ class Histogram:
     def percentile(self, percent: float) -> float:
         """Return the percentile by nearest rank; NaN if there are no numbers."""
         rank: float = math.ceil(percent / 100 * self.count)
-        for number, (count, total) in sorted(self._sorted().items()):
+        for _, (count, total) in sorted(self._sorted().items()):
             rank -= count
             if rank <= 0:
                 return total / count

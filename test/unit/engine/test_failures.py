@@ -57,7 +57,7 @@ def engine_of(runtime, **options):
 def check_goes_on(engine, alone):
     """Check that nothing is in use, and that all texts are right, also from the prefix cache."""
     assert not engine.has_work and free_slots(engine) == [1, 2, 3]
-    assert engine._prefixes.cache.stats.in_use == 0 and not any(node.users for node in engine._prefixes.cache._entries)
+    assert engine._prefixes.cache.stats.in_use == 0
     for _ in range(2):
         ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
         outputs = run(engine)
@@ -546,7 +546,7 @@ class TestInterrupts:
         for line in range(0, 300, 11):
             with pytest.raises(KeyboardInterrupt), Interrupt(line, *code, loop._run):
                 tokens_in(runtime, cache)
-            assert cache.stats.in_use == 0 and not any(node.users for node in cache._entries)
+            assert cache.stats.in_use == 0
         assert tokens_in(runtime, cache) == expected
 
     def test_an_engine_that_is_dropped_holds_nothing(self, runtime):
@@ -558,7 +558,7 @@ class TestInterrupts:
         assert cache.stats.in_use == 1
         del engine
         gc.collect()
-        assert cache.stats.in_use == 0 and not any(node.users for node in cache._entries)
+        assert cache.stats.in_use == 0
 
 
 def test_a_cancelled_sequence_gives_nothing_more(runtime, monkeypatch):

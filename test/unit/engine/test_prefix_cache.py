@@ -296,7 +296,7 @@ class TestMemory:
             engine.step()
         engine.cancel(ids[1])
         run(engine)
-        assert not any(node.users for node in cache._entries)
+        assert cache.stats.in_use == 0
 
     def test_a_budget_for_nothing_keeps_nothing(self, runtime):
         cache = PoisonedPrefixCache(runtime, 10, CHUNK)

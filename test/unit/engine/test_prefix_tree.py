@@ -39,16 +39,12 @@ def trees(draw):
     for node in nodes:
         if not node.children and node.entry is None:
             node.entry = entry_of(7)
-        node.continuations = draw(st.integers(0, 4))
+        node.kind = draw(st.sampled_from(NodeKind))
     return root, nodes
 
 
-def kind(node):
-    return 2 if node.continuations >= 2 else node.continuations
-
-
 def saved_tokens(node):
-    above = [each.length for each in node.path[:-1] if each.entry is not None and kind(each) == 2]
+    above = [each.length for each in node.path[:-1] if each.entry is not None and each.kind is NodeKind.BRANCH]
     return node.length - max(above, default=0)
 
 
@@ -73,13 +69,13 @@ class Reckoning:
     def look_up(self, found):
         self.look_ups += 1
         for entry in self.last_use:
-            self.seen[kind(entry)] += 1
+            self.seen[entry.kind] += 1
         if found is not None:
-            self.found[kind(found)] += 1
+            self.found[found.kind] += 1
             self.last_use[found] = self.look_ups
 
     def worth(self, entry):
-        chance = self.found[kind(entry)] / self.seen[kind(entry)]
+        chance = self.found[entry.kind] / self.seen[entry.kind]
         age = 1 + self.look_ups - self.last_use[entry]
         return chance * saved_tokens(entry) / (freed_bytes(entry) * math.sqrt(age))
 
@@ -87,7 +83,6 @@ class Reckoning:
 @given(tree=trees())
 def test_saved_tokens_and_freed_bytes(tree):
     for node in tree[1]:
-        assert node.kind == kind(node)
         assert node.saved_tokens == saved_tokens(node)
         if node.entry is not None:
             assert node.freed_bytes == freed_bytes(node)
@@ -120,13 +115,9 @@ def test_the_entry_worth_least_is_evicted(tree, data):
             del reckoning.last_use[node]
         else:
             used = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
-            for each in kept:
-                each.users = each in used
             worth = {each: reckoning.worth(each) for each in kept if each not in used}
-            victim = entries.victim()
+            victim = entries.victim(used)
             assert victim not in used and worth[victim] == pytest.approx(min(worth.values()))
-            for each in kept:
-                each.users = 0
         assert set(entries) == set(reckoning.last_use)
         assert {each: each.last_use for each in entries} == reckoning.last_use
 
@@ -136,23 +127,22 @@ def test_only_the_least_recently_used_of_each_kind_are_compared(monkeypatch):
     root, entries = Node(None, 0), Entries()
     # A later node is worth less. The first two are in use.
     nodes = [child_of(root, 1, entry_bytes=10 ** (1 + number)) for number in range(8)]
-    for number, node in enumerate(nodes):
-        node.users = number < 2
+    used = nodes[:2]
+    for node in nodes:
         entries.touch(node)
-    assert entries.victim() is nodes[4]
+    assert entries.victim(used) is nodes[4]
     entries.touch(nodes[3])
-    assert entries.victim() is nodes[5]
-    nodes[7].continuations = 2
+    assert entries.victim(used) is nodes[5]
     other = child_of(root, 1, entry_bytes=10**12)
-    other.continuations = 2
+    other.kind = NodeKind.BRANCH
     entries.touch(other)
-    assert entries.victim() is other
+    assert entries.victim(used) is other
 
 
 def test_only_an_entry_becomes_a_branch_when_it_is_continued():
     entries, node = Entries(), child_of(Node(None, 0), 5)
     entries.record_continuation(node)
-    assert not list(entries) and node.continuations == 1
+    assert not list(entries) and node.kind is NodeKind.CONTINUED
     entries.touch(node)
     entries.record_continuation(node)
     assert list(entries) == [node] and node.kind is NodeKind.BRANCH
@@ -179,9 +169,9 @@ class _Sizes:
 class _CheckedEntries(Entries):
     """Entries that compare remembered values with newly calculated ones, also in the middle of a change."""
 
-    def victim(self):
+    def victim(self, used):
         self.check()
-        return super().victim()
+        return super().victim(used)
 
     def check(self):
         for entry in self:

@@ -418,7 +418,7 @@ def test_every_text_is_that_of_the_sequence_alone(
         assert got == (tokens[: len(got)] if id in cancelled else tokens)
     assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
     assert budget is None or cache.stats.num_bytes <= budget
-    assert not any(node.users for node in cache._entries)
+    assert cache.stats.in_use == 0
     assert not isinstance(drafter, DraftModel) or len(drafter._free) == num_sequences
     assert not isinstance(drafter, MTPDrafter) or not drafter._followed
     cases.update(
