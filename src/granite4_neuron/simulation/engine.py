@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -153,6 +154,8 @@ class SimulatedEngine(Engine):
         text = TextStream(None, ())
         self._template = SimulatedSequence(0, request, 1, text, AppliedAdapter(), runtime.prompt_cuts)
         self._ids = itertools.count(1)
+        # Arrivals beyond those that the engine knows of: a sequence with its tokens takes much more memory.
+        self._queue: deque[Arrival] = deque()
         self._sequences: dict[int, SimulatedSequence] = {}
 
     def arrive(self, arrival: Arrival) -> None:
@@ -160,24 +163,33 @@ class SimulatedEngine(Engine):
         if arrival.prompt >= self.max_length:
             self.refused += 1
             return
-        sequence = self._template.like(next(self._ids), arrival, self.max_length)
-        self._sequences[sequence.id] = sequence
         self.prompt_tokens += arrival.prompt
-        self._live.waiting.append(sequence)
+        self._queue.append(arrival)
         # It may have arrived during the steps that were last taken together, between which no sequence could begin.
         steps_since = self._ends[bisect.bisect_left(self._ends, arrival.time) :]
         if len(steps_since) > 1:
             self.waited += steps_since[-1] - steps_since[0]
-            self.most_waiting = max(self.most_waiting, len(self._live.waiting))
+            self.most_waiting = max(self.most_waiting, self.num_waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Implement `Engine.has_work`."""
+        return bool(self._queue) or super().has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Implement `Engine.num_waiting`."""
+        return len(self._queue) + super().num_waiting
 
     def advance(self, until: float = math.inf) -> None:
         """Run a step, and further steps without an event. These begin before `until`, when the next request arrives, or
         also later, if all slots are taken so that the request could not begin.
         """
         runtime, began = self.runtime, self.runtime.clock
+        self._take_from_queue()
         self._live.keep_due()
         self._scheduler.admit()
-        waiting, started = len(self._live.waiting), runtime.clock
+        waiting, started = self.num_waiting, runtime.clock
         step = self._scheduler.schedule()
         count = len(step.rows) - step.prompt_rows  # decoding sequences, which come first
         sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
@@ -209,6 +221,13 @@ class SimulatedEngine(Engine):
         self._ends = ends
         self.waited += waiting * (runtime.clock - began)
         self.most_waiting = max(self.most_waiting, waiting)
+
+    def _take_from_queue(self) -> None:
+        """Let the engine know of as many waiting requests as can start in a step, and of one that waits for them."""
+        while self._queue and len(self._live.waiting) <= self.num_sequences:
+            sequence = self._template.like(next(self._ids), self._queue.popleft(), self.max_length)
+            self._sequences[sequence.id] = sequence
+            self._live.waiting.append(sequence)
 
     def _grow(self, sequences: Sequence[SimulatedSequence], ends: Sequence[float]) -> None:
         """Add a token for each of these steps to each sequence. A sequence with an event gets the last one as in the

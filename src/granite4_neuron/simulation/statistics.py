@@ -6,7 +6,6 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
 
@@ -15,12 +14,16 @@ _ZERO = -(2**31)  # the bin of 0
 _MOST_NEW = 4096  # numbers without a bin yet: numpy finds the bins of many at a time
 
 
+def _no_numbers() -> array[float]:
+    return array("d")
+
+
 class Histogram:
     """Counts numbers of at least 0 in bins of their logarithm; a bin's numbers count as their mean."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[float]] = {}  # for each bin the count and the sum of its numbers
-        self._new: dict[int, array[float]] = defaultdict(partial(array, "d"))  # by how often each of them counts
+        self._new: dict[int, array[float]] = defaultdict(_no_numbers)  # by how often each of them counts
 
     def add(self, value: float, count: int = 1) -> None:
         """Add a number `count` times."""
