@@ -24,6 +24,7 @@ FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": PR
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = with_parameters("weather", city='R"ome', days="3")
 ARGUMENTS = {"city": 'R"ome', "days": 3}
+TAG = {"triggers": ["<a"], "structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}]}
 NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -126,14 +127,13 @@ def test_a_structure_applies_to_the_text_after_the_thought(server, model):
         ({"json_schema": schema}, '{"a": 1}', '{"a": true}'),
         ({"structured_outputs": {"regex": r"a/b\/[0-9]+"}}, "a/b/12", "a/b/"),
         ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
+        ({"structured_outputs": {"structural_tag": TAG}}, "say <a>1</a>", "say <a>x</a>"),
         ({"tools": [TOOL], "tool_choice": "required"}, CALL, "text"),
     ):
         assert allows(server, model, f"so\n</think>\n\n{right}", **body)
         assert not allows(server, model, f"so\n</think>\n\n{wrong}", **body)
         assert not allows(server, model, right, **body)
         assert allows(server, model, right, **body, **NO_THOUGHT)
-    with pytest.raises(Exception, match="an answer that begins with a thought may follow JSON, a regular expression"):
-        allows(server, model, "", grammar='root ::= "a"')
 
 
 def test_responses(client, say):

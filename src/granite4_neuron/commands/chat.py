@@ -117,19 +117,14 @@ def run(options: argparse.Namespace) -> int:
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
         # Check that there is a template, and that it shows them, before anything is typed.
-        _check_template(encoder, shown, request.constraint is not None)
+        _check_template(encoder, shown)
         conversation = Conversation(engine, cache, encoder, request, options.system, shown)
         messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()
         return Session(conversation, messages, is_terminal, options.verbose).run()
 
 
-def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any], has_schema: bool) -> None:
-    prompt = encoder.encode([{"role": "user", "content": "a message"}], **shown)
-    if has_schema and encoder.is_thinking_after(prompt):
-        raise UserError(
-            "this model reasons before it answers, and --json-schema is for answers without reasoning; add "
-            """--chat-template-kwargs '{"enable_thinking": false}'."""
-        )
+def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any]) -> None:
+    encoder.encode([{"role": "user", "content": "a message"}], **shown)
     for name in ("tools", "documents"):
         objects = shown[name]
         if objects and not encoder.shows(name, objects):

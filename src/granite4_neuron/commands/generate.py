@@ -90,9 +90,10 @@ def run(options: argparse.Namespace) -> int:
 
     names: list[str | None] = [*adapters] or [None]
     titles = [text if len(names) == 1 else f"{name}: {text}" for text in texts for name in names]
-    prompts: list[str | list[int]] = []
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    prompts: list[str | list[dict[str, str]]] = []
     for text in texts:
-        prompts += [chat_prompt(tokenizer, text, options.system) if options.chat else text] * len(names)
+        prompts += [[*system, {"role": "user", "content": text}] if options.chat else text] * len(names)
     cache = prefix_cache(options, runtime, len(prompts))
     drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
     continuations = [""] * len(prompts)
@@ -130,8 +131,9 @@ def run(options: argparse.Namespace) -> int:
     if failed is not None:
         raise failed
     if options.prompt_cache is not None:
-        prompt = prompts[0]
-        save_prompt(options, cache, encode(tokenizer, prompt) if isinstance(prompt, str) else prompt)
+        [text] = texts
+        tokens = chat_prompt(tokenizer, text, options.system) if options.chat else encode(tokenizer, text)
+        save_prompt(options, cache, tokens)
     if options.verbose:
         _print_stats(stats, cache)
         for fallback in runtime.fallbacks:

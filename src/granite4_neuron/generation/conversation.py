@@ -97,9 +97,7 @@ class Conversation:
         """
         self._is_interrupted = False
         prompt = self._prompt(user)
-        # Where the thought ends is seen also if a special token says it.
-        is_thinking = self._encoder.is_thinking_after(prompt)
-        request = replace(self._request, tokens=prompt, skip_special_tokens=not is_thinking)
+        request = self._encoder.for_answer(replace(self._request, tokens=prompt))
         request = request.with_seed_offset(self._num_answers)
         self._num_answers += 1
         before = replace(self._engine.stats)

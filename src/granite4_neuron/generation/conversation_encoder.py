@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.checkpoint.tokenizing import encode, encode_beside_others
+from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.answer_formats import answer_format
+from granite4_neuron.generation.answer_formats import END_THOUGHT, answer_format
+from granite4_neuron.generation.structured_outputs import GrammarConstraint
 from granite4_neuron.sandbox import chat_template
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
@@ -56,6 +59,8 @@ class ConversationEncoder:
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self._renderer = chat_template.Renderer()
         self.format = answer_format(tokenizer)
+        # The last grammar, and the one that begins after a thought.
+        self._waiting: tuple[GrammarConstraint, GrammarConstraint] | None = None
 
     def encode_text(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = True) -> list[int]:
         """Encode a text.
@@ -124,6 +129,21 @@ class ConversationEncoder:
     def is_thinking_after(self, prompt: Sequence[int]) -> bool:
         """Return whether the answer to a conversation begins within a thought."""
         return self.format.is_thinking_after(prompt, self._tokenizer.backend_tokenizer)
+
+    def for_answer(self, request: Request) -> Request:
+        """Return a request of a conversation as its answer needs it. If the answer begins with a thought, a grammar
+        begins after it, and special tokens are shown, because one may end the thought.
+
+        Raises:
+            UserError: see `GrammarConstraint.after_thought`.
+        """
+        if not self.is_thinking_after(request.tokens):
+            return request
+        if not isinstance(request.constraint, GrammarConstraint):
+            return replace(request, skip_special_tokens=False)
+        if self._waiting is None or self._waiting[0] is not request.constraint:
+            self._waiting = request.constraint, request.constraint.after_thought(END_THOUGHT)
+        return replace(request, skip_special_tokens=False, constraint=self._waiting[1])
 
     def shows(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the chat template shows the "tools" or "documents" that it gets.

@@ -131,14 +131,15 @@ def stream_generate(
         raise UserError(f"there are {len(adapters)} adapters for {len(singles)} prompts; give one for each.")
     with closing(PromptEncoder(tokenizer, tools=tools, documents=documents)) as encoder:
         by_index, errors = encode(encoder, singles, runtime.config.vocab_size, runtime.max_length)
-    if not by_index:
-        raise GenerationError(errors, len(singles))
-    prompts = list(by_index.values())
-    shared = [frozenset()] * len(prompts) if prefix_cache is None else shared_lengths(prompts)
-    requests = [
-        Request(tokens, max_tokens, snapshots_at=at, adapter=adapters[index], **vars(params.with_seed_offset(index)))
-        for (index, tokens), at in zip(by_index.items(), shared, strict=True)
-    ]
+        if not by_index:
+            raise GenerationError(errors, len(singles))
+        prompts = list(by_index.values())
+        shared = [frozenset()] * len(prompts) if prefix_cache is None else shared_lengths(prompts)
+        requests = []
+        for (index, tokens), at in zip(by_index.items(), shared, strict=True):
+            options = vars(params.with_seed_offset(index))
+            request = Request(tokens, max_tokens, snapshots_at=at, adapter=adapters[index], **options)
+            requests.append(encoder.for_answer(singles[index], request))
     max_length = min(max(map(len, prompts)) + max_tokens, runtime.max_length)
     set_aside = () if prefix_cache is None else prefix_cache.slots
     engine = Engine(

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.checkpoint import tokenizing
+from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_text, check_tokens
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
@@ -125,6 +126,12 @@ class PromptEncoder:
         if self._conversations is None:
             self._conversations = ConversationEncoder(self._tokenizer)
         return self._conversations.encode(prompt, **self._shown)
+
+    def for_answer(self, prompt: Prompt, request: Request) -> Request:
+        """Return the request of an encoded prompt; of a conversation as `ConversationEncoder.for_answer`."""
+        if self._conversations is None or not _is_conversation(prompt):
+            return request
+        return self._conversations.for_answer(request)
 
     def close(self) -> None:
         """Close the encoder of conversations, if it was made."""

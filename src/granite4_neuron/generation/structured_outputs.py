@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import llguidance
@@ -59,12 +59,20 @@ class GrammarConstraint:
         end: the end-of-sequence token.
         thread: in which the matcher works, so that a single mask is given up too; None for the caller's. With one, no
             drafts are allowed, and no token is `forced`.
+        after_thought: see the method of this name.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, end: int, thread: BudgetedThread | None):
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        end: int,
+        thread: BudgetedThread | None,
+        after_thought: Callable[[str], GrammarConstraint],
+    ):
         self._matcher = matcher
         self._end = end
         self._thread = thread
+        self._after_thought = after_thought
         self._seconds_left = _TEXT_SECONDS
         self._accepted: list[int] = []  # tokens that the matcher does not have yet
 
@@ -72,10 +80,21 @@ class GrammarConstraint:
         """See `Constraint.fork`."""
         # A matcher whose work was given up is still busy, and is not asked again.
         matcher = self._matcher if math.isinf(self._seconds_left) else self._matcher.deep_copy()
-        forked = GrammarConstraint(matcher, self._end, self._thread)
+        forked = GrammarConstraint(matcher, self._end, self._thread, self._after_thought)
         forked._seconds_left = self._seconds_left
         forked._accepted = list(self._accepted)
         return forked
+
+    def after_thought(self, ends_thought: str) -> GrammarConstraint:
+        """Return the constraint of a text that begins with a thought; the grammar begins after it.
+
+        Args:
+            ends_thought: see `Grammars.constraint`.
+
+        Raises:
+            UserError: it takes too much time or memory to compile.
+        """
+        return self._after_thought(ends_thought)
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Constraint.mask`."""
@@ -175,7 +194,13 @@ class Grammars:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."
 
     def constraint(
-        self, kind: Kind, value: Any, stop: Stop | None = None, *, disable_any_whitespace: bool = True
+        self,
+        kind: Kind,
+        value: Any,
+        stop: Stop | None = None,
+        *,
+        disable_any_whitespace: bool = True,
+        ends_thought: str | None = None,
     ) -> GrammarConstraint:
         """Make the constraint of one kind of vLLM's structured outputs.
 
@@ -189,6 +214,8 @@ class Grammars:
                 ("begin", "schema", "end") and triggers: a trigger in the text begins one of its structures.
             stop: ends the compilation from another thread.
             disable_any_whitespace: see `schema_text`.
+            ends_thought: what ends the thought that the text begins with, and the grammar begins after it and up to two
+                newlines; None if it begins with none.
 
         Raises:
             UserError: the kind or the value is wrong, or too long, has something that llguidance does not support, or
@@ -207,14 +234,23 @@ class Grammars:
             raise UserError(f"{_NAMES[kind]} has {len(text):,} characters, and may have {_MOST_CHARACTERS:,}.")
         try:
             grammar = self._process.convert("lark" if kind in ("choice", "structural_tag") else kind, text, stop)
-            matcher, _ = self._compiling.run(lambda: new_matcher(self._tokenizer, grammar), _COMPILE_SECONDS)
+        except GrammarFailed as error:
+            raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
+        return self._compiled(kind, grammar, ends_thought)
+
+    def _compiled(self, kind: Kind, grammar: str, ends_thought: str | None) -> GrammarConstraint:
+        """Compile a grammar in llguidance's format; see `constraint`."""
+        whole = grammar if ends_thought is None else _after_thought(grammar, ends_thought, self._special_tokens)
+        try:
+            matcher, _ = self._compiling.run(lambda: new_matcher(self._tokenizer, whole), _COMPILE_SECONDS)
         except GrammarFailed as error:
             raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
         except OverBudget:
             raise UserError(f"{_NAMES[kind]} cannot be used (it takes more than {_COMPILE_SECONDS} seconds).") from None
         # Only there a mask may take seconds. Elsewhere a change of threads, for which a busy processor takes
         # milliseconds, is not worth its time.
-        return GrammarConstraint(matcher, self._end, self._masking if kind == "grammar" else None)
+        thread = self._masking if kind == "grammar" else None
+        return GrammarConstraint(matcher, self._end, thread, partial(self._compiled, kind, grammar))
 
     def _tags(self, value: Any, disable_any_whitespace: bool) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.
@@ -265,24 +301,24 @@ def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_white
     return json.dumps({**closed, "x-guidance": _COMPACT if disable_any_whitespace else _ANY_WHITESPACE})
 
 
-def rules_of(name: str, kind: Kind, value: Any, *, disable_any_whitespace: bool) -> list[str]:
-    """Return rules in Lark's syntax, the first of which is a text of a structure; see `Grammars.constraint`.
+def _after_thought(grammar: str, ends_thought: str, special: Collection[str]) -> str:
+    """Return a grammar of a thought and then of a text of another grammar, both in llguidance's format.
 
     Args:
-        name: of that rule.
-
-    Raises:
-        UserError: the value is wrong, or the kind is neither "json" nor "regex" nor "choice".
+        ends_thought: see `Grammars.constraint`.
+        special: the special tokens of the vocabulary, as texts.
     """
-    text = _text(kind, value, disable_any_whitespace)
-    if kind == "json":
-        return [f"{name}: %json {text}"]
-    if kind == "choice":
-        return [f"{name}: CHOICE", text.partition("\n")[2]]
-    if kind == "regex":
-        slashes = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], text, flags=re.DOTALL)
-        return [f"{name}: /{slashes}/"]
-    raise UserError("an answer that begins with a thought may follow JSON, a regular expression or choices behind it.")
+    lazy, end = ("", ends_thought) if ends_thought in special else ("[lazy]", json.dumps(ends_thought))
+    rules = [
+        "start: thought SPACE @answer",
+        f"thought{lazy}: THOUGHT {end}",
+        r"THOUGHT: /(.|\n)*/",
+        r"SPACE: /\n{0,2}/",
+    ]
+    first = {"lark_grammar": "\n".join(["%llguidance {}", *rules])}
+    # Grammars in Lark's syntax stay as they are, and others are in JSON.
+    answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [first, {**answer, "name": "answer"}]})
 
 
 def _text(kind: Kind, value: Any, disable_any_whitespace: bool) -> str:

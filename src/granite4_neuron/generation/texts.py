@@ -185,10 +185,12 @@ class _Each:
         which = f"prompt {index + 1}"
         limits = self._runtime.config.vocab_size, self._runtime.max_length
         try:
-            tokens = encode_one(encoder, single(prompt, which), *limits, which)
+            prompt = single(prompt, which)
+            tokens = encode_one(encoder, prompt, *limits, which)
+            request = encoder.for_answer(prompt, replace(self._request, tokens=tokens))
         except UserError as error:
             return _PromptJob(index, None, str(error))
-        return _PromptJob(index, replace(self._request, tokens=tokens).with_seed_offset(index))
+        return _PromptJob(index, request.with_seed_offset(index))
 
     def _engine(self, max_length: int) -> Engine:
         set_aside = () if self._prefix_cache is None else self._prefix_cache.slots

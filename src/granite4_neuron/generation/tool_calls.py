@@ -265,7 +265,6 @@ def calls_grammar(
     special: Collection[str] = (),
     disable_any_whitespace: bool = True,
     rules: Callable[[int, Tool, bool], Iterable[str]] = call_rules,
-    ends_thought: str | None = None,
 ) -> str:
     """Return the grammar, in Lark's syntax, of answers that call these tools with arguments by their schemas.
 
@@ -277,7 +276,6 @@ def calls_grammar(
         special: the special tokens of the vocabulary, as texts.
         disable_any_whitespace: of arguments and of a JSON answer, see `schema_text`.
         rules: as `call_rules`, of the format of calls.
-        ends_thought: what ends the thought that an answer begins with; None if it begins with none.
 
     Raises:
         UserError: as `schema_text`.
@@ -305,19 +303,4 @@ def calls_grammar(
             *([] if are_special else [f"opened[lazy]: TEXT {json.dumps(OPEN)}"]),
             r"TEXT: /(.|\n)*/",
         ]
-    return grammar_of(start, lines, special, ends_thought)
-
-
-def grammar_of(start: str, lines: Sequence[str], special: Collection[str], ends_thought: str | None) -> str:
-    """Return a grammar in Lark's syntax.
-
-    Args:
-        start: what the rule "start" is.
-        lines: the other rules.
-        special, ends_thought: as in `calls_grammar`.
-    """
-    if ends_thought is not None:
-        lazy, end = ("", ends_thought) if ends_thought in special else ("[lazy]", json.dumps(ends_thought))
-        lines = [*lines, f"thought{lazy}: THOUGHT {end}", r"THOUGHT: /(.|\n)*/", r"SPACE: /\n{0,2}/"]
-        start = f"thought SPACE ({start})"
     return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"

@@ -4,13 +4,12 @@ llama-server's json_schema and grammar.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind, rules_of
-from granite4_neuron.generation.tool_calls import grammar_of
+from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind
 from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
 
@@ -25,28 +24,14 @@ class Structure:
     """The structure that a text must follow.
 
     field: of the body, which asks for it.
-    kind, value, disable_any_whitespace: as in `Grammars.constraint`.
+    kind, value, disable_any_whitespace, ends_thought: as in `Grammars.constraint`.
     """
 
     field: str
     kind: Kind
     value: Any
     disable_any_whitespace: bool = True
-
-    def after_thought(self, ends_thought: str, special: Collection[str]) -> Structure:
-        """Return the structure of an answer that begins with a thought, and then follows this one.
-
-        Args:
-            ends_thought, special: see `grammar_of`.
-
-        Raises:
-            RequestError: 400, it is one that cannot follow a thought.
-        """
-        try:
-            rules = rules_of("answer", self.kind, self.value, disable_any_whitespace=self.disable_any_whitespace)
-        except UserError as error:
-            raise RequestError(400, f"{self.field}: {error}", self.field) from None
-        return Structure(self.field, "lark", grammar_of("answer", rules, special, ends_thought))
+    ends_thought: str | None = None
 
     def constraint(self, grammars: Grammars, stop: Stop | None = None) -> GrammarConstraint:
         """Compile it.
@@ -56,7 +41,13 @@ class Structure:
             Stopped: `stop` was set.
         """
         try:
-            return grammars.constraint(self.kind, self.value, stop, disable_any_whitespace=self.disable_any_whitespace)
+            return grammars.constraint(
+                self.kind,
+                self.value,
+                stop,
+                disable_any_whitespace=self.disable_any_whitespace,
+                ends_thought=self.ends_thought,
+            )
         except UserError as error:
             raise RequestError(400, f"{self.field}: {error}", self.field) from None
 

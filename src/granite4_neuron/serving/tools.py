@@ -129,14 +129,13 @@ def structure_of_calls(
     answer: Structure | None,
     special: Collection[str],
     format: AnswerFormat,
-    ends_thought: str | None,
 ) -> Structure | None:
     """Return the structure of an answer with tools; None for any text, in which calls may be malformed.
 
     Args:
         several: whether there may be several calls.
         answer: the structure of an answer that calls nothing.
-        special, ends_thought: see `calls_grammar`.
+        special: see `calls_grammar`.
         format: of the answer.
 
     Raises:
@@ -157,6 +156,5 @@ def structure_of_calls(
         special=special,
         disable_any_whitespace=answer is None or answer.disable_any_whitespace,
         rules=format.call_rules,
-        ends_thought=ends_thought,
     )
     return Structure("tools", "lark", grammar)

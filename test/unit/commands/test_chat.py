@@ -62,8 +62,8 @@ class TestPipe:
         assert chat(QUESTION, "/undo", options=options)[0] == 0
         off = ["--chat-template-kwargs", '{"enable_thinking": false}']
         assert chat(QUESTION, options=[*options, *off, "--json-schema", schema])[1] == '"yes"\n'
-        said = chat(QUESTION, options=[*options, "--json-schema", schema])[2]
-        assert "this model reasons before it answers, and --json-schema is for answers without reasoning; add" in said
+        status, thought, _ = chat(QUESTION, options=[*options, "--json-schema", schema])
+        assert status == 0 and thought and "yes" not in thought, "the schema applies to what follows the thought"
         for text, message in (("{", "is not JSON"), ("[]", "must be an object in JSON")):
             status, _, error = chat(QUESTION, options=[*options, "--chat-template-kwargs", text])
             assert status == 2 and f"--chat-template-kwargs {message}" in error

@@ -208,10 +208,9 @@ def test_grammars(tmp_path, options, allowed, special, thought):
         **options,
         special=tokenizer.all_special_tokens,
         rules=parameter_call_rules,
-        ends_thought="</think>" if thought else None,
     )
     with closing(Grammars(tokenizer, 267)) as grammars:
-        constraint = grammars.constraint("lark", grammar)
+        constraint = grammars.constraint("lark", grammar, ends_thought="</think>" if thought else None)
     for name, answer in ANSWERS.items():
         tokens = [*tokenizer.encode(thought + answer), tokenizer.eos_token_id]
         assert (constraint.count_allowed(tokens) == len(tokens)) == (name in allowed), name
