@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
-import pickle
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +15,6 @@ from granite4_neuron.simulation.traffic import Arrival
 _WORTH_PROCESSES = 20_000  # with fewer requests, starting several processes takes longer than it saves
 
 NewEngine = Callable[[], SimulatedEngine]
-Fleet = tuple[int, bool]  # the number of replicas, and whether conversations stay on their replica
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class _Served:
 def simulate(
     arrivals: Sequence[Arrival],
     new_engine: NewEngine,
-    fleets: Sequence[Fleet],
+    fleets: Sequence[tuple[int, bool]],
     processes: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Result]:
@@ -90,64 +87,52 @@ def simulate(
     Args:
         arrivals: in order of their times; at least one.
         new_engine: makes a replica's engine; it can be pickled.
+        fleets: for each, the number of replicas and whether conversations stay on their replica.
         processes: how many run at a time; replicas are independent.
         progress: called with the number of requests served so far and the number of all requests.
     """
-    replicas = [(fleet, number) for fleet in fleets for number in range(fleet[0])]
-    total = len(arrivals) * len(fleets)
-    if processes > 1 and len(replicas) > 1 and len(arrivals) >= _WORTH_PROCESSES:
-        # Not forked: torch's threads do not survive a fork. A process gets the traffic once, not for each replica.
-        context, traffic = multiprocessing.get_context("spawn"), pickle.dumps((arrivals, new_engine))
-        with ProcessPoolExecutor(processes, context, initializer=_receive, initargs=(traffic,)) as pool:
-            served = _counted(pool.map(_serve_received, replicas), total, progress)
+    shares = [_shares(arrivals, *fleet) for fleet in fleets]
+    work = [share for of_fleet in shares for share in of_fleet]
+    if processes > 1 and len(work) > 1 and len(arrivals) >= _WORTH_PROCESSES:
+        # Not forked: torch's threads do not survive a fork.
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            served = _counted(pool.map(_serve, work, [new_engine] * len(work)), work, progress)
     else:
-        served = _counted((_serve(arrivals, new_engine, *replica) for replica in replicas), total, progress)
+        served = _counted(map(_serve, work, [new_engine] * len(work)), work, progress)
     of_replicas = iter(served)
     return [_result(arrivals, *fleet, [next(of_replicas) for _ in range(fleet[0])]) for fleet in fleets]
 
 
-def _counted(served: Iterable[_Served], total: int, progress: Callable[[int, int], None]) -> list[_Served]:
+def _counted(
+    served: Iterable[_Served], work: Sequence[Sequence[Arrival]], progress: Callable[[int, int], None]
+) -> list[_Served]:
     """Collect the results of all replicas and report progress."""
-    results, done = [], 0
-    for result in served:
+    results, done, total = [], 0, sum(map(len, work))
+    for result, share in zip(served, work, strict=True):
         results.append(result)
-        done += result.first_tokens.count + result.refused
+        done += len(share)
         progress(done, total)
     return results
 
 
-def _share(arrivals: Sequence[Arrival], fleet: Fleet, number: int) -> Sequence[Arrival]:
-    """Return the requests of one replica: in turns, or for kept conversations by a hash."""
-    replicas, keeps_conversations = fleet
-    if not keeps_conversations:
-        return arrivals[number::replicas]
-    turns = itertools.cycle(range(replicas))
-
-    def replica(arrival: Arrival) -> int:
-        if arrival.conversation is None:
-            return next(turns)
-        return zlib.crc32(str(arrival.conversation).encode()) % replicas
-
-    return [arrival for arrival in arrivals if replica(arrival) == number]
+def _shares(arrivals: Sequence[Arrival], replicas: int, keeps_conversations: bool) -> list[list[Arrival]]:
+    """Return the requests of each replica: in turns, or for kept conversations by a hash."""
+    shares: list[list[Arrival]] = [[] for _ in range(replicas)]
+    turn = 0
+    for arrival in arrivals:
+        if keeps_conversations and arrival.conversation is not None:
+            shares[zlib.crc32(str(arrival.conversation).encode()) % replicas].append(arrival)
+        else:
+            shares[turn % replicas].append(arrival)
+            turn += 1
+    return shares
 
 
-_received: tuple[Sequence[Arrival], NewEngine]  # in a process of a pool
-
-
-def _receive(traffic: bytes) -> None:
-    global _received
-    _received = pickle.loads(traffic)
-
-
-def _serve_received(replica: tuple[Fleet, int]) -> _Served:
-    return _serve(*_received, *replica)
-
-
-def _serve(arrivals: Sequence[Arrival], new_engine: NewEngine, fleet: Fleet, number: int) -> _Served:
-    """Simulate one replica of a fleet."""
+def _serve(arrivals: Sequence[Arrival], new_engine: NewEngine) -> _Served:
+    """Simulate one replica's requests."""
     engine = new_engine()
     runtime = engine.runtime
-    for arrival in _share(arrivals, fleet, number):
+    for arrival in arrivals:
         while runtime.clock < arrival.time and engine.has_work:
             engine.advance(until=arrival.time)
         runtime.clock = max(runtime.clock, arrival.time)
