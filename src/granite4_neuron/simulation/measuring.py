@@ -102,19 +102,21 @@ class _Meter:
         return statistics.median(self._seconds(engine.step) for _ in range(_STEPS))
 
     def prompts(self, rows: int, tokens: int) -> float:
-        """Return the median seconds of a step at the beginning of prompts."""
-        return statistics.median(self._prompt_seconds(rows, tokens) for _ in range(_TURNS))
+        """Return the median seconds of a step at the beginning of prompts, in slots that other sequences have left."""
+        engine = self._engine(rows)
+        self._prompt_seconds(engine, rows, tokens)  # the system hands out memory when it is first written
+        return statistics.median(self._prompt_seconds(engine, rows, tokens) for _ in range(_TURNS))
 
     def chunks(self) -> list[tuple[int, float]]:
         """Return (earlier tokens, seconds) for each step of a long prompt."""
         chunk = self._runtime.tokens_per_step
         count = (self._longest - 1) // chunk
-        turns = []
-        for _ in range(_TURNS):
-            engine = self._engine(1)
+        engine, turns = self._engine(1), []
+        for _ in range(1 + _TURNS):
             engine.add(self._request(self._prompt(count * chunk), 1))
             turns.append([self._seconds(engine.step) for _ in range(count)])
-        return [(chunk * at, statistics.median(seconds)) for at, seconds in enumerate(zip(*turns, strict=True))]
+        counted = zip(*turns[1:], strict=True)  # not the first, as in `prompts`
+        return [(chunk * at, statistics.median(seconds)) for at, seconds in enumerate(counted)]
 
     def copies(self, lengths: Sequence[int]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """Return (length, seconds) of taking and of restoring snapshots."""
@@ -128,8 +130,7 @@ class _Meter:
             restores.append((length, statistics.median(brought)))
         return snapshots, restores
 
-    def _prompt_seconds(self, rows: int, tokens: int) -> float:
-        engine = self._engine(rows)
+    def _prompt_seconds(self, engine: Engine, rows: int, tokens: int) -> float:
         for _ in range(rows):
             engine.add(self._request(self._prompt(tokens), 1))
         return self._seconds(engine.step)

@@ -101,6 +101,31 @@ def test_measuring(tmp_path):
     assert MeasuredSteps(again).step(rows) == MeasuredSteps(measured).step(rows)
 
 
+def test_prompts_are_measured_in_slots_that_have_been_used(monkeypatch):
+    """The memory of a new slot comes from the system when it is first written, which takes longer than a short step."""
+    runtime, tokenizer = load(bundled_checkpoint())
+    step, readings, seen, timed = runtime.step, [], set(), []
+
+    def clock():
+        readings.append(len(readings))
+        return float(len(readings))
+
+    def spy(state, rows, all_logits=False):
+        slots = {(id(state), row.slot) for row in rows}
+        if len(readings) % 2 == 1 and rows[0].start == 0:  # between the two readings around a step
+            timed.append(slots <= seen)
+        seen.update(slots)
+        kept.append(state)  # so that no other state gets its id
+        return step(state, rows, all_logits)
+
+    kept = []
+    monkeypatch.setattr(runtime, "step", spy)
+    names = dict(model="tiny", backend="cpu", machine="here")
+    measured = measure(runtime, tokenizer, **names, most_rows=2, longest=600, clock=clock)
+    first_uses = len(measured.prompts) + 1  # of each shape's slots, and of those for a long prompt
+    assert timed.count(False) == first_uses and len(timed) == 4 * first_uses
+
+
 @pytest.fixture
 def steps_file(tmp_path):
     file = tmp_path / "steps.json"
