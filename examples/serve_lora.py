@@ -26,8 +26,10 @@ def new_adapter(folder: str) -> list[str]:
     return [str(bundled_checkpoint()), folder]
 
 
+if len(sys.argv) not in (1, 3):
+    sys.exit(__doc__)
 with tempfile.TemporaryDirectory() as folder:
-    model, adapter = sys.argv[1:3] or new_adapter(folder)
+    model, adapter = sys.argv[1:] or new_adapter(folder)
     command = [sys.executable, "-m", "granite4_neuron", "serve", "--model", model, "--adapter", f"mine={adapter}"]
     with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
         url = re.search(r"http\S+", server.stdout.readline())[0]  # Serving ... at http://127.0.0.1:8000/v1

@@ -19,7 +19,7 @@ from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_model import CASE, TOLERANCE, cpu_mode, free_port, reference_logits  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import Case
-from test.support.engines import run
+from test.support.engines import KnownText, run
 from test.support.verification import Round, streams, verified_error
 
 SLOTS, TOKENS = 3, 4
@@ -321,6 +321,17 @@ class TestEngine:
             assert engine.stats.cached_tokens >= found
             assert engine.stats.prompt_tokens == len(prompts[1]) - engine.stats.cached_tokens
         assert self.texts(engine, prompts[:1]) == texts[:1]
+
+    def test_drafts_after_a_prefix_in_a_slot(self, runtime, expected):
+        prompts, texts = expected
+        cache = SlotPrefixCache(runtime, (2, 3), pinned=[prompts[0]])
+        drafter = KnownText(prompts[1] + texts[1])
+        for found in (0, len(prompts[0])):
+            options = dict(prefix_cache=cache, drafter=drafter, draft_tokens=TOKENS - 1)
+            engine = Engine(runtime, 1, max_length=nxdi.MAX_LENGTH, **options)
+            assert self.texts(engine, prompts[1:2]) == texts[1:2]
+            assert engine.stats.cached_tokens >= found
+            assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 
 
 def commit_of_all_drafts(runtime, patch):

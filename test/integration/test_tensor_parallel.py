@@ -36,7 +36,7 @@ from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
 from granite4_neuron.system import available_memory
 from test.support.checkpoints import DENSE, granite_names, nemotron_config, small_config
-from test.support.engines import generate_one
+from test.support.engines import KnownText, generate_one
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts
 
@@ -242,22 +242,6 @@ class _Recorded:
         return max(errors), len(errors)
 
 
-class _Told:
-    """Proposes the tokens of a text, but another one in every third place."""
-
-    def __init__(self):
-        self.text: list[int] = []
-
-    def propose(self, requests):
-        return [
-            [self.text[at] + (at % 3 == 0) for at in range(len(each.tokens), len(each.tokens) + each.most)]
-            for each in requests
-        ]
-
-    def end(self, id):
-        pass
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -267,7 +251,7 @@ class _Told:
 )
 def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, config):
     """Logits are those of one process, in each step of prompts that share a prefix, and in verifications."""
-    model, drafter = random_model(config), _Told()
+    model, drafter = random_model(config), KnownText()
     save_model(model, tmp_path)
     cpu = CPURuntime(model, GenerationConfig(top_k=None), kernels="torch")
     options = dict(prefill_buckets=(16,), compiler="eager")
