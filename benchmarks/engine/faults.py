@@ -449,6 +449,10 @@ class Fuzz:
         with suppress(KeyboardInterrupt), self._sometimes_interrupted(0.2):
             self._engine.cancel(id)
             del running[id]
+            return
+        # The interrupt may have come before the sequence ended or after, so the caller repeats the call.
+        self._engine.cancel(id)
+        del running[id]
 
     def _step(self, running: dict[int, _Run]) -> None:
         """Run a step in which something may fail, and compare the texts that have ended."""

@@ -372,6 +372,7 @@ class TestCpuMode:
             "snapshot": lambda: runtime.snapshot(None, 1, 3),
             "decode": lambda: runtime.decode(None, [Row(1, 2, [3])]),
             "adapters": lambda: runtime.unload_adapter("a"),
+            "hidden_states": lambda: runtime.step_with_hidden_states(None, [row]),
         }
         assert attempts.keys() == runtime.cannot.keys()
         for ability, attempt in attempts.items():
