@@ -26,15 +26,14 @@ def new_adapter(folder: str) -> list[str]:
     return [str(bundled_checkpoint()), folder]
 
 
-if len(sys.argv) not in (1, 3):
-    sys.exit(__doc__)
+arguments = sys.argv[1:] if len(sys.argv) in (1, 3) else sys.exit(__doc__)
 with tempfile.TemporaryDirectory() as folder:
-    model, adapter = sys.argv[1:] or new_adapter(folder)
+    model, adapter = arguments or new_adapter(folder)
     command = [sys.executable, "-m", "granite4_neuron", "serve", "--model", model, "--adapter", f"mine={adapter}"]
     with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
         url = re.search(r"http\S+", server.stdout.readline())[0]  # Serving ... at http://127.0.0.1:8000/v1
         client = OpenAI(base_url=url, api_key="none")
-        for each in client.models.list().data:
+        for each in client.models.list():
             answer = client.completions.create(model=each.id, prompt="An assignment statement", max_tokens=20)
             print(f"{each.id}: {answer.choices[0].text!r}")
         server.terminate()
