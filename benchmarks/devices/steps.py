@@ -70,15 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for batch_size in options.batch_size:
         read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT)
-        add(f"a token, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps), read)
-        add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(runtime, batch_size, options.steps), read)
-        add(f"sampled here, batch {batch_size}", 2, _token_ms(runtime, batch_size, options.steps, samples=True), read)
-        add(
-            f"sampled there, batch {batch_size}",
-            2,
-            _chosen_token_ms(runtime, batch_size, options.steps, samples=True),
-            read,
-        )
+        size = runtime, batch_size, options.steps
+        add(f"a token, batch {batch_size}", 2, _token_ms(*size), read)
+        add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(*size), read)
+        add(f"sampled here, batch {batch_size}", 2, _token_ms(*size, samples=True), read)
+        add(f"sampled there, batch {batch_size}", 2, _chosen_token_ms(*size, samples=True), read)
     for length in options.prompt_length:
         add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
     Console(width=120).print(table)

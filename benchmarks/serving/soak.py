@@ -137,7 +137,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a test: its last request begins `num_requests` after the first, or `seconds` after it."""
+    """A load of up to `num_requests` requests, none of which starts more than `seconds` after the first."""
 
     num_requests: int
     num_clients: int
