@@ -1,4 +1,7 @@
-"""State that a graph writes in place: whole tensors, caches of keys and values, and views of one slot."""
+"""State that a graph writes in place: whole tensors, caches of keys and values, and views of one slot.
+
+The source of TorchNeuron's beta allows a graph to write its inputs. AWS's documentation does not mention it.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
     python -m granite4_neuron.neuron.inference_demo --model-type granitemoehybrid --task-type causal-lm run ...
 
+The model type is the same for dense Granite. With --on-cpu the check token-matching passes, also with
+--enable-fused-speculation and --num-tokens-to-check. The check logit-matching needs the SDK and has not run.
+
 It is outside of `nxdi`, which cannot be imported without NxD Inference.
 """
 

@@ -27,6 +27,9 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     The graph computes how many tokens are accepted while it still has both models' recurrent state before the step. It
     advances that state again by the accepted tokens, so it keeps no state per token.
 
+    A sequence ends neuron_config.speculation_length tokens before the cache does. Rows may have prompts of different
+    lengths, also with continuous batching. Both models may be hybrids.
+
     A row's position decides which entries its drafts attend to. NxD Inference has one mask for the drafts of all rows,
     which is wrong if rows have different lengths.
     """
