@@ -78,8 +78,8 @@ class MessagesAnswer(Answer):
 
 
 def _whole(block: Block) -> dict[str, Any]:
-    """Return a block of a whole answer. The input of a call has the arguments that are complete; it is empty if they are
-    not JSON. A stream sends them as the model wrote them.
+    """Return a block of a whole answer. The input of a call has the arguments that are complete, and is empty if they
+    are not JSON. A stream sends them as the model wrote them.
     """
     if block.is_thought:
         return {**_begun(block), "thinking": block.text}
