@@ -24,7 +24,14 @@ def taken_by() -> str | None:
 
 
 def register_all() -> None:
-    """Replace vLLM's classes and functions; a second call does nothing."""
+    """Replace vLLM's classes and functions; a second call does nothing.
+
+    The mixer keeps a state after each token of a verify step and checkpoints for the prefix cache, respects the limits
+    of the step size, and has its recurrent state in float32. The models run their layers in fused kernels on packed
+    matrices; over several ranks, and for Nemotron 3, only the mixer is this package's. The functions copy states
+    between blocks, which vLLM has for Triton only, and correct the temperatures of sampled drafts and the numbers of
+    accepted tokens.
+    """
     if MambaMixer2.__name__ in op_registry_oot:
         return
     MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)
