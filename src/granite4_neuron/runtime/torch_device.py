@@ -146,7 +146,19 @@ class TorchRuntime(GraphRuntime):
         self._memories: list[_Memory] = []
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`. Afterwards a step that needs another graph raises a RuntimeError."""
+        """Implement `Runtime.warm_up`. Afterwards a step that needs another graph raises a RuntimeError.
+
+        With graphs "model" it compiles, for a model with Mamba and attention layers:
+
+        * for each bucket of prefill 3: embedding, Mamba layer, attention layer; and the attention layer again for each
+          further length of the cache, because it reads all entries;
+        * 2 heads for all pieces, of the last token and of all, for log-probabilities of prompts;
+        * decode for each length of the cache, so that a short text does not pay for a long cache; with graphs "layer" 4
+          for the first length, and 1 for each further one;
+        * 1 that draws sampled tokens;
+        * for each bucket of verification that `verified_tokens` needs a verification for each length of the cache, and
+          a commit.
+        """
         nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
