@@ -31,9 +31,10 @@ from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import ATTENTION_KERNELS
 
 SECOND_WAYS = (
-    "granite4-neuron: compilation failed; the reason follows. The compiler may accept a graph in another form: try "
-    "--prefill-scan quadratic for Mamba layers, --attention torch for attention, --expert-path nxd or nki for experts, "
-    "and --jobs 1 if memory ran out."
+    "granite4-neuron: compilation failed; the reason follows. The compiler may accept a graph in another form. For "
+    "prompts try --prefill-scan quadratic, then --attention torch, then --kernels nki. For single tokens try "
+    "--decode-kernel nki. If only models with experts fail, try --expert-path nxd, then nki. If memory ran out, try "
+    "--jobs 1."
 )
 
 

@@ -54,6 +54,8 @@ def compile_model(
         output: where the graphs go; must not exist, or be empty.
         draft_folder: another checkpoint, whose graphs go to a folder `DRAFT_GRAPHS` there; None for none.
         dtype: of weights and activations.
+        tp_degree: ranks. Neuron's runtime takes one core or the whole device: with another number it says that
+            NEURON_RT_NUM_CORES "must request one core, or the whole device".
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
