@@ -23,7 +23,7 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, NemotronHConfig, published_config
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, published_config
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.nemotron_h import EXPERTS, MLP
 from granite4_neuron.generation import bundled_checkpoint
@@ -48,16 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=(ATTENTION, MLP, EXPERTS),
         metavar="KIND",
-        help="for Nemotron: also layers for multi-token prediction of these kinds",
+        help="for a model that has them: also layers for multi-token prediction, of these kinds",
     )
     parser.add_argument("--vocabulary", type=at_least(1), metavar="N", help="with --layers: a vocabulary of N tokens")
     parser.add_argument("--experts", type=at_least(1), metavar="N", help="N experts a layer, of the same width")
     options = parser.parse_args(arguments)
     config = _part(published_config(options.name), options.layers, options.vocabulary, options.experts)
     if options.mtp is not None:
-        if not isinstance(config, NemotronHConfig):
-            raise UserError(f"--mtp is for Nemotron models, and {options.name} is another.")
-        config = replace(config, mtp_layer_types=tuple(options.mtp))
+        config = config.with_mtp({"num_nextn_predict_layers": 1, "mtp_layers_block_type": options.mtp})
     _write(config, options.folder, getattr(torch, options.dtype))
     return 0
 

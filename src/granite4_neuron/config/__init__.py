@@ -22,6 +22,7 @@ __all__ = [
     "ARCHITECTURE",
     "ATTENTION",
     "EXPERT_NUMBER",
+    "FAMILIES",
     "MAMBA",
     "MODEL_TYPE",
     "GraniteMoeHybridConfig",
@@ -34,12 +35,14 @@ __all__ = [
     "published_config",
 ]
 
-# The class of each model_type, and a description of its models.
-_FAMILIES: dict[str, tuple[type[ModelConfig], str]] = {
+# The class of each model_type that is read, and a description of its models.
+_READ: dict[str, tuple[type[ModelConfig], str]] = {
     MODEL_TYPE: (GraniteMoeHybridConfig, "Granite 4"),
     DENSE_MODEL_TYPE: (GraniteMoeHybridConfig, "dense Granite models"),
     NEMOTRON_MODEL_TYPE: (NemotronHConfig, "Nemotron 3"),
 }
+# The families' classes by their own model_type.
+FAMILIES: dict[str, type[ModelConfig]] = {family.model_type: family for family, _ in _READ.values()}
 
 
 def config_from_dict(values: dict[str, Any], source: str = "config.json") -> ModelConfig:
@@ -54,12 +57,12 @@ def config_from_dict(values: dict[str, Any], source: str = "config.json") -> Mod
             another.
     """
     model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        *first, last = (f"{known!r} ({what})" for known, (_, what) in _FAMILIES.items())
+    if not isinstance(model_type, str) or model_type not in _READ:
+        *first, last = (f"{known!r} ({what})" for known, (_, what) in _READ.items())
         raise UserError(
             f"{source}: model_type is {reprlib.repr(model_type)}, and must be {', '.join(first)} or {last}."
         )
-    return _FAMILIES[model_type][0].from_dict(values, source)
+    return _READ[model_type][0].from_dict(values, source)
 
 
 def config_from_file(path: str | Path) -> ModelConfig:

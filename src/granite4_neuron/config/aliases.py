@@ -32,8 +32,6 @@ def one_spelling(values: dict[str, Any]) -> dict[str, Any]:
         values["torch_dtype"] = values["torch_dtype"].removeprefix("torch.")
     if values.get("layer_types") is not None and not isinstance(values["layer_types"], tuple):
         values["layer_types"] = layer_types_in(values["layer_types"], "layer_types")
-    if values.get("time_step_limit") is not None:
-        values["time_step_limit"] = _time_step_limit(values["time_step_limit"])
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
     if values.get("position_embedding_type") == "rope":
@@ -60,7 +58,12 @@ def layer_types_in(spelled: Any, name: str, more: Mapping[str, str] = {}) -> tup
     return tuple(known[one] for one in spelled)
 
 
-def _time_step_limit(spelled: Any) -> tuple[float, float]:
+def time_step_limit_in(spelled: Any) -> tuple[float, float]:
+    """Read a pair of numbers, of which the second may be infinity.
+
+    Raises:
+        UserError: it is another value.
+    """
     if not isinstance(spelled, (list, tuple)) or len(spelled) != 2:
         raise UserError(f"time_step_limit is {reprlib.repr(spelled)}, and must be a pair of numbers.")
     # JSON has no infinity: transformers 5.x writes {"__float__": "Infinity"}.

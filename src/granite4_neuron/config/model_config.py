@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from granite4_neuron.config.aliases import ATTENTION, MAMBA
+from granite4_neuron.config.aliases import ATTENTION, MAMBA, time_step_limit_in
 from granite4_neuron.config.checks import LARGEST, check
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.quantization import quantization_in
@@ -147,6 +147,16 @@ class ModelConfig(ABC):
             UserError: it describes something that this package does not run.
         """
 
+    @classmethod
+    def time_step_limit_in(cls, values: Mapping[str, Any]) -> tuple[float, float]:
+        """Return the lowest and the highest time step of the Mamba layers that a ``config.json`` describes.
+
+        Raises:
+            UserError: they are not numbers.
+        """
+        limit = values.get("time_step_limit")
+        return cls.time_step_limit if limit is None else time_step_limit_in(limit)
+
     def stored_name(self, name: str) -> str:
         """Return the published name of a parameter of the model, which may have an EXPERT_NUMBER."""
         return name
@@ -280,7 +290,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def _fields_from_json(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = cls.one_spelling(values)
+        values = cls.one_spelling(values) | {"time_step_limit": cls.time_step_limit_in(values)}
         quantization_in(values)
         known = {field.name: field for field in fields(cls) if field.init}
         read = {name: value for name, value in values.items() if name in known and value is not None}

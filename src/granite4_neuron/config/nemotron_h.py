@@ -236,11 +236,8 @@ class NemotronHConfig(ModelConfig):
         for name, (only, why) in _ONLY.items():
             if values.get(name) not in (None, only):
                 raise UserError(f"{name} is {reprlib.repr(values[name])}, and must be {json.dumps(only)}: {why}.")
-        stored = {**_DEFAULTS, **{_OLDER_NAMES.get(name, name): value for name, value in values.items()}}
+        stored = _with_defaults(values)
         layer_types = _layer_types(stored, "layers_block_type", "hybrid_override_pattern", "layer_types")
-        lowest = stored["time_step_min"]
-        if not isinstance(lowest, (int, float)) or isinstance(lowest, bool):
-            raise UserError(f"time_step_min is {reprlib.repr(lowest)}, and must be a number.")
         fields_by_name = {name: stored.get(json_name) for name, json_name in cls.json_names.items()}
         if EXPERTS not in layer_types:
             fields_by_name["num_local_experts"] = 0
@@ -249,10 +246,17 @@ class NemotronHConfig(ModelConfig):
             "num_hidden_layers": stored.get("num_hidden_layers") or len(layer_types),
             **fields_by_name,
             "layer_types": layer_types,
-            "time_step_limit": (lowest, math.inf),
             "mtp_layer_types": (),  # see `with_mtp`
         }
         return one_spelling(spelled)
+
+    @classmethod
+    def time_step_limit_in(cls, values: Mapping[str, Any]) -> tuple[float, float]:
+        """Implement `ModelConfig.time_step_limit_in`."""
+        lowest = _with_defaults(values)["time_step_min"]
+        if not isinstance(lowest, (int, float)) or isinstance(lowest, bool):
+            raise UserError(f"time_step_min is {reprlib.repr(lowest)}, and must be a number.")
+        return lowest, math.inf
 
     def to_dict(self) -> dict[str, Any]:
         """Implement `ModelConfig.to_dict`, for transformers 5.x."""
@@ -270,6 +274,11 @@ class NemotronHConfig(ModelConfig):
             "time_step_min": lowest,
             **of_mtp,
         }
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a ``config.json`` in the present names, with transformers' defaults."""
+    return {**_DEFAULTS, **{_OLDER_NAMES.get(name, name): value for name, value in values.items()}}
 
 
 def _layer_types(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 # Kinds of graphs.
@@ -99,8 +99,8 @@ class GraphOptions:
 
 
 def is_compiled(config: ModelConfig) -> bool:
-    """Return whether the port to NxD Inference has a model for this config: for Granite only."""
-    return isinstance(config, GraniteMoeHybridConfig)
+    """Return whether the port to NxD Inference has a model for this config: the one that it registers."""
+    return config.model_type == MODEL_TYPE
 
 
 def default_context_buckets(longest: int) -> list[int]:

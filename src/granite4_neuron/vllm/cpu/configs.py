@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.config import ARCHITECTURE, NemotronHConfig
+from granite4_neuron.config import FAMILIES
 from granite4_neuron.config.nemotron_h import EXPERTS
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron.configs")
-ARCHITECTURES = (ARCHITECTURE, NemotronHConfig.architecture)
+ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
 WORKER = "granite4_neuron.vllm.cpu.worker.Granite4Worker"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +12,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backend import AttentionBackend
 
-from granite4_neuron.config import MODEL_TYPE
-from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE
+from granite4_neuron.config import FAMILIES
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.cpu.metadata import Scan, StepBackend, Verify
@@ -40,17 +38,17 @@ class Granite4MambaMixer2(MambaMixer2):
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         config, speculative = vllm_config.model_config.hf_text_config, vllm_config.speculative_config
-        self.is_ours = config.model_type in (MODEL_TYPE, NEMOTRON_MODEL_TYPE)
-        if self.is_ours and speculative is not None and speculative.uses_draft_model():
+        self.is_ours = config.model_type in FAMILIES
+        if not self.is_ours:
+            return
+        if speculative is not None and speculative.uses_draft_model():
             raise ValueError(
                 "vLLM's method draft_model cannot draft for or with a hybrid model; use custom_class with "
                 "granite4_neuron.vllm.cpu.draft_model.DraftModelProposer."
             )
-        if self.is_ours and self.use_replayssm:
+        if self.use_replayssm:
             raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
-        self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
-        if config.model_type == NEMOTRON_MODEL_TYPE:
-            self.time_step_limit = config.time_step_min, math.inf  # as in `NemotronHConfig`
+        self.time_step_limit = FAMILIES[config.model_type].time_step_limit_in(config.to_dict())
         self._paged_cache: tuple[torch.Tensor, ...] | None = None
         fused = cpu.has_fused_kernels()
         self.decode, self.prefill = (fused_decode, fused_prefill) if fused else (torch_decode, torch_prefill)
