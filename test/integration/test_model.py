@@ -28,7 +28,9 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.neuron import compiled_graphs
 from granite4_neuron.neuron.analysis.hlo_lint import findings
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.runtime.interface import Row, require
 from granite4_neuron.state.hybrid_state import HybridState, input_output_aliases
 from test.integration.test_bundled import PROMPTS as TEXTS
@@ -127,6 +129,19 @@ def difference(folder, model, prompt_lengths, seq_ids=None, seed=0):
     tokens = random_tokens(model.config.vocab_size, len(prompt_lengths), max(prompt_lengths) + STEPS, seed=seed)
     logits = nxdi.run(model, tokens, prompt_lengths, STEPS, seq_ids)
     return (logits - nxdi.at(expected_logits(folder, tokens), prompt_lengths, STEPS)).abs().max().item()
+
+
+def graph_lengths(model, monkeypatch):
+    """Return a list that gets the number of tokens of each graph that runs."""
+    lengths = []
+    for module in dict.fromkeys(graph.model for graph in model.models):  # graphs may share a module
+
+        def call(*args, wrapped=module.get_model_output, **kwargs):
+            lengths.append((args[0] if args else kwargs["input_ids"]).shape[1])
+            return wrapped(*args, **kwargs)
+
+        monkeypatch.setattr(module, "get_model_output", call)
+    return lengths
 
 
 def state_of(model):
@@ -398,9 +413,7 @@ class TestCpuMode:
     @torch.inference_mode()
     def test_captured_tensors(self, moe_folder, monkeypatch):
         """Hidden states of every step are captured. A prompt longer than the bucket returns the last step's."""
-        from granite4_neuron.neuron.nxdi import application
-
-        monkeypatch.setattr(application, "CONTINUATION_TOKENS", 64)
+        monkeypatch.setattr(compiled_graphs, "CONTINUATION_TOKENS", 64)
         model = nxdi.cpu_model(moe_folder, batch_size=2, **CAPTURE)
         tokens = random_tokens(model.config.vocab_size, 2, 202)
         expected = reference_hidden_states(moe_folder, tokens)
@@ -438,15 +451,31 @@ class TestCpuMode:
 
     def test_a_prompt_that_fills_a_bucket_runs_in_it(self, moe_folder, monkeypatch):
         model = nxdi.cpu_model(moe_folder, enable_bucketing=True, context_encoding_buckets=[32, 64, 128])
-        graph, seen = model.context_encoding_model.model, []
-        monkeypatch.setattr(
-            graph,
-            "get_model_output",
-            lambda *a, call=graph.get_model_output, **k: seen.append(a[0] if a else k["input_ids"]) or call(*a, **k),
-        )
+        seen = graph_lengths(model, monkeypatch)
         for length in (31, 32, 33, 64, 65, 128):
             nxdi.run(model, random_tokens(model.config.vocab_size, 1, length), [length], 0)
-        assert [tokens.shape[1] for tokens in seen] == [32, 32, 64, 64, 128, 128]
+        assert seen == [32, 32, 64, 64, 128, 128]
+
+    @pytest.mark.parametrize(
+        ("buckets", "longest", "rows"),
+        [
+            ([32, 64, 128], 256, [(0, 31), (0, 128), (0, 129), (0, 192), (0, 256), (20, 50), (70, 210)]),
+            ([32], 256, [(0, 100)]),
+            ([32, 64], 64, [(0, 64), (20, 23)]),  # without graphs that continue a prompt
+        ],
+    )
+    def test_pieces_of_prompts_are_those_that_plan_expects(self, buckets, longest, rows, moe_folder, monkeypatch):
+        from granite4_neuron.neuron.nxdi import NeuronRuntime
+
+        monkeypatch.setattr(compiled_graphs, "CONTINUATION_TOKENS", 64)
+        slots = dict(batch_size=2, ctx_batch_size=1, is_continuous_batching=True)
+        sizes = dict(max_context_length=buckets[-1], seq_len=longest)
+        model = nxdi.cpu_model(moe_folder, enable_bucketing=True, context_encoding_buckets=buckets, **slots, **sizes)
+        runtime, seen = NeuronRuntime(model, GenerationConfig()), graph_lengths(model, monkeypatch)
+        for start, stop in rows:
+            seen.clear()
+            runtime.step(None, [Row(1, start, [5] * (stop - start))])
+            assert seen == GraphOptions(context_buckets=buckets).prompt_pieces(start, stop, longest), (start, stop)
 
     @pytest.mark.parametrize("context_length", [nxdi.BUCKET, nxdi.MAX_LENGTH])
     def test_longest_prompts(self, context_length, moe_folder):

@@ -142,7 +142,6 @@ def _plan_latency(options: argparse.Namespace) -> int:
 
     from granite4_neuron.neuron.analysis import latency, plan, published_latency
     from granite4_neuron.neuron.analysis.live_set import live_set
-    from granite4_neuron.runtime.prompt_cuts import pieces
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
@@ -160,11 +159,11 @@ def _plan_latency(options: argparse.Namespace) -> int:
     )
     context = _LATENCY_CONTEXT if options.context is None else options.context
     graphs = _graph_options(options, config)
-    buckets = graphs.prompt_lengths(max(prompt, graphs.longest_prompt))
+    pieces = graphs.prompt_pieces(0, prompt, max(prompt, graphs.longest_prompt))
     model = (config, options.tp_degree, dtype)
-    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, buckets=buckets)
+    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, pieces=pieces)
     if options.count_graphs:
-        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, buckets=buckets)
+        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, pieces=pieces)
     as_counted = ["as counted, ms"] if options.count_graphs else []
     table = Table("step", "batch", "bound, ms", *as_counted, "predicted, ms", "per token, ms", "tokens/s", "most of it")
     table.title = (
@@ -197,7 +196,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
         f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
     )
-    for tokens in sorted(set(pieces(prompt, buckets))):
+    for tokens in sorted(set(pieces)):
         if spill := live_set(*model, tokens).spill():
             write(f"A graph for {tokens:,} tokens of a prompt: {spill} That is in the bound.")
     names = {"times per token": published_latency.TOKENS, "times to the first token": published_latency.FIRST_TOKENS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,16 +246,19 @@ def _predicted(options: argparse.Namespace, graph_options: OptionsOf) -> tuple[d
     graphs = graph_options(config)
     longest = min(options.max_model_len, config.max_position_embeddings)
     slots = max(options.batch_size, options.max_num_seqs)
-    prompts = graphs.prompt_lengths(longest)
-    cuts: PromptCuts = Pieces(tuple(prompts))
+    cuts: PromptCuts
     if isinstance(graphs, GraphOptions):  # NxD Inference keeps the state in slots, and cuts prompts itself
         caches, tokens, own_slots = list(graphs.token_buckets or default_token_buckets(longest)), longest, slots
         cuts = Anywhere(is_exact=False)
     else:
-        caches, tokens, own_slots = cache_buckets(graphs.cache_length(config, longest)), prompts[-1], 0
+        caches, tokens, own_slots = cache_buckets(graphs.cache_length(config, longest)), graphs.longest_prompt, 0
+        cuts = Pieces(tuple(graphs.context_buckets))
     if caches[-1] < longest:
         raise UserError(f"--token-buckets end at {caches[-1]:,}, and texts have up to {longest:,} tokens.")
-    steps = PredictedSteps(config, options.tp_degree, dtype, slots=slots, prompt_buckets=prompts, cache_buckets=caches)
+    prompt_pieces = functools.partial(graphs.prompt_pieces, seq_len=longest)
+    steps = PredictedSteps(
+        config, options.tp_degree, dtype, slots=slots, prompt_pieces=prompt_pieces, cache_buckets=caches
+    )
     runtime = dict(
         config=config,
         steps=steps,

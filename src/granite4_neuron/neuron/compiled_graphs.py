@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
+from granite4_neuron.runtime.graphs import bucket
 
 # Kinds of graphs.
 CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
@@ -67,7 +68,16 @@ class GraphOptions:
     def prompt_lengths(self, context: int) -> list[int]:
         """Return the tokens of the graphs for prompts, ascending: for a prompt's first part and further parts."""
         first = self._context_buckets(context)
-        return sorted({*first, min(first[-1], CONTINUATION_TOKENS)} if first[-1] < context else first)
+        return sorted({*first, continuation_tokens(first)} if first[-1] < context else first)
+
+    def prompt_pieces(self, start: int, stop: int, seq_len: int) -> list[int]:
+        """Return `prompt_pieces` of the graphs for sequences of up to seq_len tokens. If none of them continues
+        prompts, tokens after a prompt's first piece are decoded one by one.
+        """
+        context = self._context_buckets(seq_len)
+        if start and seq_len <= continuation_tokens(context):
+            return [1] * (stop - start)
+        return prompt_pieces(start, stop, context)
 
     def cache_length(self, config: ModelConfig, context: int) -> int:
         """Return the length of the cache for sequences of up to `context` tokens."""
@@ -86,7 +96,7 @@ class GraphOptions:
         """Return the graphs for sequences of up to seq_len tokens. A draft model has them too, from its own config."""
         context = self._context_buckets(seq_len)
         token = list(self.token_buckets or default_token_buckets(seq_len))
-        shortest = min(context[-1], CONTINUATION_TOKENS)
+        shortest = continuation_tokens(context)
         buckets = {
             CONTEXT: context,
             CONTINUATION: [bucket for bucket in token if bucket > shortest],
@@ -101,6 +111,26 @@ class GraphOptions:
 def is_compiled(config: ModelConfig) -> bool:
     """Return whether the port to NxD Inference has a model for this config: the one that it registers."""
     return config.model_type == MODEL_TYPE
+
+
+def continuation_tokens(context_buckets: Sequence[int]) -> int:
+    """Return the tokens of the graphs that continue a prompt. They are the same in all buckets of the cache."""
+    return min(context_buckets[-1], CONTINUATION_TOKENS)
+
+
+def prompt_pieces(start: int, stop: int, context_buckets: Sequence[int]) -> list[int]:
+    """Return the tokens of the graphs that a prompt's tokens from `start` to `stop` run in, one after another. Only the
+    last graph is padded.
+
+    A prompt begins in the smallest context graph that holds it, or else in the largest, and goes on in graphs that
+    continue it.
+
+    Args:
+        context_buckets: tokens of the context graphs, ascending.
+    """
+    first = [] if start else [bucket(min(stop, context_buckets[-1]), context_buckets)]
+    tokens = continuation_tokens(context_buckets)
+    return first + [tokens] * len(range(start + sum(first), stop, tokens))
 
 
 def default_context_buckets(longest: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,6 @@ from granite4_neuron.neuron.analysis.latency import HBM_BYTES_PER_SECOND, latenc
 from granite4_neuron.neuron.analysis.roofline import minimum_of_copy
 from granite4_neuron.runtime.graphs import bucket
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.prompt_cuts import pieces
 
 
 class PredictedSteps:
@@ -22,7 +21,9 @@ class PredictedSteps:
 
     Args:
         slots: sequences in a graph of decode, used or not.
-        prompt_buckets: tokens of the graphs for prompts. cache_buckets: entries of the cache. Both ascending.
+        prompt_pieces: returns the tokens of the graphs that a prompt's tokens from a start to a stop run in, in order;
+            a single token is decoded.
+        cache_buckets: entries of the cache that graphs read, ascending.
         experts_decode: how the experts of decoded tokens are computed; see `ops.select_operators`.
 
     Raises:
@@ -36,12 +37,12 @@ class PredictedSteps:
         dtype: torch.dtype,
         *,
         slots: int,
-        prompt_buckets: Sequence[int],
+        prompt_pieces: Callable[[int, int], Sequence[int]],
         cache_buckets: Sequence[int],
         experts_decode: str = "all",
     ):
         self._model = config, tp_degree, dtype
-        self._prompt_buckets, self._cache_buckets = prompt_buckets, cache_buckets
+        self._prompt_pieces, self._cache_buckets = prompt_pieces, cache_buckets
         self._decode = {
             each: latency(step_work(*self._model, slots, 1, each, experts_decode=experts_decode)).predicted
             for each in cache_buckets
@@ -78,11 +79,13 @@ class PredictedSteps:
         return minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed / HBM_BYTES_PER_SECOND
 
     def _prompt(self, row: Row) -> float:
-        cut = pieces(len(row.tokens), self._prompt_buckets)
-        starts = itertools.accumulate(cut[:-1], initial=row.start)
-        return sum(map(self._piece, cut, starts))
+        pieces = self._prompt_pieces(row.start, row.start + len(row.tokens))
+        starts = itertools.accumulate(pieces[:-1], initial=row.start)
+        return sum(map(self._piece, pieces, starts))
 
     def _piece(self, tokens: int, start: int) -> float:
+        if tokens == 1:
+            return self.decode([start], 1)[0]
         # The last piece's padding may reach beyond the cache, where it is not written.
         context = bucket(min(start, self._cache_buckets[-1]), self._cache_buckets) if start else 0
         key = tokens, context

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from granite4_neuron import cli
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint, load
-from granite4_neuron.neuron.analysis.latency import predictions
+from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
+from granite4_neuron.neuron.analysis.latency import latency, predictions, step_work
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps
 from granite4_neuron.simulation.measuring import measure
@@ -67,8 +70,8 @@ def test_several_decode_steps_at_once_equal_single_ones():
 
 def test_predicted_steps():
     config, dtype = GraniteMoeHybridConfig.from_family("h-350m"), torch.bfloat16
-    sizes = dict(slots=4, prompt_buckets=[128, 512], cache_buckets=[256, 2048])
-    steps = PredictedSteps(config, 1, dtype, **sizes)
+    prompt_pieces = partial(DeviceGraphOptions((128, 512)).prompt_pieces, seq_len=2048)
+    steps = PredictedSteps(config, 1, dtype, slots=4, prompt_pieces=prompt_pieces, cache_buckets=[256, 2048])
 
     def predicted(context, prompt=128):
         return {line.step: line.latency.predicted for line in predictions(config, 1, dtype, prompt, context, [4])}
@@ -81,6 +84,33 @@ def test_predicted_steps():
     assert first == predicted(256, 512)["first token, prompt of 512"]
     assert first < whole < 2 * first
     assert steps.step([row(0, 512), row(10, 1)]) == first + predicted(256)["token"]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "seq_len", "pieces"),
+    [
+        (0, 600, 4096, [1024]),
+        (0, 2048, 4096, [1024, 512, 512]),
+        (0, 1025, 4096, [1024, 512]),
+        (300, 1400, 4096, [512, 512, 512]),
+        (300, 303, 512, [1, 1, 1]),  # without graphs that continue a prompt
+    ],
+)
+def test_predicted_pieces_of_nxd_inference(start, stop, seq_len, pieces):
+    """A prompt goes on in graphs of 512 tokens, whatever context graphs there are."""
+    prompt_pieces = partial(GraphOptions(context_buckets=(128, 512, 1024)).prompt_pieces, seq_len=seq_len)
+    assert prompt_pieces(start, stop) == pieces
+    model = GraniteMoeHybridConfig.from_family("h-350m"), 1, torch.bfloat16
+    caches = [256, 512, 4096]
+    steps = PredictedSteps(*model, slots=4, prompt_pieces=prompt_pieces, cache_buckets=caches)
+    seconds, at = 0.0, start
+    for tokens in pieces:
+        context = next(length for length in (0, *caches) if length >= at)
+        sequences = 4 if tokens == 1 else 1
+        form = "all" if tokens == 1 else "kernel"
+        seconds += latency(step_work(*model, sequences, tokens, context, experts_decode=form)).predicted
+        at += tokens
+    assert steps.step([row(start, stop - start)]) == pytest.approx(seconds)
 
 
 def test_measuring(tmp_path):

@@ -19,6 +19,7 @@ from granite4_neuron.neuron.compiled_graphs import (
     CompiledGraph,
 )
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, VERIFY_BUCKETS, buckets_up_to, cache_buckets, cache_length
+from granite4_neuron.runtime.prompt_cuts import pieces
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class DeviceGraphOptions:
 
     def prompt_lengths(self, context: int) -> list[int]:
         return list(self.context_buckets)
+
+    def prompt_pieces(self, start: int, stop: int, seq_len: int) -> list[int]:
+        return pieces(stop - start, self.context_buckets)
 
     def cache_length(self, config: ModelConfig, context: int) -> int:
         return cache_length(context, config.max_position_embeddings)

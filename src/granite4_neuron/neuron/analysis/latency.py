@@ -9,6 +9,7 @@ Rates are of one logical core, which is two physical ones (LNC=2) and a quarter 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,6 @@ from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
 from granite4_neuron.neuron.analysis.live_set import live_set
 from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit
-from granite4_neuron.runtime.prompt_cuts import pieces
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
 # architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a
@@ -171,15 +171,14 @@ def step_work(
     )
 
 
-def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, prompt: int, buckets: Sequence[int]) -> Work:
-    """Return the work of a prompt: of its pieces for graphs of `buckets`, as `pieces` cuts it, with their padding.
+def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, pieces: Sequence[int]) -> Work:
+    """Return the work of a prompt that runs in pieces of so many tokens, with padding.
 
     Raises:
         UserError: tp_degree does not divide the model.
     """
-    cut = pieces(prompt, buckets)
-    starts = [sum(cut[:number]) for number in range(len(cut))]
-    works = [step_work(config, tp_degree, dtype, 1, tokens, start) for tokens, start in zip(cut, starts, strict=True)]
+    starts = itertools.accumulate(pieces[:-1], initial=0)
+    works = [step_work(config, tp_degree, dtype, 1, *piece) for piece in zip(pieces, starts, strict=True)]
     return sum(works[1:], works[0])
 
 
@@ -267,7 +266,7 @@ def predictions(
     drafted: int = 0,
     acceptance: float = 0.0,
     *,
-    buckets: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
 ) -> list[Prediction]:
     """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
 
@@ -280,7 +279,7 @@ def predictions(
         drafted, acceptance: number of drafts per verification, and the probability that one is accepted. A line is a
             verification with its commit; 0 drafts for no such lines. Drafts cost nothing here, because n-grams are
             looked up on the host.
-        buckets: tokens of the graphs for prompts, ascending; None for one of just this prompt.
+        pieces: tokens of the graphs that the prompt runs in, in order; None for one of just this prompt.
 
     Raises:
         UserError: tp_degree does not divide the model, or a number is out of range.
@@ -293,7 +292,7 @@ def predictions(
             f"{max(prompt, context):,} tokens are asked for; the model's longest sequence is {longest:,} tokens."
         )
 
-    work = prompt_work(config, tp_degree, dtype, prompt, buckets or (prompt,))
+    work = prompt_work(config, tp_degree, dtype, pieces or (prompt,))
     lines = [Prediction(f"first token, prompt of {prompt:,}", 1, latency(work))]
     for batch_size in batch_sizes:
         for form, name in _decode_names(config).items():
@@ -324,7 +323,7 @@ def with_counted_graphs(
     context: int,
     drafted: int,
     *,
-    buckets: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
@@ -335,16 +334,16 @@ def with_counted_graphs(
     """
     counted: dict[tuple[str, int], float] = {}
     verified = drafted + 1 if drafted else None
-    cut = pieces(prompt, buckets or (prompt,))
+    pieces = pieces or (prompt,)
     for batch_size in sorted({line.batch_size for line in lines}):
-        traced = tuple(sorted(set(cut))) if batch_size == 1 else ()
-        length = max(context, sum(cut)) + 1
+        traced = tuple(sorted(set(pieces))) if batch_size == 1 else ()
+        length = max(context, sum(pieces)) + 1
         reports = graphs.report(config, dtype, tp_degree, batch_size, traced, length, verified)
         others = {name for form, name in _decode_names(config).items() if form != "all" and config.num_local_experts}
         names = [line.step for line in lines if line.batch_size == batch_size and line.step not in others]
         seconds = [counted_bound(report.cost) for report in reports]
         if traced:
-            of_prompt = sum(seconds[at] * cut.count(tokens) for at, tokens in enumerate(traced))
+            of_prompt = sum(seconds[at] * pieces.count(tokens) for at, tokens in enumerate(traced))
             seconds[: len(traced)] = [of_prompt]
         last = len(names) - 1  # a verification followed by its commit, if there are drafts
         seconds[last:] = [sum(seconds[last:])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from granite4_neuron.checkpoint.folder import FolderCheckpoint
+from granite4_neuron.neuron.compiled_graphs import continuation_tokens, prompt_pieces
 from granite4_neuron.neuron.nxdi.checkpoint import convert
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.fused_speculation import NUM_RESULTS, FusedSpeculation, Outputs, cache_managers
 from granite4_neuron.neuron.nxdi.slot_graphs import SlotOperations
 from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
-from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
 
@@ -61,17 +62,17 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.prefill_continuation_model: NeuronModelWrapper | None = None
-        tokens = min(self._context_tokens, CONTINUATION_TOKENS)
-        shortest = tokens if self.neuron_config.is_continuous_batching else self._context_tokens
+        tokens = continuation_tokens(self._context_buckets)
+        shortest = tokens if self.neuron_config.is_continuous_batching else self._context_buckets[-1]
         if shortest < self.neuron_config.max_length:
             self.enable_prefill_continuation(tokens, shortest)
         if self.neuron_config.is_continuous_batching and not self.neuron_config.enable_fused_speculation:
             self.enable_copy()
 
     @property
-    def _context_tokens(self) -> int:
-        """The number of tokens of a prompt that context encoding takes."""
-        return self.context_encoding_model.neuron_config.buckets[-1]
+    def _context_buckets(self) -> list[int]:
+        """The numbers of tokens that the graphs for context encoding take, ascending."""
+        return self.context_encoding_model.neuron_config.buckets
 
     @property
     def _num_results(self) -> int:
@@ -147,7 +148,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
             return self._decode(per_row, rest, kwargs)
         if self.neuron_config.enable_fused_speculation and len(input_ids) > self.neuron_config.ctx_batch_size:
             return self._prefill_one_by_one(per_row, rest, kwargs)
-        if input_ids.shape[1] <= self._context_tokens or self.prefill_continuation_model is None:
+        if input_ids.shape[1] <= self._context_buckets[-1] or self.prefill_continuation_model is None:
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         return self._prefill_in_pieces(per_row, rest, kwargs)
 
@@ -174,7 +175,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
     def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
         """Run context encoding for a prompt's first tokens and continuations for the others."""
         input_ids, attention_mask, position_ids, seq_ids, sampling_params = per_row
-        encoded = self._context_tokens
+        encoded, *_ = prompt_pieces(0, input_ids.shape[1], self._context_buckets)
         first = (
             *(tensor[:, :encoded] for tensor in (input_ids, attention_mask, position_ids)),
             seq_ids,
@@ -198,8 +199,8 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         input_ids, attention_mask, seq_ids, sampling_params = per_row
         graph, lengths = self.prefill_continuation_model, attention_mask.sum(1)
         assert graph is not None  # the model was compiled for prompts longer than context encoding takes
-        tokens = graph.neuron_config.n_active_tokens
-        for start in range(first, input_ids.shape[1], tokens):
+        pieces = prompt_pieces(first, input_ids.shape[1], self._context_buckets)
+        for start, tokens in zip(itertools.accumulate(pieces[:-1], initial=first), pieces, strict=True):
             piece = input_ids[:, start : start + tokens]
             outputs = graph(
                 F.pad(piece, (0, tokens - piece.shape[1])),

@@ -190,6 +190,12 @@ def test_command(capsys):
     sizes = ["--prompt", "1800", "--max-context-length", "2048"]
     assert main(["plan", "--latency", "--model", "h-small", *sizes]) == 0
     assert "A graph for 2,048 tokens of a prompt: it spills by estimate: 49.5 MiB" in capsys.readouterr().out
+    pieces = {"nxdi": [1024, 512, 512], "torch": [1024, 1024]}  # NxD Inference continues prompts by 512 tokens
+    for backend, tokens in pieces.items():
+        sizes = ["--prompt", "2048", "--context-buckets", "128", "512", "1024", "--backend", backend]
+        assert main(["plan", "--latency", "--model", "h-small", *sizes]) == 0
+        seconds = latency.latency(latency.prompt_work(CONFIG, 4, torch.bfloat16, tokens)).predicted
+        assert f"the first token after {1e3 * seconds:.0f} ms" in capsys.readouterr().out
     assert main(["plan", "--latency"]) == 2
     assert "--latency needs --model" in capsys.readouterr().err
     assert main(["plan", "--latency", "--model", "h-small", "--tp-degree", "8"]) == 2
@@ -230,7 +236,7 @@ def test_counted_graphs(monkeypatch):
     assert seconds == pytest.approx(
         {("first token0", 1): 1, ("token0", 1): 2, ("token1", 1): 3 + 4, ("token0", 4): 4, ("token1", 4): 5 + 6}
     )
-    in_pieces = latency.with_counted_graphs(lines, CONFIG, 4, torch.bfloat16, 1100, 1000, 3, buckets=(128, 512))
+    in_pieces = latency.with_counted_graphs(lines, CONFIG, 4, torch.bfloat16, 1100, 1000, 3, pieces=(512, 512, 128))
     assert asked[-2:] == [(1, (128, 512), 1153, 4), (4, (), 1153, 4)]
     of_one = [line.counted for line in in_pieces if line.batch_size == 1 and line.counted is not None]
     assert of_one == pytest.approx([1 + 2 * 2, 3, 4 + 5])

@@ -80,8 +80,8 @@ def test_the_prediction_counts_the_spill_as_traffic():
 
 
 def test_a_prompt_is_the_sum_of_its_pieces():
-    whole = latency.prompt_work(CONFIG, 4, torch.bfloat16, 600, (128, 512))
+    whole = latency.prompt_work(CONFIG, 4, torch.bfloat16, (512, 128))
     first = latency.step_work(CONFIG, 4, torch.bfloat16, 1, 512, 0)
     assert whole == first + latency.step_work(CONFIG, 4, torch.bfloat16, 1, 128, 512)
-    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 600, 1000, [1], buckets=(128, 512))
+    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 600, 1000, [1], pieces=(512, 128))
     assert lines[0].latency == latency.latency(whole)
