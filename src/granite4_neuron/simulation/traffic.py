@@ -1,7 +1,7 @@
 """Traffic: requests with arrivals, lengths of prompts and answers, and the tokens that prompts share.
 
-A file has a line of JSON for each request, in this package's format or in that of Mooncake's traces; docs/planning.md
-describes both.
+A file has a line of JSON for each request, in this package's format, which docs/planning.md describes, or in that of
+Mooncake's traces: `timestamp` in milliseconds, `input_length`, `output_length`, and `hash_ids` of blocks of 512 tokens.
 """
 
 from __future__ import annotations
