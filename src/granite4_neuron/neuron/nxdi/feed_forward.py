@@ -39,7 +39,9 @@ class _Router(nn.Module):
 class NeuronExperts(nn.Module):
     """A router in float32, and experts whose widths are split over the ranks; see `ops.topk_softmax`.
 
-    The experts' weights are in NxD's module for them, which shards them and knows its kernels.
+    The experts' weights are in NxD's module for them, which shards them and knows its kernels. AWS's fused kernel
+    `moe_block_tkg` of nki-library does not take h-small on four ranks: it chooses at most 8 experts (h-small: 10), and
+    a rank's expert width must be a multiple of 128 (h-small: 192).
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig):

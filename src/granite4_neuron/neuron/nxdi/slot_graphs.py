@@ -28,7 +28,9 @@ class VerificationModel(SpeculativeModel):
     """A verification of all slots, in their order.
 
     Results: logits [slots, tokens, vocab_size], and the kept inputs of each Mamba layer, [slots, tokens, conv_dim +
-    num_heads]. All state tensors follow: keys and values with those of the tokens, recurrent state unchanged.
+    num_heads]. All state tensors follow: keys and values with those of the tokens, recurrent state unchanged. It is a
+    result because NxD takes a tensor without an alias for a weight. Whether the compiler accepts such outputs is not
+    known.
     """
 
     @property
