@@ -55,8 +55,8 @@ class SpeculativeModel(NeuronGraniteMoeHybridModel):
         Args:
             kept_inputs: of each Mamba layer, [slots, tokens, conv_dim + num_heads].
             position_ids: [slots, 1], of that step's first tokens.
-            accepted: [slots], 0 to tokens; tokens after these have dt = 0 and do not change the state. The convolution's
-                window ends at the last accepted token.
+            accepted: [slots], 0 to tokens; tokens after these have dt = 0 and do not change the state. The window
+                of the convolution ends at the last accepted token.
 
         Returns:
             conv_state and ssm_state of each Mamba layer.
