@@ -67,7 +67,8 @@ def to_gguf(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[torch
 
 
 def from_gguf(name: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], config: ModelConfig) -> torch.Tensor:
-    """Convert the tensors under the names of `gguf_names` to the parameter.
+    """Convert the tensors under the names of `gguf_names` to the parameter. A_log, which a file has as -exp(A_log) in
+    float32, comes back exactly but for the last digit.
 
     Args:
         tensors: in the shapes of `to_gguf`; a matrix may have another number of columns.

@@ -39,7 +39,7 @@ def _gpt_2() -> list[PreTokenizer]:
 
 
 # How texts are cut into words before bytes are merged, under llama.cpp's names: Granite 4 cuts like dbrx, Granite 3
-# like refact, and Nemotron 3 like pixtral.
+# like refact, and Nemotron 3 like pixtral. For refact and gpt-2, llama.cpp's own test texts gave llama.cpp's tokens.
 WORDS = {"dbrx": _granite_4, "refact": _granite_3, "gpt-2": _gpt_2, "pixtral": _granite_4}
 # With these names llama.cpp keeps a word that is a token whole, whatever the merges; and a text begins with the
 # beginning-of-text token unless the file says otherwise.
