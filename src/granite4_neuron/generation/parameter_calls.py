@@ -176,12 +176,17 @@ def _types(schema: Any) -> frozenset[str]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return frozenset(type for value in values for type in _types_of(value))
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and (known := list(filter(None, map(_types, parts)))):
+        return frozenset.intersection(*known)
     several = schema.get("anyOf") or schema.get("oneOf")
-    parts = list(map(_types, several)) if isinstance(several, list) else []
-    return frozenset().union(*parts) if all(parts) else frozenset()
+    each = list(map(_types, several)) if isinstance(several, list) else []
+    return frozenset().union(*each) if all(each) else frozenset()
 
 
 def _types_of(value: Any) -> set[str]:
+    if isinstance(value, float) and value.is_integer():  # JSON Schema takes 3.0 for an integer
+        return {"integer", "number"}
     return _TYPES.get(type(value), set())
 
 

@@ -96,6 +96,8 @@ def test_a_thought_before_calls():
         (dict(city="", days=" 3\n"), dict(city="", days=3)),
         (dict(days="three", exact="True"), dict(days="three", exact=True)),
         (dict(days="3.5", exact="null"), dict(days="3.5", exact=None)),
+        (dict(days="3.0"), dict(days=3)),
+        (dict(days="1e3"), dict(days=1000)),
         (dict(where='{"x": 1}', other="[1]", text="x y"), dict(where={"x": 1}, other=[1], text="x y")),
         (dict(other="NaN", text='"x"'), dict(other="NaN", text='"x"')),
         (dict(city="</function>"), dict(city="</function>")),
@@ -103,6 +105,21 @@ def test_a_thought_before_calls():
 )
 def test_values_have_the_types_of_their_schemas(parameters, expected):
     assert arguments_of(with_parameters("weather", **parameters)) == expected
+
+
+@pytest.mark.parametrize(
+    "parts, text, expected",
+    [
+        ([{"type": "string"}, {"minLength": 1}], "3", "3"),
+        ([{"type": ["integer", "string"]}, {"type": ["string", "null"]}], "3", "3"),
+        ([{"type": "integer"}], "3", 3),
+        ([{"minLength": 1}], "3", 3),
+    ],
+)
+def test_a_value_has_a_type_that_all_parts_of_its_schema_allow(parts, text, expected):
+    tool = Tool("f", {"type": "object", "properties": {"x": {"allOf": parts}}})
+    _, arguments = of(with_parameters("f", x=text), tools=[tool])
+    assert json.loads(arguments.text) == {"x": expected}
 
 
 @pytest.mark.parametrize(
