@@ -94,6 +94,15 @@ def test_calls(client, say, thought):
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS)] * 2
 
 
+def test_a_call_ends_a_thought(client, say):
+    say(f"I look.\n{CALL}\n{CALL}")
+    choice = chat(client, tools=[TOOL])
+    assert choice.message.reasoning_content == "I look." and not choice.message.content
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [ARGUMENTS] * 2
+    assert choice.finish_reason == "tool_calls"
+    assert chat(client).message.reasoning_content == f"I look.\n{CALL}\n{CALL}", "there are no tools"
+
+
 @pytest.mark.parametrize("most", [4, 12, 16, 40, 60, 75, 90, 101])
 def test_cut_off_answers_are_the_same_whole_and_streamed(client, say, most):
     say(f"I look.\n</think>\nOne moment.\n{CALL}")
@@ -132,7 +141,8 @@ def test_a_structure_applies_to_the_text_after_the_thought(server, model):
     ):
         assert allows(server, model, f"so\n</think>\n\n{right}", **body)
         assert not allows(server, model, f"so\n</think>\n\n{wrong}", **body)
-        assert not allows(server, model, right, **body)
+        assert not allows(server, model, f"so\n{wrong}", **body)
+        assert allows(server, model, f"so\n{right}", **body) == (right == CALL), "a call ends a thought"
         assert allows(server, model, right, **body, **NO_THOUGHT)
 
 

@@ -6,15 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.text import possible_start
-from granite4_neuron.generation.parameter_calls import ParameterCallStream, parameter_call_rules
-from granite4_neuron.generation.tool_calls import Content, Piece, Tool, ToolCallStream, call_rules
+from granite4_neuron.generation.parameter_calls import END_THOUGHT, ParameterCallStream, parameter_call_rules
+from granite4_neuron.generation.tool_calls import (
+    CallStart,
+    Content,
+    Piece,
+    PieceStream,
+    Tool,
+    ToolCallStream,
+    call_rules,
+)
 
-BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
+BEGIN_THOUGHT = "<think>"
 # At the end of a prompt: enough for a mark and white space behind it, of which each character may be a token.
 _TOKENS_OF_MARK = 16
 
@@ -29,21 +38,23 @@ class Thought:
 class AnswerStream:
     """Finds the pieces of an answer that comes part by part. What it finds does not depend on the parts.
 
-    White space around the end of a thought belongs to neither side.
+    A thought ends with `END_THOUGHT`, or where a call begins. White space around its end belongs to neither side.
 
     is_plain: whether the answer is one text, whatever it looks like.
     is_thinking: whether the thought has not ended.
 
     Args:
-        calls: finds its calls; None if it may not call tools.
+        new_calls: makes what finds calls; None if the answer may not call tools.
         is_thinking: whether it begins within a thought.
     """
 
-    def __init__(self, calls: ToolCallStream | None, is_thinking: bool = False):
-        self._calls = calls
-        self.is_plain = calls is None and not is_thinking
+    def __init__(self, new_calls: Callable[[], ToolCallStream] | None, is_thinking: bool = False):
+        self._new_stream: Callable[[], PieceStream] = new_calls or _TextStream
+        self._stream: PieceStream = self._new_stream()
+        self.is_plain = new_calls is None and not is_thinking
         self.is_thinking = is_thinking
-        self._held = ""
+        self._held = ""  # what may be the beginning of `END_THOUGHT`
+        self._space = ""  # after the thought up to now
         self._has_begun = False  # the thought
         self._follows_thought = False
 
@@ -56,32 +67,48 @@ class AnswerStream:
         return self._add("", is_last=True)
 
     def _add(self, text: str, is_last: bool) -> list[Piece | Thought]:
-        thought = ""
-        if self.is_thinking:
-            thought, text = self._divided(text, is_last)
+        return self._in_thought(text, is_last) if self.is_thinking else self._in_answer(text, is_last)
+
+    def _in_answer(self, text: str, is_last: bool) -> list[Piece | Thought]:
         if self._follows_thought:
             text = text.lstrip()
             self._follows_thought = not text
-        found: list[Piece | Thought] = [Thought(thought)] if thought else []
-        if self._calls is None:
-            return [*found, *([Content(text)] if text else [])]
-        return [*found, *self._calls.add(text), *(self._calls.finish() if is_last else ())]
+        return [*self._stream.add(text), *(self._stream.finish() if is_last else ())]
 
-    def _divided(self, text: str, is_last: bool) -> tuple[str, str]:
-        """Return what is now certain of the thought, and what is behind it."""
-        self._held += text
-        if not self._has_begun:
-            self._held = self._held.lstrip()
-        at, behind = self._held.find(END_THOUGHT), ""
-        if at >= 0:
-            certain, behind, self._held = self._held[:at].rstrip(), self._held[at + len(END_THOUGHT) :], ""
-            self.is_thinking, self._follows_thought = False, True
-        else:
-            length = len(self._held) if is_last else len(self._held) - possible_start(self._held, [END_THOUGHT])
-            certain = self._held[:length].rstrip()
-            self._held = self._held[len(certain) :]
-        self._has_begun = self._has_begun or bool(certain)
-        return certain, behind
+    def _in_thought(self, text: str, is_last: bool) -> list[Piece | Thought]:
+        text = self._held + text
+        at = text.find(END_THOUGHT)
+        certain = at if at >= 0 else len(text) - (0 if is_last else possible_start(text, [END_THOUGHT]))
+        pieces, self._held = self._stream.add(text[:certain]), text[certain:]
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self.is_thinking = False
+            return [*self._as_thought(pieces), *self._in_answer(self._held, is_last)]
+        if at < 0 and not is_last:
+            return self._as_thought(pieces)
+        thought = self._as_thought([*pieces, *self._stream.finish()])
+        if at < 0:
+            return thought
+        self.is_thinking, self._follows_thought, self._stream = False, True, self._new_stream()
+        return [*thought, *self._in_answer(self._held.removeprefix(END_THOUGHT), is_last)]
+
+    def _as_thought(self, pieces: Sequence[Piece]) -> list[Piece | Thought]:
+        """Return pieces whose texts before a call are of the thought."""
+        call = next((index for index, piece in enumerate(pieces) if isinstance(piece, CallStart)), len(pieces))
+        text = self._space + "".join(piece.text for piece in pieces[:call] if isinstance(piece, Content))
+        text = text if self._has_begun else text.lstrip()
+        thought = text.rstrip()
+        self._has_begun, self._space = self._has_begun or bool(thought), text[len(thought) :]
+        return [*([Thought(thought)] if thought else []), *pieces[call:]]
+
+
+class _TextStream:
+    """A stream of an answer that is text, whatever it looks like."""
+
+    def add(self, text: str) -> list[Content]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Content]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -111,7 +138,7 @@ class AnswerFormat:
             tools: that it may call; None if it may not call any.
             is_thinking: see `is_thinking_after`.
         """
-        return AnswerStream(None if tools is None else self.call_stream(tools), is_thinking)
+        return AnswerStream(None if tools is None else partial(self.call_stream, tools), is_thinking)
 
 
 GRANITE = AnswerFormat(lambda tools: ToolCallStream(), call_rules, thinks=False)

@@ -12,11 +12,11 @@ Rome
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from granite4_neuron.engine.text import possible_start
+import regex
+
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import schema_text
 from granite4_neuron.generation.tool_calls import (
@@ -28,12 +28,14 @@ from granite4_neuron.generation.tool_calls import (
     Piece,
     Tool,
     ToolCallStream,
+    text_rule,
 )
 
+END_THOUGHT = "</think>"
 _END_OF_VALUE, _END_OF_CALL = "</parameter>", "</function>"
-_HEAD = re.compile(r"\s*<function=([^<>\n]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>(\n?)")
-_NAME = re.compile(r"[^<>\n]+")
+_NAME = r"[^<>\n]+"
+_HEAD = regex.compile(rf"\s*<function=({_NAME})>")
+_MARK = regex.compile(rf"\s*(?:<parameter=(?P<name>{_NAME})>(?:\n|(?=.))|{_END_OF_CALL})", regex.DOTALL)
 _TEXT = frozenset({"string"})
 # As Python writes them, which templates show of earlier calls.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -44,77 +46,108 @@ _TYPES |= {dict: {"object"}, list: {"array"}, str: {"string"}}
 class ParameterCallStream(ToolCallStream):
     """Finds calls in this format, and gives out their arguments in JSON: a text as it comes, anything else whole.
 
-    A call begins where its function's name has been read, as in `ToolCallStream`. A value that is not a text by the
-    tool's schema is what it is in JSON, if that is of the right type, and otherwise a text.
+    A call begins where its function's name has been read, as in `ToolCallStream`, and several may share an `OPEN`. A
+    value that is not a text by the tool's schema is what it is in JSON, if that is of the right type, and otherwise a
+    text. `END_THOUGHT` behind a call is not part of the text, because a thought ends where a call in it begins.
     """
 
     def __init__(self, tools: Sequence[Tool]):
         super().__init__()
         self._tools = {tool.name: _properties(tool) for tool in tools}
         self._parameters: Mapping[str, Any] = {}  # schemas of the call that has begun, by name
+        self._given: set[str] = set()  # its parameters up to now
         self._types: frozenset[str] = frozenset()  # of the value that has begun; none for any
-        self._is_first = True
+        self._value = ""  # what there is of it, unless it is a text
+        self._end_of_value = _end_of_value(())
+
+    def _in_text(self) -> list[Piece] | None:
+        if self._follows_call:
+            self._held = self._held.lstrip()
+            if END_THOUGHT.startswith(self._held) and self._held != END_THOUGHT and not self._is_whole:
+                return None
+            self._held = self._held.removeprefix(END_THOUGHT)
+        return super()._in_text()
 
     def _in_call(self) -> list[Piece] | None:
-        if head := _HEAD.match(self._held):
-            self._take(head.end())
-            self._step, self._is_first = self._between_parameters, True
-            self._parameters = self._tools.get(head[1], {})
-            return [CallStart(head[1]), Arguments("{")]
-        if self._may_become("<function=") and not self._is_whole:
-            return None
+        if head := _HEAD.match(self._held, partial=not self._is_whole):
+            return self._begin(head)
         self._step, self._follows_call = self._in_text, False
         return [Content(self._space + OPEN)]
 
+    def _after_call(self) -> list[Piece] | None:
+        if head := _HEAD.match(self._held, partial=not self._is_whole):
+            return self._begin(head)
+        return super()._after_call()
+
+    def _begin(self, head: regex.Match[str]) -> list[Piece] | None:
+        if head.partial:
+            return None
+        self._take(head.end())
+        self._step, self._parameters, self._given = self._between_parameters, self._tools.get(head[1], {}), set()
+        return [CallStart(head[1]), Arguments("{")]
+
     def _between_parameters(self) -> list[Piece] | None:
-        begin = _PARAMETER.match(self._held)
-        if begin and (begin[2] or begin.end() < len(self._held) or self._is_whole):
-            self._take(begin.end())
-            self._types = _types(self._parameters.get(begin[1], {}))
-            self._step = self._in_text_value if self._types == _TEXT else self._in_value
-            comma, self._is_first = "" if self._is_first else ", ", False
-            quote = '"' if self._types == _TEXT else ""
-            return [Arguments(f"{comma}{json.dumps(begin[1], ensure_ascii=False)}: {quote}")]
-        following = self._held.lstrip()
-        is_open = self._may_become("<parameter=") or any(end.startswith(following) for end in (_END_OF_CALL, CLOSE))
-        if begin or (is_open and following not in (_END_OF_CALL, CLOSE)):
+        mark = _MARK.match(self._held, partial=True)
+        if mark and mark.partial:
             if not self._is_whole:
                 return None
             self._held = ""  # it is cut off
             return self._end("")
-        self._held = following.removeprefix(_END_OF_CALL)
-        return self._end("}")
+        if not mark or mark["name"] is None:
+            self._take(mark.end() if mark else 0)
+            return self._end("}")
+        self._take(mark.end())
+        name, comma = mark["name"], ", " if self._given else ""
+        self._given.add(name)
+        self._types, self._value = _types(self._parameters.get(name, {})), ""
+        self._end_of_value = _end_of_value(self._parameters.keys() - self._given)
+        self._step = self._in_text_value if self._types == _TEXT else self._in_value
+        quote = '"' if self._types == _TEXT else ""
+        return [Arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: {quote}")]
 
     def _in_text_value(self) -> list[Piece] | None:
-        at = self._held.find(_END_OF_VALUE)
-        if at >= 0:
-            text = self._take(at + len(_END_OF_VALUE))[:at]
-            self._step = self._between_parameters
-            return [Arguments(_escaped(text.removesuffix("\n")) + '"')]
+        text, has_ended = self._take_value()
+        if has_ended:
+            return [Arguments(_escaped(text) + '"')]
         if self._is_whole:
-            return self._end(_escaped(self._take(len(self._held))))
-        certain = len(self._held) - possible_start(self._held, [_END_OF_VALUE, f"\n{_END_OF_VALUE}"])
-        return [Arguments(_escaped(self._take(certain)))] if certain else None
+            return self._end(_escaped(text))
+        return [Arguments(_escaped(text))] if text else None
 
     def _in_value(self) -> list[Piece] | None:
-        at = self._held.find(_END_OF_VALUE)
-        if at >= 0:
-            text = self._take(at + len(_END_OF_VALUE))[:at]
-            self._step = self._between_parameters
-            return [Arguments(_in_json(text.removesuffix("\n"), self._types))]
-        return self._end(self._take(len(self._held))) if self._is_whole else None
+        text, has_ended = self._take_value()
+        self._value += text
+        if has_ended:
+            return [Arguments(_in_json(self._value, self._types))]
+        return self._end(self._value) if self._is_whole else None
 
-    def _may_become(self, begin: str) -> bool:
-        """Return whether what is held may be the beginning of a mark with a name, which begins so."""
-        following = self._held.lstrip()
-        if len(following) <= len(begin):
-            return begin.startswith(following)
-        return following.startswith(begin) and _NAME.fullmatch(following, len(begin)) is not None
+    def _take_value(self) -> tuple[str, bool]:
+        """Take what is certain of a value, and its end; return the first, and whether there is an end."""
+        # The end of the answer ends a call, too.
+        text = self._held + (CLOSE if self._is_whole else "")
+        end = self._end_of_value.search(text, partial=not self._is_whole)
+        value = self._take(len(self._held) if end is None else end.start())
+        if end is None or end.partial:
+            return value, False
+        self._take(len(end[0]))
+        self._step = self._between_parameters
+        return value, True
 
     def _end(self, arguments: str) -> list[Piece]:
         """End the call with the last of its arguments."""
         self._step, self._may_have_brace = self._after_call, False
         return [Arguments(arguments)]
+
+
+def _end_of_value(others: Collection[str]) -> regex.Pattern[str]:
+    """Return what ends a value: its mark, if another one follows, because a text may spell it; or, where it is missing,
+    the next parameter, one of these `others`, or the end of the call.
+    """
+    open_or_close = f"(?:{OPEN}|{CLOSE}|<function=)"
+    return regex.compile(
+        rf"\n?(?:{_END_OF_VALUE}\s*(?=<parameter=|{_END_OF_CALL}|{open_or_close})"
+        rf"|(?=<parameter=\L<others>>)|(?={_END_OF_CALL}\s*{open_or_close}))",
+        others=others,
+    )
 
 
 def parameter_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterator[str]:
@@ -128,7 +161,7 @@ def parameter_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) 
     required = tool.parameters.get("required", [])
     definitions = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     for index, (name, schema) in enumerate(properties.items()):
-        if not _NAME.fullmatch(name):
+        if not regex.fullmatch(_NAME, name):
             raise UserError(f"{tool.name} has a parameter {json.dumps(name)}, which this model's calls cannot have.")
         rule = f"parameter_{number}_{index}"
         parts.append(rule if name in required else f"{rule}?")
@@ -150,7 +183,7 @@ def parameter_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) 
     end = _quoted(f"\n{_END_OF_VALUE}\n")
     yield f'text_{number}: until_{number} "\\n"'
     yield f"until_{number}[lazy]: VALUE_{number} {_quoted(_END_OF_VALUE)}"
-    yield rf"VALUE_{number}: /(.|\n)*/"
+    yield text_rule(f"VALUE_{number}", "<parameter=", _END_OF_CALL)
     yield f"END_{number}: {end}"
 
 

@@ -301,20 +301,24 @@ def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_white
     return json.dumps({**closed, "x-guidance": _COMPACT if disable_any_whitespace else _ANY_WHITESPACE})
 
 
-def _after_thought(grammar: str, ends_thought: str, special: Collection[str]) -> str:
-    """Return a grammar of a thought and then of a text of another grammar, both in llguidance's format.
+def thought_rules(ends_thought: str, special: Collection[str]) -> list[str]:
+    """Return the rules, in Lark's syntax, of `thought`: a TEXT with its end and up to two newlines behind it.
 
     Args:
         ends_thought: see `Grammars.constraint`.
         special: the special tokens of the vocabulary, as texts.
     """
     lazy, end = ("", ends_thought) if ends_thought in special else ("[lazy]", json.dumps(ends_thought))
-    rules = [
-        "start: thought SPACE @answer",
-        f"thought{lazy}: THOUGHT {end}",
-        r"THOUGHT: /(.|\n)*/",
+    return [
+        "thought: ended_thought SPACE",
+        f"ended_thought{lazy}: TEXT {end}",
         r"SPACE: /\n{0,2}/",
     ]
+
+
+def _after_thought(grammar: str, ends_thought: str, special: Collection[str]) -> str:
+    """Return a grammar of a thought and then of a text of another grammar, both in llguidance's format."""
+    rules = ["start: thought @answer", *thought_rules(ends_thought, special), r"TEXT: /(.|\n)*/"]
     first = {"lark_grammar": "\n".join(["%llguidance {}", *rules])}
     # Grammars in Lark's syntax stay as they are, and others are in JSON.
     answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}

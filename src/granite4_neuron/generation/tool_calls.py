@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.text import possible_start
-from granite4_neuron.generation.structured_outputs import schema_text
+from granite4_neuron.generation.structured_outputs import schema_text, thought_rules
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_CALLS = 16  # of an answer that is nothing but calls; a small model would go on for ever
@@ -256,6 +256,12 @@ def call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterabl
     yield f"arguments_{number}: %json {schema}"
 
 
+def text_rule(terminal: str, *without: str) -> str:
+    """Return the rule, in Lark's syntax, of any text without these marks."""
+    marks = "|".join(re.escape(mark).replace("/", r"\/") for mark in without)
+    return rf"{terminal}: /(.|\n)*/ & ~/(.|\n)*({marks})(.|\n)*/"
+
+
 def calls_grammar(
     tools: Sequence[Tool],
     *,
@@ -265,6 +271,7 @@ def calls_grammar(
     special: Collection[str] = (),
     disable_any_whitespace: bool = True,
     rules: Callable[[int, Tool, bool], Iterable[str]] = call_rules,
+    ends_thought: str | None = None,
 ) -> str:
     """Return the grammar, in Lark's syntax, of answers that call these tools with arguments by their schemas.
 
@@ -276,31 +283,38 @@ def calls_grammar(
         special: the special tokens of the vocabulary, as texts.
         disable_any_whitespace: of arguments and of a JSON answer, see `schema_text`.
         rules: as `call_rules`, of the format of calls.
+        ends_thought: what ends the thought that the answer begins with, unless its first call does; None if it begins
+            with none.
 
     Raises:
         UserError: as `schema_text`.
     """
+    is_free = not required and answer is None
     are_special = {OPEN, CLOSE} <= {*special}
     opening, closing = (f"{OPEN} ", CLOSE) if are_special else (json.dumps(OPEN), json.dumps(CLOSE))
-    calls = f'call ("\\n" call){{0,{MOST_CALLS - 1}}}' if several else "call"
     lines = [
         f"call: {opening} after_open",
         f'after_open: "\\n" ({" | ".join(f"tool_{number}" for number in range(len(tools)))}) "\\n" {closing}',
     ]
     for number, tool in enumerate(tools):
         lines += rules(number, tool, disable_any_whitespace)
-    if required:
-        start = calls
-    elif answer is not None:
-        schema = schema_text(answer, "the JSON schema", disable_any_whitespace=disable_any_whitespace)
-        start = f"{calls} | answer"
-        lines.append(f"answer: %json {schema}")
-    else:
+    if is_free:
+        more = "called* TEXT" if several else ""
         start = "called* TEXT" if several else "called | TEXT"
-        opened = f"TEXT {OPEN}" if are_special else "opened"
+    else:
+        more = f'("\\n" call){{0,{MOST_CALLS - 1}}}' if several else ""
+        start = f"call {more}"
+    if answer is not None and not required:
+        schema = schema_text(answer, "the JSON schema", disable_any_whitespace=disable_any_whitespace)
+        start += " | answer"
+        lines.append(f"answer: %json {schema}")
+    if ends_thought is not None:
+        start = f"thought ({start}) | called {more}"
+        lines += thought_rules(ends_thought, special)
+    if is_free or ends_thought is not None:
         lines += [
-            f"called: {opened} after_open",
-            *([] if are_special else [f"opened[lazy]: TEXT {json.dumps(OPEN)}"]),
-            r"TEXT: /(.|\n)*/",
+            "called: opened after_open",
+            f"opened: TEXT {OPEN}" if are_special else f"opened[lazy]: TEXT {json.dumps(OPEN)}",
+            text_rule("TEXT", OPEN),
         ]
     return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"

@@ -64,7 +64,7 @@ Change = Begin | Delta | End
 class Blocks:
     """Finds the blocks of an answer as it comes. An answer has one block at least.
 
-    thought_tokens: the number of tokens of a thought, with its end.
+    thought_tokens: the number of tokens of a thought, with its end, which may be the head of a call.
 
     Args:
         stream: finds its pieces.

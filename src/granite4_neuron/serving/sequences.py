@@ -135,9 +135,7 @@ class SequenceMaker:
         tokens, which = self._truncated(self.chat_tokens(body), body, asked), body.called("messages")
         max_tokens = self._max_tokens(len(tokens), which, asked, asked_by=body.called("max_tokens"))
         ends_thought = END_THOUGHT if self._encoder.is_thinking_after(tokens) else None
-        structure = self._chat_structure(body)
-        if structure is not None:
-            structure = replace(structure, ends_thought=ends_thought)
+        structure = self._chat_structure(body, ends_thought)
         options = self._options(body, structure)
         shows_marks = (body.may_call_tools and {OPEN, CLOSE} <= self._special) or ends_thought in self._special
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
@@ -158,14 +156,21 @@ class SequenceMaker:
         constraint = prepared.structure.constraint(self._grammars, stop)
         return [replace(request, constraint=constraint) for request in prepared.requests]
 
-    def _chat_structure(self, body: ChatBody) -> Structure | None:
+    def _chat_structure(self, body: ChatBody, ends_thought: str | None) -> Structure | None:
         answer = self._asked_structure(body)
         if answer is not None:
-            answer = replace(answer, field=body.called(answer.field))
+            answer = replace(answer, field=body.called(answer.field), ends_thought=ends_thought)
         if not body.may_call_tools:
             return answer
-        several = body.parallel_tool_calls
-        return structure_of_calls(body.tools, body.tool_choice, several, answer, self._special, self._encoder.format)
+        return structure_of_calls(
+            body.tools,
+            body.tool_choice,
+            body.parallel_tool_calls,
+            answer,
+            self._special,
+            self._encoder.format,
+            ends_thought,
+        )
 
     def _asked_structure(self, body: GenerationBody) -> Structure | None:
         return structure_of(body.response_format, body.structured_outputs, body.json_schema, body.grammar)

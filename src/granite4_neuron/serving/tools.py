@@ -129,13 +129,14 @@ def structure_of_calls(
     answer: Structure | None,
     special: Collection[str],
     format: AnswerFormat,
+    ends_thought: str | None = None,
 ) -> Structure | None:
     """Return the structure of an answer with tools; None for any text, in which calls may be malformed.
 
     Args:
         several: whether there may be several calls.
         answer: the structure of an answer that calls nothing.
-        special: see `calls_grammar`.
+        special, ends_thought: see `calls_grammar`.
         format: of the answer.
 
     Raises:
@@ -156,5 +157,6 @@ def structure_of_calls(
         special=special,
         disable_any_whitespace=answer is None or answer.disable_any_whitespace,
         rules=format.call_rules,
+        ends_thought=ends_thought,
     )
     return Structure("tools", "lark", grammar)

@@ -1,5 +1,6 @@
 """Thoughts and Nemotron's tool calls in answers: parsed from pieces of any size, and generated under grammars."""
 
+import itertools
 import json
 from contextlib import closing
 
@@ -59,6 +60,12 @@ def of(text, is_thinking=False, tools=TOOLS):
     return joined(pieces_of(text, stream(is_thinking, tools)))
 
 
+def of_parts(parts, is_thinking=False):
+    divided = stream(is_thinking)
+    pieces = [piece for part in parts for piece in divided.add(part)]
+    return joined([*pieces, *divided.finish()])
+
+
 def arguments_of(text):
     _, arguments = of(text)
     return json.loads(arguments.text)
@@ -82,9 +89,37 @@ def test_thoughts(text, expected):
         assert of(text, is_thinking=True, tools=None) == expected
 
 
-def test_a_thought_before_calls():
-    pieces = of(f"look\n</think>\n{with_parameters('time')}\n{with_parameters('time')}", is_thinking=True)
-    assert pieces == [Thought("look"), *[CallStart("time"), Arguments("{}")] * 2]
+TIME_CALL = with_parameters("time")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (f"look\n</think>\n{TIME_CALL}\n{TIME_CALL}", [Thought("look"), *[CallStart("time"), Arguments("{}")] * 2]),
+        (f"look\n{TIME_CALL}", [Thought("look"), CallStart("time"), Arguments("{}")]),
+        (f"{TIME_CALL}\n{TIME_CALL}", [CallStart("time"), Arguments("{}")] * 2),
+        (f"look\n{TIME_CALL} and", [Thought("look"), CallStart("time"), Arguments("{}"), Content("and")]),
+        (f"{TIME_CALL}\n</think>\n\nHi.", [CallStart("time"), Arguments("{}"), Content("Hi.")]),
+        (f"{TIME_CALL}\n</think>\n{TIME_CALL}", [CallStart("time"), Arguments("{}")] * 2),
+        (
+            f"look {OPEN}\n<function=weather>\n<parameter=city>\n</think>",
+            [Thought("look"), CallStart("weather"), Arguments('{"city": "</think>')],
+        ),
+        (f"a {OPEN} mark\n</think>\nHi.", [Thought(f"a {OPEN} mark"), Content("Hi.")]),
+        (f"a {OPEN} mark \n", [Thought(f"a {OPEN} mark")]),
+        (f"a {OPEN}\n<function=ti", [Thought(f"a {OPEN}\n<function=ti")]),
+    ],
+)
+def test_thoughts_and_calls(text, expected):
+    """A thought ends where a call begins, and a mark alone begins none."""
+    assert of(text, is_thinking=True) == expected
+    for cut in range(len(text)):
+        assert of_parts([text[:cut], text[cut:]], is_thinking=True) == expected
+    assert of_parts(text, is_thinking=True) == expected
+
+
+def test_without_tools_a_thought_may_show_a_call():
+    assert of(f"{TIME_CALL}\n</think>Hi.", is_thinking=True, tools=None) == [Thought(TIME_CALL), Content("Hi.")]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +136,9 @@ def test_a_thought_before_calls():
         (dict(where='{"x": 1}', other="[1]", text="x y"), dict(where={"x": 1}, other=[1], text="x y")),
         (dict(other="NaN", text='"x"'), dict(other="NaN", text='"x"')),
         (dict(city="</function>"), dict(city="</function>")),
+        (dict(city="a</parameter> b\n</parameter>", days="3"), dict(city="a</parameter> b\n</parameter>", days=3)),
+        (dict(where='{"x": "</parameter>"}'), dict(where={"x": "</parameter>"})),
+        (dict(city="<parameter=zip> <parameter=city>"), dict(city="<parameter=zip> <parameter=city>")),
     ],
 )
 def test_values_have_the_types_of_their_schemas(parameters, expected):
@@ -122,15 +160,35 @@ def test_a_value_has_a_type_that_all_parts_of_its_schema_allow(parts, text, expe
     assert json.loads(arguments.text) == {"x": expected}
 
 
+NOW, CUT = [CallStart("time"), Arguments("{}")], [CallStart("time"), Arguments("{")]
+THREE_DAYS = [CallStart("weather"), Arguments('{"days": 3}')]
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
         (f"{OPEN}<function=time></function>{CLOSE} and", [CallStart("time"), Arguments("{}"), Content("and")]),
         (f"{OPEN}\n<function=time>\n{CLOSE}", [CallStart("time"), Arguments("{}")]),
+        (f"{OPEN}<function=weather><parameter=days>3</parameter>{CLOSE} x", [*THREE_DAYS, Content("x")]),
+        (f"{OPEN}<function=weather> <parameter=days>3</function>{CLOSE} x", [*THREE_DAYS, Content("x")]),
+        (f"{OPEN}<function=weather>\n<parameter=days>\n3\n</function>", THREE_DAYS),
+        (f"{OPEN}<function=weather><parameter=days>3</parameter>{OPEN}<function=time>{CLOSE}", [*THREE_DAYS, *NOW]),
+        (f"{OPEN}<function=weather><parameter=days>3</parameter></function><function=time>", [*THREE_DAYS, *CUT]),
+        (f"{OPEN}<function=weather><parameter=days>3</function>\n<function=time>\n</function>", [*THREE_DAYS, *NOW]),
+        (f"{OPEN}<function=weather><parameter=days>3</parameter><function=time>\n{CLOSE}", [*THREE_DAYS, *NOW]),
         (
-            f"{OPEN}<function=weather><parameter=days>3</parameter> x",
-            [CallStart("weather"), Arguments('{"days": 3}'), Content("x")],
+            f"{OPEN}<function=time></function> <function=time></function>{CLOSE}<function=",
+            [*NOW, *NOW, Content("<function=")],
         ),
+        (
+            f"{OPEN}<function=weather><parameter=city>Rome\n<parameter=days>\n3\n</parameter></function>{CLOSE}",
+            [CallStart("weather"), Arguments('{"city": "Rome", "days": 3}')],
+        ),
+        (
+            f"{OPEN}<function=weather><parameter=city>Rome</parameter> x",
+            [CallStart("weather"), Arguments('{"city": "Rome</parameter> x')],
+        ),
+        (f"{OPEN}<function=weather><parameter=days>3</parameter>", [CallStart("weather"), Arguments('{"days": 3')]),
         (f"{OPEN}\n<function=weather>\n<parameter=city>\nRo", [CallStart("weather"), Arguments('{"city": "Ro')]),
         (f"{OPEN}\n<function=weather>\n<parameter=days>\n1", [CallStart("weather"), Arguments('{"days": 1')]),
         (f"{OPEN}\n<function=weather>\n<param", [CallStart("weather"), Arguments("{")]),
@@ -140,6 +198,9 @@ def test_a_value_has_a_type_that_all_parts_of_its_schema_allow(parts, text, expe
 )
 def test_calls_that_are_incomplete_or_malformed(text, expected):
     assert of(text) == expected
+    for cut in range(len(text)):
+        assert of_parts([text[:cut], text[cut:]]) == expected
+    assert of_parts(text) == expected
 
 
 PARTS = [
@@ -165,12 +226,10 @@ PARTS = [
 
 @given(st.lists(st.sampled_from(PARTS), max_size=20), st.lists(st.integers(1, 9), max_size=30), st.booleans())
 def test_results_do_not_depend_on_the_cuts(parts, lengths, is_thinking):
-    text, divided = "".join(parts), stream(is_thinking)
-    pieces, at = [], 0
-    for length in [*lengths, len(text)]:
-        pieces += divided.add(text[at : at + length])
-        at += length
-    assert joined([*pieces, *divided.finish()]) == of(text, is_thinking)
+    text = "".join(parts)
+    ends = [*itertools.accumulate(lengths), len(text)]
+    cut = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    assert of_parts(cut, is_thinking) == of(text, is_thinking)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +252,8 @@ ROME = with_parameters("weather", city="Rome", days="3")
 FULL = with_parameters("weather", city='R "\n<a>', days="3", unit="C", where='{"x": 1.5}', exact="null")
 ANSWERS = {"rome": ROME, "full": FULL, "time": with_parameters("time"), "text": "hi", "text and rome": f"hi\n{ROME}"}
 ANSWERS |= {
+    "a mark in a text": with_parameters("weather", city="a\n<parameter=unit>\nK", days="3"),
+    "an end in a text": with_parameters("weather", city=f"a\n</function>\n{CLOSE}", days="3"),
     "both": f"{ROME}\n{ROME}",
     "days missing": with_parameters("weather", city="Rome"),
     "days are text": with_parameters("weather", city="Rome", days="three"),
@@ -215,7 +276,7 @@ CALLS = {"rome", "full", "time"}
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("thought", ["", "so\n</think>\n"])
 def test_grammars(tmp_path, options, allowed, special, thought):
-    """Tags are text or special tokens; the calls come first or after a thought."""
+    """Tags are text or special tokens; the calls come first, or after a thought, or end it."""
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     if special:
@@ -225,24 +286,31 @@ def test_grammars(tmp_path, options, allowed, special, thought):
         **options,
         special=tokenizer.all_special_tokens,
         rules=parameter_call_rules,
+        ends_thought="</think>" if thought else None,
     )
     with closing(Grammars(tokenizer, 267)) as grammars:
-        constraint = grammars.constraint("lark", grammar, ends_thought="</think>" if thought else None)
+        constraint = grammars.constraint("lark", grammar)
+
+    def allows(text):
+        tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        return constraint.count_allowed(tokens) == len(tokens)
+
     for name, answer in ANSWERS.items():
-        tokens = [*tokenizer.encode(thought + answer), tokenizer.eos_token_id]
-        assert (constraint.count_allowed(tokens) == len(tokens)) == (name in allowed), name
+        assert allows(thought + answer) == (name in allowed), name
         if name in CALLS:
             jsonschema.validate(arguments_of(answer), PARAMETERS if name != "time" else {})
+        if thought and "text" not in name:
+            assert allows(f"so\n{answer}") == (name in allowed), name
     if thought:
-        tokens = [*tokenizer.encode(ROME), tokenizer.eos_token_id]
+        assert not allows("so") and not allows(f"so {OPEN} so\n</think>\n{ROME}")
+    if special:  # the marks in tokens of texts
+        tokens = [token for character in f"{thought}so {ROME}" for token in tokenizer.encode(character)]
         assert constraint.count_allowed(tokens) < len(tokens)
 
 
 @pytest.mark.parametrize("answer", [*ANSWERS.values(), f"so\n</think>\n{ROME}"])
-def test_a_grammar_accepts_characters_one_by_one(answer):
-    divided = stream("</think>" in answer)
-    pieces = [piece for character in answer for piece in divided.add(character)]
-    assert joined([*pieces, *divided.finish()]) == of(answer, "</think>" in answer)
+def test_answers_come_character_by_character(answer):
+    assert of_parts(answer, "</think>" in answer) == of(answer, "</think>" in answer)
 
 
 def test_open_objects_have_any_parameters(tmp_path):
