@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -26,6 +25,7 @@ from granite4_neuron.commands.options import (
     sampling_options,
 )
 from granite4_neuron.commands.reuse import add_speculation, drafts_with_mtp, new_engine, num_bytes
+from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,10 +132,7 @@ def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any]) -> N
 
 
 def _variables(text: str | None) -> dict[str, Any]:
-    try:
-        variables = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--chat-template-kwargs is not JSON ({error}).") from None
+    variables = parse_json(text or "{}", "--chat-template-kwargs")
     if not isinstance(variables, dict):
         raise UserError("--chat-template-kwargs must be an object in JSON.")
     return variables
@@ -149,11 +146,7 @@ def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:
     """
     if file is None:
         return None
-    text = read_text(file, f"--{name} needs a file.")
-    try:
-        objects = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}).") from None
+    objects = parse_json(read_text(file, f"--{name} needs a file."), file)
     if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
         raise UserError(f"{file} must hold a list of {name}, each an object.")
     return objects

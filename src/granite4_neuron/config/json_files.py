@@ -1,15 +1,70 @@
-"""JSON files of a checkpoint, which anybody may have written."""
+"""JSON that anybody may have written: files of a checkpoint, files in this package's own formats, options."""
 
 from __future__ import annotations
 
 import json
 import reprlib
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.regular_files import read_bytes
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A format of files that this package writes. Each has a JSON object with the format's name and version.
+
+    fields: for each further member, whether a value of it is right.
+    what: a file of this format in words. remedy: what to do about a file that cannot be read.
+    """
+
+    name: str
+    version: int
+    fields: Mapping[str, Callable[[Any], bool]]
+    what: str
+    remedy: str
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The members that tell the format."""
+        return {"format": self.name, "version": self.version}
+
+    def check(self, file: Path, values: Any) -> None:
+        """Check the object in a file.
+
+        Raises:
+            UserError: the file is of another format or version, or a member is missing or wrong.
+        """
+        if not isinstance(values, dict) or values.get("format") != self.name:
+            raise UserError(f"{file} is not {self.what}.")
+        if values.get("version") != self.version:
+            raise UserError(
+                f"{file} has version {reprlib.repr(values.get('version'))} of the format and this package reads "
+                f"{self.version}; {self.remedy}."
+            )
+        for name, is_right in self.fields.items():
+            if not is_right(values.get(name)):
+                wrong = f"{name} is {reprlib.repr(values[name])}" if name in values else f"it has no {name}"
+                raise UserError(f"{file} is damaged or incomplete ({wrong}); {self.remedy}.")
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """Parse JSON.
+
+    Args:
+        name: what to call the text in an error.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON ({error}).") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

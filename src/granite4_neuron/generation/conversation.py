@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
@@ -290,13 +291,9 @@ def _messages_in(file: Path) -> list[Mapping[str, str]] | None:
         with file.open("rb") as stream:
             if stream.read(1) != b"[":
                 return None
-        messages = json.loads(read_bytes(file).decode("utf-8"))
+        messages = parse_json(read_bytes(file), str(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror or error}).") from None
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}).") from None
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     is_talk = bool(turns) and turns == ["user", "assistant"] * (len(turns) // 2)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.closed_objects import close_objects
@@ -346,10 +347,7 @@ def _text(kind: Kind, value: Any, disable_any_whitespace: bool) -> str:
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{name} is not JSON ({error}).") from None
+        value = parse_json(value, name)
     if not isinstance(value, Mapping):
         raise UserError(f"{name} must be an object.")
     return value

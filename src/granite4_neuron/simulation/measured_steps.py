@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 
 from granite4_neuron.config import config_from_dict
 from granite4_neuron.config.dtypes import DTYPES
-from granite4_neuron.config.json_files import read_object
+from granite4_neuron.config.json_files import FileFormat, read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.prompt_cuts import from_json
 from granite4_neuron.simulation.step_times import Curve, CurvesByRows
-
-FORMAT = "granite4-neuron step times"
-VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Measured:
         Raises:
             UserError: it cannot be written.
         """
-        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        values = FORMAT.header | asdict(self)
         try:
             file.write_text(_lines(values), encoding="utf-8")
         except OSError as error:
@@ -75,19 +71,9 @@ class Measured:
         if not file.exists():
             raise UserError(f"{file} does not exist; granite4-neuron measure writes a file of step times.")
         values = read_object(file)
-        if values.pop("format", None) != FORMAT:
-            raise UserError(f"{file} is not a file of step times; granite4-neuron measure writes one.")
-        if (version := values.pop("version", None)) != VERSION:
-            raise UserError(
-                f"{file} has version {reprlib.repr(version)} of the format and this package reads {VERSION}; measure "
-                "the step times again."
-            )
-        for name, is_right in _CHECKS.items():
-            if not is_right(values.get(name)):
-                wrong = f"{name} is {reprlib.repr(values[name])}" if name in values else f"it has no {name}"
-                raise UserError(f"{file} is damaged or incomplete ({wrong}); measure the step times again.")
+        FORMAT.check(file, values)
         config_from_dict(values["config"], source=str(file))
-        return cls(**{name: values[name] for name in _CHECKS})
+        return cls(**{name: values[name] for name in FORMAT.fields})
 
 
 class MeasuredSteps:
@@ -184,24 +170,30 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
-_CHECKS: Mapping[str, Any] = {
-    "model": _is_text,
-    "dtype": DTYPES.__contains__,
-    "state_dtype": DTYPES.__contains__,
-    "backend": _is_text,
-    "machine": _is_text,
-    "config": lambda value: isinstance(value, dict),
-    "tokens_per_step": _is_count,
-    "rows_per_step": _is_count,
-    "prompt_cuts": _are_cuts,
-    "packs_rows": lambda value: isinstance(value, bool),
-    "max_length": _is_count,
-    "decode": _is_table(3),
-    "prompts": _is_table(3),
-    "contexts": _is_table(2, least_lines=0),
-    "snapshots": _is_table(2),
-    "restores": _is_table(2),
-}
+FORMAT = FileFormat(
+    "granite4-neuron step times",
+    version=2,
+    fields={
+        "model": _is_text,
+        "dtype": DTYPES.__contains__,
+        "state_dtype": DTYPES.__contains__,
+        "backend": _is_text,
+        "machine": _is_text,
+        "config": lambda value: isinstance(value, dict),
+        "tokens_per_step": _is_count,
+        "rows_per_step": _is_count,
+        "prompt_cuts": _are_cuts,
+        "packs_rows": lambda value: isinstance(value, bool),
+        "max_length": _is_count,
+        "decode": _is_table(3),
+        "prompts": _is_table(3),
+        "contexts": _is_table(2, least_lines=0),
+        "snapshots": _is_table(2),
+        "restores": _is_table(2),
+    },
+    what="a file of step times; granite4-neuron measure writes one",
+    remedy="measure the step times again",
+)
 
 
 def _lines(values: Mapping[str, Any]) -> str:

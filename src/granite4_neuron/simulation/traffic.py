@@ -6,7 +6,6 @@ Mooncake's traces: `timestamp` in milliseconds, `input_length`, `output_length`,
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import reprlib
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.simulation.lengths import Lengths
 
@@ -149,10 +149,7 @@ def _record(file: Path, number: int, line: str) -> dict[str, Any]:
         UserError: it is not a request.
     """
     where = f"{file}, line {number}"
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}).") from None
+    record = parse_json(line, where)
     if not isinstance(record, dict):
         raise UserError(f"{where} is not a JSON object.")
     fields = _MOONCAKE if "timestamp" in record else _FIELDS

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import STORED_DTYPES
+from granite4_neuron.config.json_files import FileFormat
 from granite4_neuron.errors import UserError
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.system.regular_files import check_regular
@@ -26,8 +27,6 @@ from granite4_neuron.system.regular_files import check_regular
 # Shape and dtype of tensors by name; a dtype that no state has is given by its name in safetensors.
 Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]
 
-FORMAT = "granite4-neuron snapshot"
-VERSION = 3
 LOGITS = "logits"  # after the last token; a prefix cache adds them
 _DTYPES = {stored: getattr(torch, name) for stored, name in STORED_DTYPES.items()}
 
@@ -44,16 +43,22 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
-# Fields of a file about its snapshot, beside format and version.
-_FIELDS = {
-    "start": _is_count,
-    "length": _is_count,
-    "dtype": _is_text,
-    "fingerprint": _is_text,
-    "tokens": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-    "note": _is_text,
-    "digests": _are_texts,
-}
+# Of a file's facts about its snapshot.
+FORMAT = FileFormat(
+    "granite4-neuron snapshot",
+    version=3,
+    fields={
+        "start": _is_count,
+        "length": _is_count,
+        "dtype": _is_text,
+        "fingerprint": _is_text,
+        "tokens": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+        "note": _is_text,
+        "digests": _are_texts,
+    },
+    what="a snapshot of a sequence",
+    remedy="make the snapshot again",
+)
 
 
 class Model(Protocol):
@@ -117,7 +122,7 @@ class Snapshot:
         Raises:
             UserError: it cannot be written.
         """
-        about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
+        about = dict(**FORMAT.header, start=self.start, length=self.length)
         about |= dict(dtype=str(self.dtype), fingerprint=str(self.fingerprint), tokens=self.tokens, note=self.note)
         about |= dict(digests={name: _digest(tensor) for name, tensor in self.tensors.items()})
         with _partial_file(file) as (partial, target):
@@ -152,12 +157,12 @@ class Snapshot:
                 tensors = {name: stored.get_tensor(name).clone() for name in names}
             for name, tensor in tensors.items():
                 if _digest(tensor) != about["digests"].get(name):
-                    raise UserError(f"{file} is damaged ({name} has other numbers); make the snapshot again.")
+                    raise UserError(f"{file} is damaged ({name} has other numbers); {FORMAT.remedy}.")
             return replace(header, tensors=tensors)
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror or error}).") from None
         except SafetensorError as error:
-            raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
+            raise UserError(f"{file} is damaged or incomplete ({error}); {FORMAT.remedy}.") from None
 
 
 def check_place(file: Path) -> None:
@@ -265,18 +270,8 @@ def _about(file: Path, text: str) -> dict[str, Any]:
     try:
         about = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise UserError(f"{file} is not a snapshot of a sequence.")
-    if about.get("version") != VERSION:
-        raise UserError(
-            f"{file} has version {reprlib.repr(about.get('version'))} of the format and this package reads {VERSION}; "
-            "make the snapshot again."
-        )
-    for name, is_right in _FIELDS.items():
-        if not is_right(about.get(name)):
-            wrong = f"{name} is {reprlib.repr(about[name])}" if name in about else f"it has no {name}"
-            raise UserError(f"{file} is damaged or incomplete ({wrong}); make the snapshot again.")
+        raise UserError(f"{file} is damaged or incomplete ({error}); {FORMAT.remedy}.") from None
+    FORMAT.check(file, about)
     return about
 
 
