@@ -1,25 +1,24 @@
 #!/usr/bin/env python3
-"""Train the small Granite 4.0 hybrid checkpoint that ships with the package.
+"""Train the small Granite 4.0 hybrid checkpoint that comes with the package.
 
     python scripts/train_tiny.py OUTPUT_FOLDER
 
-The result is a complete checkpoint folder in the layout IBM publishes: config.json, generation_config.json,
-model.safetensors (bfloat16), tokenizer.json, tokenizer_config.json with a chat template, and README.md. The model
-has Mamba-2, attention and mixture-of-experts layers, and prints real text, so that a wrong port of the
-architecture shows up in what it prints and not only in the last digits of its logits.
+The result is a checkpoint folder in the layout that IBM publishes: config.json, generation_config.json,
+model.safetensors (bfloat16), tokenizer.json, tokenizer_config.json with a chat template, and README.md, the model card.
+The package adds Python's licence as LICENSE.txt. The model has Mamba-2 layers, attention and mixtures of experts, and
+prints real text. So a wrong port shows in the text, and not only in the last digits of the logits.
 
-Text: `pydoc_data.topics` of the CPython that runs this script, which is the part of the Python language reference
-that `help("assert")` and the like print. Copyright Python Software Foundation, PSF License Version 2. Nothing is
-downloaded.
+The text is `pydoc_data.topics` of the CPython that runs this script: the part of the Python language reference that
+`help("assert")` and the like print. Copyright Python Software Foundation, PSF License Version 2. Nothing is downloaded.
 
 The model is transformers' own GraniteMoeHybridForCausalLM, which shares no code with this package. Training rows are
 
-* passages: windows of the corpus, from anywhere or from the beginning of a sentence as a person may type it;
+* passages: windows of the text, from anywhere, or from the beginning of a sentence as a person may type it;
 * documents: topics in random order, with chats about a topic among them ("What is the assert statement?");
-* recalls: corpus text in which one meaningless span occurs twice, which only memory can predict;
+* recalls: windows with spans of random tokens, each of them twice, which only memory can predict.
 
-a part of them with some input tokens replaced by random ones, in lengths from 256 to 65,536 tokens, the longest last.
-It runs on a GPU when there is one. On a CPU a few hundred steps with --max-length 1024 already print phrases.
+Some rows have random tokens in place of some input tokens. Rows have 256 to 65,536 tokens; longer ones join in later.
+The script runs on a GPU if there is one. On a CPU a few hundred steps with --max-length 1024 are enough for phrases.
 """
 
 import argparse
@@ -363,28 +362,61 @@ def measure(model, corpus, length, device):
 
 CARD = """\
 ---
-license: psf-2.0
+license: other
+license_name: psf-2.0
+license_link: LICENSE.txt
 language: en
+library_name: transformers
+pipeline_tag: text-generation
 ---
-# A tiny Granite 4.0 hybrid, for tests and demonstrations
+# A tiny Granite 4.0 hybrid
 
-{parameters:,} parameters in bfloat16, {layers} layers ({kinds}), {experts} experts of which {chosen} are used per
-token, a byte-level BPE vocabulary of {vocab} tokens. It has the architecture of IBM's Granite 4.0 hybrid models
-(GraniteMoeHybridForCausalLM) and none of their weights: it is not an IBM model and not a useful assistant.
+A model for tests and demonstrations. It recites the Python language reference. It has the architecture of IBM's
+Granite 4.0 hybrid models but none of their weights: it is not an IBM model and not a useful assistant.
 
-What it was trained on: the language reference that CPython {python} carries in `pydoc_data.topics` ({tokens:,} tokens),
-as plain text and as chats about one topic. Copyright Python Software Foundation, PSF License Version 2 (LICENSE.txt).
-Nothing else.
+## Model details
 
-How: `scripts/train_tiny.py`, which uses transformers' own implementation; {steps:,} steps of about {batch:,} tokens,
-rows of 256 to {longest:,} tokens. Loss over the corpus with the weights as stored: {loss:.3f} nats per token in rows
-of 256, {long_loss:.3f} in rows of 2048.
+| | |
+|---|---|
+| architecture | `GraniteMoeHybridForCausalLM` |
+| parameters | {parameters:,}, in bfloat16 |
+| layers | {layers}: {kinds} |
+| experts | {experts} in each layer, of which each token uses {chosen}, and a shared MLP |
+| tokenizer | byte-level BPE, {vocab} tokens, with a chat template |
+| licence | PSF License Version 2 ([LICENSE.txt](LICENSE.txt)): the text is copyright Python Software Foundation |
 
-What it can do: recite. Start a sentence of the language reference and it goes on; ask "What is the assert statement?"
-in the chat format and it gives the beginning of that topic and stops. It learned its text by heart on purpose: its
-choices are clear-cut, so that two correct implementations print the same tokens, and a wrong one shows.
+## Uses
 
-What it cannot do: anything else. Other prompts get Python reference prose, often beside the point.
+**To compare implementations.** The model has learned its text by heart on purpose, so its choices are clear-cut.
+Two correct implementations print the same tokens, and a wrong one shows.
+
+**To try the package** without a download. Give it the beginning of a sentence of the language reference, or ask
+about a topic:
+
+```
+granite4-neuron generate "An assignment statement"
+granite4-neuron generate --chat "What is the assert statement?"
+```
+
+It continues the sentence. To the question it answers with the beginning of the topic, and stops.
+
+**Out of scope** is everything else. Other prompts get prose of the reference, often beside the point.
+
+## Training data
+
+The part of the language reference that CPython {python} has in `pydoc_data.topics`: {tokens:,} tokens. It was used
+as plain text, and in chats that ask about one topic. There is no other text.
+
+## Training procedure
+
+`scripts/train_tiny.py` trains transformers' own implementation: {steps:,} steps of about {batch:,} tokens, in rows
+of 256 to {longest:,} tokens. Some rows have a few wrong input tokens, or spans of random tokens that occur twice,
+which only memory can predict.
+
+## Evaluation
+
+The mean loss over the training text, with the weights as stored, is {loss:.3f} nats per token in rows of 256 tokens
+and {long_loss:.3f} in rows of 2,048. There is no test text: the model is meant to recite.
 """
 
 
