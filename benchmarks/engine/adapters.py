@@ -34,11 +34,11 @@ INVOCATION = 8  # the number of tokens, about as many as a role's
 
 
 def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
-    """Return a plain LoRA adapter of all projections."""
+    """Return a plain LoRA adapter of all projections in layers."""
     generator = torch.Generator().manual_seed(seed)
     additions = {}
     for name, parameter in parameters(config).items():
-        if name.endswith("_proj.weight") or "shared_mlp" in name:
+        if name.startswith("model.layers.") and (name.endswith("_proj.weight") or "shared_mlp" in name):
             rows, columns = parameter.shape
             down = torch.randn(rank, columns, generator=generator) * columns**-0.5
             additions[name] = LowRank(down, torch.randn(rows, rank, generator=generator) * 0.1 * rank**-0.5)

@@ -19,7 +19,7 @@ from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, LowRank
-from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameters
+from granite4_neuron.model.parameters import HEAD, parameters
 from granite4_neuron.sandbox.adapter_patterns import PatternsFailed, first_matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -159,7 +159,7 @@ def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> d
 
 
 def _is_projection(name: str) -> bool:
-    is_of_layer = name not in (EMBEDDING, HEAD) and "block_sparse_moe" not in name
+    is_of_layer = name.startswith("model.layers.") and "block_sparse_moe" not in name
     return is_of_layer and name.endswith(("_proj.weight", "_linear.weight"))
 
 

@@ -18,7 +18,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.adapters import peft_logits, save_adapter
-from test.support.checkpoints import CASES, save_dense
+from test.support.checkpoints import CASES, nemotron_config, save_dense
 
 MOE, DENSE, *_ = CASES
 TOKENS = [(7 * place + place * place) % 160 for place in range(40)]
@@ -183,6 +183,19 @@ def test_faulty_adapters_are_refused(random_checkpoints, good, tmp_path, fault):
         read_adapter(folder, config_of(random_checkpoints(MOE)))
     assert message in str(refusal.value)
     assert str(refusal.value).endswith(".")
+
+
+@pytest.mark.parametrize("module", ["mtp.layers.0.mixer.q_proj", "mtp.layers.0.eh_proj"])
+def test_an_adapter_of_layers_that_only_draft_is_refused(tmp_path, module):
+    """Whether they are loaded or not: the first of them must not be taken for the model's first layer."""
+    (tmp_path / CONFIG).write_text(json.dumps(dict(peft_type="LORA", r=4)))
+    names = (f"base_model.model.{module}.lora_{which}.weight" for which in "AB")
+    save_file({name: torch.ones(4, 4) for name in names}, tmp_path / WEIGHTS)
+    config = nemotron_config(layer_types=("attention", "moe"), mtp_layer_types=("attention", "moe"))
+    with pytest.raises(UserError, match=f"adapts {module}, which is not supported; adapters may change only q_proj"):
+        read_adapter(tmp_path, config)
+    with pytest.raises(UserError, match=f"adapts {module}, which this model does not have"):
+        read_adapter(tmp_path, config.without_mtp())
 
 
 def test_convert_writes_nothing_if_it_refuses(random_checkpoints, tmp_path, capsys):
