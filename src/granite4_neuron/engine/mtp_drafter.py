@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from granite4_neuron.engine.drafters import Draft, DraftRequest, SeenTokens
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.interface import Row, Runtime, require
+from granite4_neuron.runtime.interface import HasMTP, Row, Runtime, require
 
 # A sequence's hidden states are read when it gets drafts, or when there are this many: then reading them costs little
 # for each, and they take little memory.
@@ -18,16 +18,18 @@ _MOST_UNREAD = 64
 class MTPDrafter:
     """Proposes what a model's layers for multi-token prediction predict, chosen as `DraftModel` chooses.
 
-    Further drafts follow from the layers' own results. Their keys and values lie behind those of accepted tokens, which
-    replace them, so there is nothing to roll back.
+    The first draft comes from the model's hidden states, and further ones from the layers' own results. The keys and
+    values of drafts lie behind those of accepted tokens, and later tokens overwrite them, so there is nothing to roll
+    back.
 
-    The layers attend to the tokens whose hidden states the drafter has seen without a gap. A prompt's beginning that
-    comes from a prefix cache has none: its drafts may be accepted less often, because the layers do not see it except
-    in the hidden states of later tokens. The layers have no rotary positions, so their cache begins anywhere.
+    The layers attend to the tokens whose hidden states the drafter has seen without a gap. It sees none of a prompt's
+    beginning that comes from a prefix cache. The layers then know this beginning only from the hidden states of later
+    tokens, and fewer drafts may be accepted. They have no rotary positions, so their cache may begin anywhere.
 
     Args:
         runtime: of the model, loaded with these layers.
-        num_sequences: how many sequences it can follow; of more, it forgets the one that it has not seen for longest.
+        num_sequences: how many sequences it can follow. In place of one that a step does not have, it follows a new
+            one; for others it proposes nothing.
         max_length: the most tokens of a sequence to which the layers attend; after as many they begin again.
 
     Raises:
@@ -38,9 +40,10 @@ class MTPDrafter:
     def __init__(self, runtime: Runtime, num_sequences: int, max_length: int):
         require(runtime, "verify")
         require(runtime, "hidden_states")
-        if runtime.mtp is None:
+        layers = runtime.mtp if isinstance(runtime, HasMTP) else None
+        if layers is None:
             raise UserError("the model was loaded without layers for multi-token prediction; load it with mtp=True.")
-        self._mtp = runtime.mtp
+        self._mtp = layers
         self._max_length = min(max_length, runtime.max_length)
         self._state = self._mtp.allocate(num_sequences, self._max_length)
         self._num_sequences = num_sequences
@@ -48,18 +51,22 @@ class MTPDrafter:
 
     def see(self, steps: Sequence[SeenTokens]) -> None:
         """See `HiddenStateDrafter.see`."""
+        ids = {step.id for step in steps}
         seen = []
-        for step in steps:
+        for step in map(self._end_of, steps):
             followed = self._followed.pop(step.id, None)
+            slot = self._slot(ids) if followed is None else followed.slot
+            if slot is None:
+                continue
             if followed is None or not self._continues(followed, step):
-                followed = _Followed(self._slot() if followed is None else followed.slot, step.start)
+                followed = _Followed(slot, step.start)
             self._followed[step.id] = followed
             followed.take(step)
             seen.append(followed)
         self._read([followed for followed in seen if followed.num_unread >= _MOST_UNREAD])
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """See `Drafter.propose`. There are none for a sequence whose last tokens but one no step has seen yet."""
+        """See `Drafter.propose`. A sequence gets drafts only if its last token alone has not run."""
         drafts = [self._begin(request) for request in requests]
         growing = [draft for draft in drafts if draft is not None]
         followed = {draft.request.id: self._followed[draft.request.id] for draft in growing}
@@ -79,12 +86,18 @@ class MTPDrafter:
         """See `Drafter.end`."""
         self._followed.pop(id, None)
 
-    def _slot(self) -> int:
-        """Return a free slot."""
+    def _slot(self, ids: Collection[int]) -> int | None:
+        """Return a free slot, or that of the sequence not seen for longest, if it is none of `ids`; None if all are."""
         if len(self._followed) == self._num_sequences:
-            return self._followed.pop(next(iter(self._followed))).slot
+            oldest = next((id for id in self._followed if id not in ids), None)
+            return None if oldest is None else self._followed.pop(oldest).slot
         in_use = {followed.slot for followed in self._followed.values()}
         return next(slot for slot in range(1, self._num_sequences + 1) if slot not in in_use)
+
+    def _end_of(self, step: SeenTokens) -> SeenTokens:
+        """Return the last tokens of a step that are not too many for the cache."""
+        beyond = max(0, len(step.hidden_states) - self._max_length)
+        return step._replace(start=step.start + beyond, hidden_states=step.hidden_states[beyond:])
 
     def _continues(self, followed: _Followed, step: SeenTokens) -> bool:
         """Return whether a step's tokens come directly after those seen before, and fit into the cache."""
@@ -106,8 +119,8 @@ class MTPDrafter:
         if parts:
             results = self._mtp.step(self._state, [row for row, _ in parts], [states for _, states in parts])
             for followed, (row, _), result in zip(sequences, parts, results, strict=True):
-                followed.stored += len(row.tokens)
                 followed.result = result
+                followed.stored += len(row.tokens)  # last: if an interrupt comes between them, tokens are missing
 
 
 class _Followed:

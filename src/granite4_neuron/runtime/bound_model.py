@@ -16,7 +16,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops.cpu.build import library_key
-from granite4_neuron.runtime.interface import Ability, Decoded, MTPLayers, Row
+from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
@@ -39,7 +39,6 @@ class BoundModel:
         "adapters": NO_ADAPTERS,
     }
     own_slots = 0
-    mtp: MTPLayers | None = None
     prompt_cuts: PromptCuts
     adapters: Mapping[str, Adapter] = {}
     model: HybridForCausalLM

@@ -110,8 +110,8 @@ class CPURuntime(BoundModel):
         return self.model.is_fused
 
     @property
-    def mtp(self) -> CPUMTPLayers | None:  # type: ignore[override]
-        """Implement `Runtime.mtp`."""
+    def mtp(self) -> CPUMTPLayers | None:
+        """Implement `HasMTP.mtp`."""
         return None if self.model.mtp is None else CPUMTPLayers(self)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from transformers import GenerationConfig
@@ -123,6 +123,15 @@ class MTPLayers(Protocol):
         """Return what these results predict: [rows, vocab_size], float32."""
 
 
+@runtime_checkable
+class HasMTP(Protocol):
+    """A runtime that can run layers for multi-token prediction."""
+
+    @property
+    def mtp(self) -> MTPLayers | None:
+        """Those of its model; None if it was loaded without them."""
+
+
 class Runtime(Protocol[State]):
     """A model with its generation defaults, ready to run steps.
 
@@ -197,10 +206,6 @@ class Runtime(Protocol[State]):
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """For each faster implementation that it does not use, a sentence that says why."""
-
-    @property
-    def mtp(self) -> MTPLayers | None:
-        """The model's layers for multi-token prediction; None if it was loaded without them."""
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -77,7 +77,6 @@ class SimulatedRuntime:
     adapters: Mapping[str, Adapter] = {}
     tokens_per_verification = 1
     is_quantized = False
-    mtp = None
     fallbacks = ()
 
     def __init__(

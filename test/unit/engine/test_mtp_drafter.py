@@ -123,6 +123,38 @@ def test_pauses_and_long_sequences(model, runtime):
         assert drafts == drafts_of(model, list(tokens), len(drafts))
 
 
+def test_a_step_longer_than_the_cache(model, runtime, caplog):
+    """A step brings more tokens than the layers attend to: the last of them count."""
+    tokens = PROMPTS[2]
+    _, [states] = runtime.step_with_hidden_states(runtime.allocate(1, 100), [Row(1, 0, tokens[:-1])])
+    engine = Engine(runtime, 1)
+    engine.add(Request(tokens, 1))
+    [sequence] = engine._live.waiting
+    drafter = MTPDrafter(runtime, 1, 70)
+    drafter.see([SeenTokens(1, 0, tokens, states)])
+    [drafts] = drafter.propose([DraftRequest(1, tokens, 3, sequence.sampler)])
+    assert drafts == drafts_of(model, tokens, 1, origin=len(states) - 70), "there is no room to run a draft"
+    assert len(generate_one(Engine(runtime, 1, drafter=MTPDrafter(runtime, 1, 9)), Request(tokens, MAX_TOKENS))) == 16
+    assert not caplog.text
+
+
+def test_more_sequences_than_slots(model, runtime):
+    """A new sequence displaces one that the step does not have, and no other."""
+    texts = [random_tokens(VOCAB, 80, seed=seed).tolist() for seed in range(4)]
+    rows = [Row(slot, 0, text[:-1]) for slot, text in enumerate(texts, start=1)]
+    _, states = runtime.step_with_hidden_states(runtime.allocate(4, 100), rows)
+    engine = Engine(runtime, 1)
+    engine.add(Request(texts[0], 1))
+    [sequence] = engine._live.waiting
+    requests = [DraftRequest(id, text, 2, sequence.sampler) for id, text in enumerate(texts)]
+    expected = [drafts_of(model, text, 2) for text in texts]
+    drafter = MTPDrafter(runtime, 2, 200)
+    drafter.see([SeenTokens(id, 0, texts[id], states[id]) for id in (0, 1, 2)])
+    assert drafter.propose(requests) == [*expected[:2], [], []]
+    drafter.see([SeenTokens(id, 0, texts[id], states[id]) for id in (3, 1)])
+    assert drafter.propose(requests) == [[], expected[1], [], expected[3]]
+
+
 def test_a_step_that_it_did_not_see_begins_anew(model, runtime):
     """Such as after a failure: what the cache has then is of no use, because tokens are missing."""
     tokens, drafter = PROMPTS[2], Recorded(runtime, 2, 200)

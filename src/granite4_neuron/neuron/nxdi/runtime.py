@@ -38,7 +38,6 @@ class NeuronRuntime:
 
     rows_per_step = 1
     packs_rows = False
-    mtp = None
     prompt_cuts = Anywhere(is_exact=False)
     adapters: Mapping[str, Adapter] = {}
 
