@@ -3,12 +3,16 @@
     python -m benchmarks.engine.faults
     python -m benchmarks.engine.faults --requests 100000 --seed 7
     python -m benchmarks.engine.faults --on-device
+    python -m benchmarks.engine.faults --mtp
 
 Requests of many kinds (greedy and sampled, with stop strings, log-probabilities, grammars and adapters) run on the
 bundled model in float32, with drafts, a prefix cache and its folder. Some bring code that fails. Others run while a
 call of the runtime, the drafter, the sampler, the tokenizer or the writer of the folder raises, before or after its
 work, or while an interrupt comes at a random line of the engine. Sometimes an engine is dropped as it is, and another
 one goes on with its prefix cache and its drafter.
+
+With --mtp the model is a small Nemotron model with random weights, which drafts with its own layers for multi-token
+prediction.
 
 It counts texts that differ, errors of sequences without a fault, and resources in use at the end. Then all kinds run
 once more from the same prefix cache.
@@ -41,17 +45,20 @@ from benchmarks.engine.decoding_stand_in import DecodingRuntime
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
+from granite4_neuron.config import published_config
 from granite4_neuron.config.json_files import read_object
-from granite4_neuron.engine import Constraint, DraftModel, Engine, Output, PrefixCache, Request
-from granite4_neuron.engine.drafters import Drafter, DraftRequest, NgramDrafter
+from granite4_neuron.engine import Constraint, DraftModel, Engine, MTPDrafter, Output, PrefixCache, Request
+from granite4_neuron.engine.drafters import Drafter, DraftRequest, NgramDrafter, SeenTokens
 from granite4_neuron.engine.prefix_folder import PrefixFolder
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import Grammars
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.runtime.cpu import CPUMTPLayers, CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
@@ -108,6 +115,7 @@ class Report:
     mixed: steps with both a piece of a prompt and a single token.
     ahead: tokens that ran before the engine knew them. stopped: stop tokens that a device did not run.
     drawn: tokens that a device has drawn. undecided: draws that it left to the host.
+    drafted, accepted: tokens that the drafters proposed, and those that became part of texts.
     wrong: a message for each failed check.
     """
 
@@ -119,6 +127,8 @@ class Report:
     stopped: int = 0
     drawn: int = 0
     undecided: int = 0
+    drafted: int = 0
+    accepted: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -291,6 +301,16 @@ class UnreliableDrafter:
         self._drafter.end(id)
 
 
+class UnreliableMTPDrafter(UnreliableDrafter):
+    """The same of a drafter that reads hidden states."""
+
+    _drafter: MTPDrafter
+
+    def see(self, steps: Sequence[SeenTokens]) -> None:
+        """See `HiddenStateDrafter.see`."""
+        self._drafter.see(steps)
+
+
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -316,15 +336,16 @@ class Fuzz:
     Args:
         folder: the folder of the prefix cache.
         on_device: run on a device that chooses tokens itself, without drafts.
+        mtp: run a model with layers for multi-token prediction, which draft.
     """
 
-    def __init__(self, folder: Path, seed: int, on_device: bool = False):
+    def __init__(self, folder: Path, seed: int, on_device: bool = False, mtp: bool = False):
         self.report = Report()
         self._ended: set[int] = set()  # ids of sequences that have had their last output
         self._chance = random.Random(seed)
         self._faults = Faults(self._chance, self.report.faults)
         checkpoint = bundled_checkpoint()
-        model = load_model(checkpoint, torch.float32)
+        model = _model_with_mtp() if mtp else load_model(checkpoint, torch.float32)
         adapters = {name: random_adapter(model.config, 4, number) for number, name in enumerate(("plain", "activated"))}
         self._tokenizer = open_checkpoint(checkpoint).load_tokenizer()
         invocation = tuple(self._tokenizer.encode("statement"))
@@ -334,10 +355,14 @@ class Fuzz:
         self._target: type[CPURuntime] = TargetOnDevice if on_device else TargetRuntime
         self._runtime = self._target(model, defaults, adapters=adapters)
         self._host = TargetRuntime(model, defaults, adapters=adapters)
-        draft_model = DraftModel(DraftRuntime(model, defaults), model.config.vocab_size, NUM_SEQUENCES, MAX_LENGTH)
-        self._drafters = [
-            UnreliableDrafter(each, self._chance, self._faults) for each in (NgramDrafter(1, 3), draft_model)
-        ]
+        self._drafters: list[UnreliableDrafter] = []
+        if mtp:
+            layers = MTPDrafter(self._runtime, NUM_SEQUENCES, MAX_LENGTH)
+            self._drafters.append(UnreliableMTPDrafter(layers, self._chance, self._faults))
+        else:
+            draft_model = DraftModel(DraftRuntime(model, defaults), model.config.vocab_size, NUM_SEQUENCES, MAX_LENGTH)
+            for each in (NgramDrafter(1, 3), draft_model):
+                self._drafters.append(UnreliableDrafter(each, self._chance, self._faults))
         self._folder = PrefixFolder(folder, _FOLDER_BYTES, self._runtime)
         self._cache = PrefixCache(self._runtime, _CACHE_BYTES, 16, at_branches=True, folder=self._folder)
         self._requests = list(_requests(self._tokenizer, model.config.vocab_size))
@@ -352,7 +377,7 @@ class Fuzz:
         """Run `num_requests` requests with faults, and then each kind of request without."""
         with ExitStack() as stack:
             for most, owner, *names in (
-                (NUM_SEQUENCES, self._target, "step", "decode", "verify", "commit"),
+                (NUM_SEQUENCES, self._target, "step", "step_with_hidden_states", "decode", "verify", "commit"),
                 (1, self._target, "allocate"),
                 (1, Sampler, "mask", "choose", "allowed", "certain", "take_certain"),
                 (1, TextStream, "add", "finish"),
@@ -360,6 +385,8 @@ class Fuzz:
                 # These only save time, so their failure ends no sequence.
                 (0, self._target, "snapshot", "restore", "prepare_snapshot"),
                 (0, DraftRuntime, "step", "verify", "commit"),
+                (0, MTPDrafter, "see", "propose", "end"),
+                (0, CPUMTPLayers, "step", "logits"),
                 (0, Snapshot, "save", "load"),
             ):
                 stack.enter_context(self._faults.watching(most, owner, *names))
@@ -405,7 +432,7 @@ class Fuzz:
             tokenizer=self._tokenizer,
             prefix_cache=self._cache,
             # Without one, pieces of prompts and single tokens share steps.
-            drafter=None if self._on_device else self._chance.choice([*self._drafters, None, None]),
+            drafter=None if self._on_device else self._chance.choice([*self._drafters, None]),
             draft_tokens=self._chance.randrange(1, 6),
         )
 
@@ -430,13 +457,19 @@ class Fuzz:
                     self._cancel(running)
                 if self._chance.random() < 0.005:
                     running.clear()
+                    self._count_drafts(self._engine)
                     self._engine, self._faults.may_end = self._new_engine(), 0
                     gc.collect()  # some requests bring code that refers to their engine
                     self._check(self._cache.stats.in_use == 0, "a deleted engine holds snapshots")
         while self._engine.has_work:
             self._step(running)
+        self._count_drafts(self._engine)
         self._check(not running, f"{len(running)} sequences never ended")
         self._check(self._cache.stats.in_use == 0, "snapshots are in use, and no sequence runs")
+
+    def _count_drafts(self, engine: Engine) -> None:
+        self.report.drafted += engine.stats.drafted_tokens
+        self.report.accepted += engine.stats.accepted_tokens
 
     def _add(self, running: dict[int, _Run]) -> None:
         kind = self._chance.randrange(len(self._requests))
@@ -500,6 +533,7 @@ class Fuzz:
         while engine.has_work:
             for output in engine.step():
                 outputs[output.id].append(output)
+        self._count_drafts(engine)
         for id, expected in ids.items():
             self.report.compared += 1
             self._check(Expected.of(outputs[id]) == expected, f"{Expected.of(outputs[id])} at the end, not {expected}")
@@ -581,12 +615,30 @@ def _is_plain(request: Request) -> bool:
     return options == Request([0], 1)
 
 
-def fuzz(num_requests: int, seed: int = 0, on_device: bool = False, **options: Any) -> Report:
+def _model_with_mtp() -> HybridForCausalLM:
+    """Return a small Nemotron model with layers for multi-token prediction and the bundled model's vocabulary. Its
+    probabilities differ little, so that the random numbers choose most drawn tokens, and drafts are often accepted.
+    """
+    bundled = open_checkpoint(bundled_checkpoint()).config
+    config = replace(
+        published_config("nemotron-3-nano-30b-a3b"),
+        **{name: getattr(bundled, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+        **dict(layer_types=("mamba", "moe", "attention", "moe"), num_hidden_layers=4, hidden_size=32, head_dim=16),
+        **dict(num_attention_heads=4, mamba_n_heads=4, mamba_n_groups=2, mamba_d_head=16, mamba_d_state=16),
+        **dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=24, shared_intermediate_size=24),
+        mtp_layer_types=("attention", "moe"),
+    )
+    model = random_model(config)
+    model.lm_head.weight.data *= 0.2
+    return model
+
+
+def fuzz(num_requests: int, seed: int = 0, on_device: bool = False, mtp: bool = False, **options: Any) -> Report:
     """Run the fuzz; see `Fuzz` and, for options, `Fuzz.run`."""
     logging.disable()  # log records would keep frames of failed calls alive, and with them snapshots
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return Fuzz(Path(folder) / "prefixes", seed, on_device).run(num_requests, **options)
+            return Fuzz(Path(folder) / "prefixes", seed, on_device, mtp).run(num_requests, **options)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -596,12 +648,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=at_least(1), default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--on-device", action="store_true", help="on a stand-in for a device that chooses tokens itself"
-    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--on-device", action="store_true", help="on a stand-in for a device that chooses tokens itself")
+    kind.add_argument("--mtp", action="store_true", help="a model that drafts with multi-token prediction")
     options = parser.parse_args(arguments)
     report = fuzz(
-        options.requests, options.seed, options.on_device, progress=lambda numbers: track(numbers, "requests")
+        *(options.requests, options.seed, options.on_device, options.mtp),
+        progress=lambda numbers: track(numbers, "requests"),
     )
     print(f"{options.requests} requests, {report.failed} of which failed, and {report.compared} texts compared")
     print(f"faults: {dict(report.faults.most_common())}")
@@ -612,6 +665,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     else:
         print(f"steps of pieces of prompts and of single tokens: {report.mixed}")
+        print(f"tokens drafted: {report.drafted}, and {report.accepted} of them accepted")
     print(f"wrong: {len(report.wrong)}")
     for wrong in report.wrong[:5]:
         print(wrong)
