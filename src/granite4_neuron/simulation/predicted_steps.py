@@ -79,15 +79,18 @@ class PredictedSteps:
         return minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed / HBM_BYTES_PER_SECOND
 
     def _prompt(self, row: Row) -> float:
-        pieces = self._prompt_pieces(row.start, row.start + len(row.tokens))
+        stop = row.start + len(row.tokens)
+        pieces = self._prompt_pieces(row.start, stop)
         starts = itertools.accumulate(pieces[:-1], initial=row.start)
-        return sum(map(self._piece, pieces, starts))
+        graphs = zip(pieces, starts, strict=True)
+        return sum(self._piece(tokens, start, min(start + tokens, stop)) for tokens, start in graphs)
 
-    def _piece(self, tokens: int, start: int) -> float:
+    def _piece(self, tokens: int, start: int, stop: int) -> float:
+        """Return the time of a graph of `tokens` for the tokens from `start` to `stop`; the rest is padding."""
         if tokens == 1:
             return self.decode([start], 1)[0]
-        # The last piece's padding may reach beyond the cache, where it is not written.
-        context = bucket(min(start, self._cache_buckets[-1]), self._cache_buckets) if start else 0
+        # The entries of the bucket before the graph's own tokens.
+        context = max(start, bucket(stop, self._cache_buckets) - tokens) if start else 0
         key = tokens, context
         if key not in self._pieces:
             self._pieces[key] = latency(step_work(*self._model, 1, tokens, context)).predicted
