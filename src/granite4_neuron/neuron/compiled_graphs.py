@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
-from granite4_neuron.runtime.graphs import bucket
 
 # Kinds of graphs.
 CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
@@ -128,7 +127,7 @@ def prompt_pieces(start: int, stop: int, context_buckets: Sequence[int]) -> list
     Args:
         context_buckets: tokens of the context graphs, ascending.
     """
-    first = [] if start else [bucket(min(stop, context_buckets[-1]), context_buckets)]
+    first = [] if start else [next((each for each in context_buckets if each >= stop), context_buckets[-1])]
     tokens = continuation_tokens(context_buckets)
     return first + [tokens] * len(range(start + sum(first), stop, tokens))
 
