@@ -19,10 +19,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron.choices import KV_WRITES, NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.model.causal_lm import (
-    HybridForCausalLM,
-)
-from granite4_neuron.ops import default_experts_decode, select_operators
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.ops import Operators, default_experts_decode, select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
@@ -112,21 +110,10 @@ class TorchRuntime(GraphRuntime):
         graphs = graphs_of(graphs, device)
         check_choice("kv_write", kv_write, KV_WRITES)
         where, kind = use_device(device), kind_of_device(device)
-        if kind == "cuda" and experts_decode is not None:
-            raise UserError(
-                f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
-                "else is to be chosen."
-            )
         if kind == "neuron":
             experts_decode = experts_decode or default_experts_decode(decode_kernel)
-        base = GPU if where.type == "cuda" else LOOPS
-        degree = model.parallel.degree
-        operators = select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
+        operators = _operators(model, where, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
-        if batch_invariant is not None and operators.single_token_layer is None:
-            raise UserError("batch_invariant is for a GPU, whose kernels for one sequence are others than for several.")
-        if batch_invariant:
-            operators = replace(operators, single_token_layer=None)
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
         if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
@@ -418,6 +405,28 @@ class _Memory:
         state = copy.copy(self.state)
         self.user = weakref.ref(state)
         return state
+
+
+def _operators(
+    model: HybridForCausalLM,
+    device: torch.device,
+    prefill_scan: str,
+    decode_kernel: str,
+    experts_decode: str | None,
+    batch_invariant: bool | None,
+) -> Operators:
+    """Return the operators for a model on a device; choices as for `TorchRuntime`."""
+    is_gpu, degree = device.type == "cuda", model.parallel.degree
+    if is_gpu and experts_decode is not None:
+        raise UserError(
+            f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
+            "else is to be chosen."
+        )
+    base = GPU if is_gpu else LOOPS
+    operators = select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
+    if batch_invariant is not None and operators.single_token_layer is None:
+        raise UserError("batch_invariant is for a GPU, whose kernels for one sequence are others than for several.")
+    return replace(operators, single_token_layer=None) if batch_invariant else operators
 
 
 def _kind(argument: Any) -> Any:
