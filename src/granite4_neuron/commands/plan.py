@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
-from granite4_neuron.commands.options import (
-    at_least,
-    config_and_dtype,
-    dtype_of,
-    number_in,
-)
+from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
-from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.published import published_names
 from granite4_neuron.errors import UserError
@@ -136,11 +130,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan_latency(options: argparse.Namespace) -> int:
-    """Print how long steps of a model are predicted to take."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from granite4_neuron.neuron.analysis import latency, plan, published_latency
+    """Predict how long steps of a model take, and print it."""
+    from granite4_neuron.neuron.analysis import latency, plan
     from granite4_neuron.neuron.analysis.live_set import live_set
 
     if options.model is None:
@@ -164,11 +155,28 @@ def _plan_latency(options: argparse.Namespace) -> int:
     lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, pieces=pieces)
     if options.count_graphs:
         lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, pieces=pieces)
-    as_counted = ["as counted, ms"] if options.count_graphs else []
+    title = f"{options.model} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
+    spills = {tokens: live_set(*model, tokens).spill() for tokens in sorted(set(pieces))}
+    _write_latency(lines, title, spills)
+    if options.plot:
+        _plot_latency(lines, title, options.plot)
+    return 0
+
+
+def _write_latency(lines: Sequence[latency.Prediction], title: str, spills: Mapping[int, str | None]) -> None:
+    """Print predictions, the first of which is of a prompt's first token, and how they are made.
+
+    Args:
+        spills: a sentence on what spills in each graph for prompts, by its tokens; None if nothing does.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from granite4_neuron.neuron.analysis import latency, published_latency
+
+    as_counted = ["as counted, ms"] if any(line.counted is not None for line in lines) else []
     table = Table("step", "batch", "bound, ms", *as_counted, "predicted, ms", "per token, ms", "tokens/s", "most of it")
-    table.title = (
-        f"{escape(options.model)} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
-    )
+    table.title = escape(title)
     for line in lines:
         table.add_row(
             line.step,
@@ -189,15 +197,13 @@ def _plan_latency(options: argparse.Namespace) -> int:
         f"sequence every {token.seconds_per_token * 1e3:.1f} ms ({token.step})."
     )
     print_table(table)
-    if options.plot:
-        _plot_latency(lines, table.title, options.plot)
     write(
         "The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
         f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
     )
-    for tokens in sorted(set(pieces)):
-        if spill := live_set(*model, tokens).spill():
+    for tokens, spill in spills.items():
+        if spill:
             write(f"A graph for {tokens:,} tokens of a prompt: {spill} That is in the bound.")
     names = {"times per token": published_latency.TOKENS, "times to the first token": published_latency.FIRST_TOKENS}
     distances = (
@@ -209,7 +215,6 @@ def _plan_latency(options: argparse.Namespace) -> int:
         f"Where times are published, predictions made in the same way are {' and '.join(distances)}; "
         "benchmarks/planning/predicted_latency.py lists them."
     )
-    return 0
 
 
 def _plot_latency(lines: Sequence[latency.Prediction], title: str, file: Path) -> None:

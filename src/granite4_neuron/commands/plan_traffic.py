@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from granite4_neuron.neuron.compiled_graphs import GraphOptions
     from granite4_neuron.simulation.replicas import Result
     from granite4_neuron.simulation.server import Server
+    from granite4_neuron.simulation.statistics import Histogram
     from granite4_neuron.simulation.traffic import Arrival
 
     OptionsOf = Callable[[ModelConfig], GraphOptions | DeviceGraphOptions]  # of a model's compiled graphs
@@ -330,7 +331,7 @@ def _print(results: Sequence[Result], where: str, price: float | None) -> None:
         write(f"{refused:,} requests are refused: their prompts are longer than texts may be (--max-model-len).")
 
 
-def _percentiles(seconds) -> str:
+def _percentiles(seconds: Histogram) -> str:
     return " / ".join(f"{1e3 * seconds.percentile(percent):,.1f}" for percent in (50, 95))
 
 
