@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -82,6 +82,19 @@ class Graph:
         """Return the rank's state, without memory."""
         sizes = (self.config, self.num_sequences, self.max_length, self.dtype, "meta", self.tp_degree)
         return HybridState.allocate(*sizes, has_null_slot=False)
+
+    def with_layers(self, layer_types: Sequence[str]) -> Graph:
+        """Return the graph of a model with other layers."""
+        config = replace(self.config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
+        return replace(self, config=config)
+
+    def minimum(self) -> Minimum:
+        """Return its minimum cost: in prefill for a prompt's first tokens, in other steps for full caches."""
+        sizes = self.config, self.tp_degree, self.dtype, self.rows, self.tokens
+        if self.kind == COMMIT:
+            return minimum_of_commit(*sizes)
+        context = 0 if self.kind == PREFILL else self.max_length - self.tokens
+        return minimum(*sizes, context, verifies=self.kind == VERIFY)
 
 
 @dataclass(frozen=True)
@@ -170,8 +183,6 @@ def report(
 
     With `verified_tokens` also verification of the whole batch and its commit, which is only the recurrences.
 
-    The minimum of prefill is for a prompt's first tokens, the minimum of decode for full caches.
-
     Args:
         config, dtype: the model.
         tp_degree: ranks; the graphs are one rank's. `trace_xla` leaves out communication between ranks, because its
@@ -186,26 +197,22 @@ def report(
         ToolsMissing: the tools that trace or count the graphs are not installed.
         UserError: tp_degree does not divide the model.
     """
-    graphs = [(f"prefill {bucket}", PREFILL, 1, bucket) for bucket in buckets]
-    graphs.append((f"decode, batch {batch_size}", DECODE, batch_size, 1))
+    kinds = [(f"prefill {bucket}", PREFILL, bucket) for bucket in buckets]
+    kinds.append((f"decode, batch {batch_size}", DECODE, 1))
     if verified_tokens is not None:
-        graphs.append((f"verify {verified_tokens}, batch {batch_size}", VERIFY, batch_size, verified_tokens))
+        kinds.append((f"verify {verified_tokens}, batch {batch_size}", VERIFY, verified_tokens))
         if config.layers_with(MAMBA):
-            graphs.append((f"commit {verified_tokens}, batch {batch_size}", COMMIT, batch_size, verified_tokens))
-    for name, kind, rows, tokens in graphs:
-
-        def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
-            layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            return trace_graph(Graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length))
-
-        if kind == COMMIT:
-            least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
-        else:
-            context = 0 if kind == PREFILL else max_length - tokens
-            least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == VERIFY)
+            kinds.append((f"commit {verified_tokens}, batch {batch_size}", COMMIT, verified_tokens))
+    for name, kind, tokens in kinds:
+        graph = Graph(kind, tokens, config, dtype, tp_degree, batch_size, max_length)
+        trace = partial(_trace_layers, trace_graph, graph)
         live = live_set(config, tp_degree, dtype, tokens) if kind == PREFILL else None
         num_experts = config.num_local_experts if kind == DECODE else 0
-        yield replace(graph_report(name, config, trace, least, num_experts), live_set=live)
+        yield replace(graph_report(name, config, trace, graph.minimum(), num_experts), live_set=live)
+
+
+def _trace_layers(trace_graph: Callable[[Graph], Traced], graph: Graph, layer_types: Sequence[str]) -> Traced:
+    return trace_graph(graph.with_layers(layer_types))
 
 
 def graph_report(
