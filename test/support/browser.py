@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -96,10 +95,6 @@ class Page:
     def resize(self, width: int, height: int) -> None:
         """Resize the window."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def screenshot(self, file: Path) -> None:
-        """Save a picture of the page as PNG."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextmanager

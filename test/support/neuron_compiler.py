@@ -25,10 +25,6 @@ class Graph:
     arguments: list[torch.Tensor] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
 
-    @property
-    def written_shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(write.args[0].meta["val"].shape) for write in written_inputs(self.module)]
-
     def run(self, *arguments: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.arguments:
             return self.module(*arguments)
