@@ -160,3 +160,24 @@ def topk_of_keys(keys, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr):
         logits = tl.where(offs_topk == i, logit, logits)
     weights = tl.exp(logits - tl.max(logits, 0))
     return ids, weights / tl.sum(weights, 0)
+
+
+@triton.jit
+def choices_of_expert(
+    router_logits, expert, offs_m, is_real, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr
+):
+    """Return, for each token, which of all M * TOP_K choices is this expert, and whether a real token chose it: two of
+    [BLOCK_M].
+    """
+    offs_e = tl.arange(0, BLOCK_E)[None]
+    ptrs = router_logits + offs_m[:, None] * NUM_EXPERTS + offs_e
+    keys = expert_keys(tl.load(ptrs, is_real[:, None] & (offs_e < NUM_EXPERTS), -float("inf")), offs_e, BLOCK_E)
+    key = tl.sum(tl.where(offs_e == expert, keys, 0), 1)
+    rank = tl.sum((keys > key[:, None]).to(tl.int32), 1)
+    return offs_m * TOP_K + rank, is_real & (rank < TOP_K)
+
+
+@triton.jit
+def any_of(mask):
+    """Return whether any element of a mask is set."""
+    return tl.sum(mask.to(tl.int32), 0) > 0

@@ -4,13 +4,13 @@ They add up in another order than the operators for any number of rows.
 """
 
 from granite4_neuron.ops.gpu.token_experts import activate_experts_of_one as activate_experts
-from granite4_neuron.ops.gpu.token_experts import add_feed_forward_of_one as add_feed_forward
-from granite4_neuron.ops.gpu.token_experts import route_of_one as route
+from granite4_neuron.ops.gpu.token_feed_forward import add_feed_forward_of_one as add_feed_forward
 from granite4_neuron.ops.gpu.token_mixer import advance_mixer
 from granite4_neuron.ops.gpu.token_mixer import mixer_inputs_of_one as mixer_inputs
 from granite4_neuron.ops.gpu.token_mlp import activate_of_one as activate
 from granite4_neuron.ops.gpu.token_projections import add_product_of_one as add_product
 from granite4_neuron.ops.gpu.token_projections import project_heads_of_one as project_heads
+from granite4_neuron.ops.gpu.token_router import route_of_one as route
 
 __all__ = [
     "activate",

@@ -8,10 +8,12 @@ A row's bits do not depend on the number of rows, nor on its place among them. `
 for one row, which add up in another order.
 """
 
-from granite4_neuron.ops.gpu.token_experts import activate_experts, add_feed_forward, route
+from granite4_neuron.ops.gpu.token_experts import activate_experts
+from granite4_neuron.ops.gpu.token_feed_forward import add_feed_forward
 from granite4_neuron.ops.gpu.token_mixer import advance_mixer, mixer_inputs
 from granite4_neuron.ops.gpu.token_mlp import activate
 from granite4_neuron.ops.gpu.token_projections import add_product, project_heads
+from granite4_neuron.ops.gpu.token_router import route
 from granite4_neuron.ops.gpu.token_verify import advance_verified, convolve_verified, project, scan_verified
 
 # Up to this many sequences these operators are faster than a compiler's kernels for a layer; more were not measured.
