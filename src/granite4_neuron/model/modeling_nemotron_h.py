@@ -61,10 +61,13 @@ class NemotronHExperts(SparseMoe):
             scaling_factor=self.routed_scaling_factor,
         )
 
-    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def router_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Implement `SparseMoe.router_logits`."""
+        return super().router_logits(tokens.float())
+
+    def choose(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement `SparseMoe.choose`."""
-        logits = self.operators.router_logits(tokens.float(), self.router.layer.weight)
-        return self.operators.topk_sigmoid(logits, top_k=self.top_k, **self.choice())
+        return self.operators.topk_sigmoid(router_logits, top_k=self.top_k, **self.choice())
 
 
 class _Router(Router):

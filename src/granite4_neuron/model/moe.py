@@ -28,7 +28,8 @@ class SharedMLP(Module):
         super().__init__()
         self.width = width // parallel.degree
         self.parallel = parallel
-        rows = 2 * self.width if config.has_gated_mlp else self.width
+        self.is_gated = config.has_gated_mlp
+        rows = 2 * self.width if self.is_gated else self.width
         self.input_linear = Linear(config.hidden_size, rows, bias=False)
         self.output_linear = Linear(self.width, config.hidden_size, bias=False)
 
@@ -38,7 +39,7 @@ class SharedMLP(Module):
         return self.output_linear(self._activate(self.input_linear(hidden_states))).float()
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        return relu2(x) if x.shape[-1] == self.width else self.operators.silu_and_mul(x)
+        return self.operators.silu_and_mul(x) if self.is_gated else relu2(x)
 
 
 class SparseMoe(Module):
@@ -55,17 +56,23 @@ class SparseMoe(Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
+        return self.multiply(tokens, self.router_logits(tokens)).view(hidden_states.shape)
+
+    def router_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute `ops.router_logits` of [tokens, hidden_size]."""
+        return self.operators.router_logits(tokens, self.router.layer.weight)
+
+    def multiply(self, tokens: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """Compute `ops.fused_experts` of [tokens, hidden_size] with the experts that the logits choose."""
         weights = self.input_linear.weight, self.output_linear.weight
-        output = self.operators.fused_experts(tokens, *weights, *self.choose(tokens))
-        return output.view(hidden_states.shape)
+        return self.operators.fused_experts(tokens, *weights, *self.choose(router_logits))
 
     def choice(self) -> dict[str, Any]:
         """Return the fields of `ops.layer_weights.FeedForwardWeights` that describe `choose`, except `top_k`."""
         return {}
 
-    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose experts for [tokens, hidden_size]: return their weights and ids, as `ops.topk_softmax`."""
-        router_logits = self.operators.router_logits(tokens, self.router.layer.weight)
+    def choose(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts by [tokens, num_experts]: return their weights and ids, as `ops.topk_softmax`."""
         return self.operators.topk_softmax(router_logits, self.top_k)
 
 
