@@ -13,24 +13,29 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import small_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here, whose bits are compared")
+LAYERS = {
+    "h-350m": ("mamba", "attention", "mamba") * 2,
+    "h-tiny": ("mamba", "attention", "mamba") * 2,
+    "nemotron-3-nano-4b": ("mamba", "mlp", "attention") * 2,
+    "nemotron-3-nano-30b-a3b": ("mamba", "moe", "attention") * 2,
+}
 TOKENS, MAX_LENGTH, LONG = 6, 3000, 1500  # LONG is beyond the shortest bucket of the cache
 
 
 @pytest.fixture(
     scope="module",
-    params=[(name, dtype) for name in ("h-350m", "h-tiny") for dtype in (torch.bfloat16, torch.float32)],
+    params=[(name, dtype) for name in LAYERS for dtype in (torch.bfloat16, torch.float32)],
     ids=str,
 )
 def runtime(request):
     name, dtype = request.param
-    config = GraniteMoeHybridConfig.from_family(name)
-    config = dataclasses.replace(config, num_hidden_layers=6, layer_types=("mamba", "attention", "mamba") * 2)
+    config = dataclasses.replace(published_config(name), num_hidden_layers=6, layer_types=LAYERS[name])
     return TorchRuntime(random_model(config, dtype=dtype), GenerationConfig(), device="cuda", batch_invariant=True)
 
 
@@ -120,3 +125,10 @@ class TestBits:
 def test_other_devices_refuse_it():
     with pytest.raises(UserError, match="batch_invariant is for a GPU"):
         TorchRuntime(random_model(small_config()), GenerationConfig(), batch_invariant=True)
+
+
+@needs_gpu
+def test_a_model_that_has_no_such_kernels_is_refused():
+    model = random_model(small_config(mamba_proj_bias=True))
+    with pytest.raises(UserError, match=r"batch_invariant is not for this model: .* take no biases of projections"):
+        TorchRuntime(model, GenerationConfig(), device="cuda", batch_invariant=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.gpu import GPU, single_token_layer, token_layer
+from granite4_neuron.ops.gpu import GPU, GPU_BATCH_INVARIANT, single_token_layer, token_layer
 from granite4_neuron.ops.gpu.attention import attend_tokens
 from granite4_neuron.ops.gpu.causal_conv1d import convolve_tokens
 from granite4_neuron.ops.gpu.flash_attention import attend_prompt
@@ -24,7 +24,7 @@ from granite4_neuron.runtime import torch_device
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.integration.test_torch_device import LAYER
-from test.support.checkpoints import small_config
+from test.support.checkpoints import nemotron_config, small_config
 from test.support.graph_contract import FEW_LAYERS, STEPS, run_steps
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.ops.gpu.test_token_kernels import products_of_bfloat16
@@ -55,10 +55,14 @@ def kernels(monkeypatch):
     return ran
 
 
+CONFIGS = {"granite": lambda: small_config(**FEW_LAYERS), "nemotron": nemotron_config}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_logits(sequences, kernels):
+def test_logits(family, sequences, kernels):
     """Prompts run, then decode of all sequences and of one. Memory that was never written is NaN."""
-    cpu, ours = LAYER.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
+    cpu, ours = LAYER.runtimes(lambda: random_model(CONFIGS[family]()))
     steps = [[(1, 20)], [(1, 1)]] if sequences == 1 else STEPS[:3]
     expected_logits = run_steps(cpu, steps, sequences, 200)
     with unwritten_memory_is_nan():
@@ -67,19 +71,21 @@ def test_logits(sequences, kernels):
         assert (logits - expected).abs().max() <= LAYER.tolerance
     operators = single_token_layer if sequences == 1 else token_layer
     mixers = {operators.mixer_inputs, operators.advance_mixer, operators.project_heads, attend_tokens}
-    experts = {operators.route, operators.activate_experts, operators.add_feed_forward}
+    experts = {operators.route}
+    if family == "granite":
+        experts |= {operators.activate_experts, operators.add_feed_forward}
     prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_prompt, multiply_by_experts}
     assert mixers | experts | prompts | {operators.add_product, score_tokens} <= kernels
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_verified_tokens_have_the_bits_of_decode(dtype, kernels):
-    """Logits and the state after accepted tokens are those of decode, for a state of three sequences and one of two."""
-    config = small_config(**FEW_LAYERS)
-    runtime = TorchRuntime(
-        random_model(config, dtype=dtype), GenerationConfig(), [128], compiler="eager", batch_invariant=True
-    )
+def test_verified_tokens_have_the_bits_of_decode(family, dtype, kernels, monkeypatch):
+    """Logits and the state after accepted tokens are those of decode, for states of three, two and one sequences."""
+    monkeypatch.setattr(torch_device, "LOOPS", GPU_BATCH_INVARIANT)
+    model = random_model(CONFIGS[family](), dtype=dtype)
+    runtime = TorchRuntime(model, GenerationConfig(), [128], compiler="eager")
     starts, tokens, accepted = (40, 9, 70), [[5, 6, 7], [8, 9, 10], [11, 12, 13]], 2
 
     def begun(slots):
@@ -99,9 +105,12 @@ def test_verified_tokens_have_the_bits_of_decode(dtype, kernels):
         decoded.append(runtime.step(state, rows).clone())
         if number + 1 == accepted:
             expected = [recurrent(state, slot) for slot in (1, 2)]
-    state = begun(2)
-    verification = runtime.verify(state, [Row(slot + 1, starts[slot], tokens[slot]) for slot in range(2)])
-    assert torch.equal(verification.logits, torch.stack(decoded, 1)[:2])
-    runtime.commit(state, verification, [accepted] * 2)
-    for slot in (1, 2):
-        assert all(map(torch.equal, recurrent(state, slot), expected[slot - 1]))
+    for slots in (1, 2):
+        state = begun(slots)
+        kernels.clear()
+        verification = runtime.verify(state, [Row(slot + 1, starts[slot], tokens[slot]) for slot in range(slots)])
+        assert token_layer.route in kernels
+        assert torch.equal(verification.logits, torch.stack(decoded, 1)[:slots])
+        runtime.commit(state, verification, [accepted] * slots)
+        for slot in range(slots):
+            assert all(map(torch.equal, recurrent(state, slot + 1), expected[slot]))

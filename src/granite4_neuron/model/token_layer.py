@@ -10,6 +10,7 @@ from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.step import Step
+from granite4_neuron.ops.layer_weights import MambaWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
 
 
@@ -23,15 +24,12 @@ class TokenLayer(DecoderLayer):
     @staticmethod
     def why_not(layer: DecoderLayer) -> str | None:
         """Return why the kernels do not support a layer, as a clause; None if they do."""
-        if not (layer.has_mixer and layer.has_feed_forward):
-            return "they are for layers with a mixer and an MLP"
-        output = layer.mamba.out_proj if layer.is_mamba else layer.self_attn.o_proj
-        if (degree := output.parallel.degree) > 1:
+        if (degree := layer.parallel.degree) > 1:
             return f"they are for a whole model, and this is a part of {degree}"
-        if output.bias is not None:
-            return "they take no biases of projections"
-        if layer.is_mamba and (groups := layer.mamba.n_groups) > 1:
-            return f"they normalise all channels together, and here are {groups} groups"
+        if layer.has_mixer:
+            output = layer.mamba.out_proj if layer.is_mamba else layer.self_attn.o_proj
+            if output.bias is not None:
+                return "they take no biases of projections"
         return why_not_fusible(layer.input_layernorm)
 
     def forward(
@@ -45,17 +43,19 @@ class TokenLayer(DecoderLayer):
         operators = self._operators_of(step)
         if operators is None:
             return super().forward(hidden_states, step, state, rotary)
-        inputs = None
+        x, inputs = hidden_states.flatten(0, 1), None  # a row for each token
         if isinstance(state, MambaState):
             if step.verifies:
                 x, inputs = self._verified_mamba(operators, hidden_states, step, state)
             else:
-                x = self._mamba(operators, hidden_states[:, 0], step, state)
+                x = self._mamba(operators, x, step, state)
         elif isinstance(state, KeyValueState):
             x = self._attention(operators, hidden_states, step, state, rotary)
-        # A row for each token.
-        lengths = step.is_real.flatten().to(step.lengths.dtype) if step.verifies else step.lengths
-        return self._feed_forward(operators, x, lengths).view(hidden_states.shape), inputs
+        if self.has_feed_forward:
+            lengths = step.is_real.flatten().to(step.lengths.dtype) if step.verifies else step.lengths
+            is_gated = self.shared_mlp.is_gated
+            x = self._feed_forward(operators, x, lengths) if is_gated else self._ungated_feed_forward(operators, x)
+        return x.view(hidden_states.shape), inputs
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         kernels = self.operators.token_layer
@@ -90,8 +90,7 @@ class TokenLayer(DecoderLayer):
         inputs = operators.mixer_inputs(x, weights.norm, weights.in_proj, *convolution, **constants)
         of_heads = mixer.dt_bias, mixer.A_log, mixer.D
         gated = operators.advance_mixer(inputs, *of_heads, state.ssm_state, step.lengths, *mixer.time_step_limit)
-        product = weights.gated_norm, weights.out_proj, weights.residual_multiplier, weights.eps
-        return operators.add_product(x, gated, *product)
+        return self._add_mixed(operators, x, gated, weights)
 
     def _verified_mamba(
         self, operators: ModuleType | SimpleNamespace, hidden_states: torch.Tensor, step: Step, state: MambaState
@@ -107,8 +106,16 @@ class TokenLayer(DecoderLayer):
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias))
         of_heads, where = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
         gated = operators.scan_verified(inputs, *of_heads, state.ssm_state, *where, *mixer.time_step_limit)
-        product = weights.gated_norm, weights.out_proj, weights.residual_multiplier, weights.eps
-        return operators.add_product(x, gated, *product), projected[..., gated.shape[1] :]
+        return self._add_mixed(operators, x, gated, weights), projected[..., gated.shape[1] :]
+
+    def _add_mixed(
+        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, gated: torch.Tensor, weights: MambaWeights
+    ) -> torch.Tensor:
+        """Normalise a mixer's gated output, project it and add it to x. Only one group is normalised by the product."""
+        norm: torch.Tensor | None = weights.gated_norm
+        if (groups := weights.mixer.n_groups) > 1:
+            gated, norm = self.operators.rms_norm(gated, weights.gated_norm, weights.eps, groups), None
+        return operators.add_product(x, gated, norm, weights.out_proj, weights.residual_multiplier, weights.eps)
 
     def _attention(
         self,
@@ -142,3 +149,15 @@ class TokenLayer(DecoderLayer):
         return operators.add_feed_forward(
             x, activated, weights.output, chosen, weights.expert_output, logits, lengths, alpha
         )
+
+    def _ungated_feed_forward(self, operators: ModuleType | SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        """Compute the layer's definition; only the router has a kernel for few tokens."""
+        norm, experts = self.feed_forward_norm, self.block_sparse_moe
+        if experts is None:
+            outputs = [self.shared_mlp(norm(x))]
+        else:
+            normed, logits = operators.route(x, norm.weight, experts.router.layer.weight, norm.eps)
+            outputs = [self.shared_mlp(normed), experts.multiply(normed, logits)]
+        for output in outputs:
+            x = self.operators.residual_add(x, output, self.residual_multiplier)
+        return x

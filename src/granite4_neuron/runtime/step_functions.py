@@ -125,6 +125,7 @@ def run_group(
     # Drop the constants that a function does not need, so that steps which differ only in these share its graph.
     mamba_key = key._replace(kv_length=0, all_logits=False, chooses=False)
     attention_key = key._replace(looks_up=False, all_logits=False, chooses=False)
+    feed_forward_key = mamba_key._replace(looks_up=False)
 
     def compute(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
@@ -133,7 +134,7 @@ def run_group(
             hidden_states, *kept = call(mamba_layer, layer, mamba_key, hidden_states, *where, *state)
             return hidden_states, kept[0] if kept else None
         if not layer.has_mixer:
-            return call(feed_forward_layer, layer, GraphKey(0), hidden_states, *where), None
+            return call(feed_forward_layer, layer, feed_forward_key, hidden_states, *where), None
         return call(attention_layer, layer, attention_key, hidden_states, *where, *state, *rotary), None
 
     return through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)

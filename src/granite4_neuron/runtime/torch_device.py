@@ -21,7 +21,7 @@ from granite4_neuron.choices import KV_WRITES, NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators, default_experts_decode, select_operators
-from granite4_neuron.ops.gpu import GPU
+from granite4_neuron.ops.gpu import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
 from granite4_neuron.ops.xla.topk import TEMPERATURE
@@ -86,7 +86,7 @@ class TorchRuntime(GraphRuntime):
         prefill_scan, decode_kernel, experts_decode: see `ops.select_operators`; None for the device's own.
 
     Raises:
-        UserError: there is no such device here, or no such choice.
+        UserError: there is no such device here, or no such choice; or batch_invariant is not for the model.
     """
 
     cannot: Mapping[Ability, str] = {"adapters": NO_ADAPTERS, "hidden_states": NO_HIDDEN_STATES}
@@ -115,6 +115,8 @@ class TorchRuntime(GraphRuntime):
         operators = _operators(model, where, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
+        if batch_invariant and self.fallbacks:
+            raise UserError(f"batch_invariant is not for this model: {self.fallbacks[0]}")
         if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
         compiler = compiler or COMPILERS[kind]
@@ -422,11 +424,10 @@ def _operators(
             f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
             "else is to be chosen."
         )
-    base = GPU if is_gpu else LOOPS
-    operators = select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
-    if batch_invariant is not None and operators.single_token_layer is None:
+    if not is_gpu and batch_invariant is not None:
         raise UserError("batch_invariant is for a GPU, whose kernels for one sequence are others than for several.")
-    return replace(operators, single_token_layer=None) if batch_invariant else operators
+    base = (GPU_BATCH_INVARIANT if batch_invariant else GPU) if is_gpu else LOOPS
+    return select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
 
 
 def _kind(argument: Any) -> Any:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from granite4_neuron.ops.gpu import (
     attention,
     experts,
+    fused_moe,
     head,
     linear,
     mamba,
     norms,
+    products,
     single_token_layer,
     token_layer,
 )
@@ -36,4 +38,13 @@ GPU = replace(
     single_token_layer=single_token_layer,
 )
 
-__all__ = ["GPU"]
+# One token has the same bits as one of several.
+GPU_BATCH_INVARIANT = replace(
+    GPU,
+    linear=products.linear,
+    mlp=products.mlp,
+    fused_experts=fused_moe.multiply_by_experts,
+    single_token_layer=None,
+)
+
+__all__ = ["GPU", "GPU_BATCH_INVARIANT"]

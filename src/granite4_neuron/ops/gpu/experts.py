@@ -42,8 +42,8 @@ def fused_experts(
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Compute `ops.fused_experts` of unquantized weights, which are read in place."""
-    is_few = topk_ids.numel() < w1.shape[0]
-    return (_chosen_experts if is_few else multiply_by_experts)(hidden_states, w1, w2, topk_weights, topk_ids)
+    is_one = len(hidden_states) == 1
+    return (_chosen_experts if is_one else multiply_by_experts)(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
 def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):

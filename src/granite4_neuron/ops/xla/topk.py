@@ -54,7 +54,9 @@ def topk_sigmoid(
     numbers = torch.arange(num_experts, dtype=torch.float32, device=choice.device)
     weights = torch.where(experts[..., None] == numbers, scores[:, None], 0.0).sum(-1)
     if norm_topk_prob:
-        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+        # Term by term: a compiler may order a sum over an axis by the number of tokens.
+        total = sum(weights.split(1, -1)[1:], weights[:, :1])
+        weights = weights / (total + SMALLEST_SUM)
     return weights * scaling_factor, experts.int()
 
 
