@@ -16,12 +16,14 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main
-from granite4_neuron.engine import MTPDrafter
+from granite4_neuron.engine import Engine, MTPDrafter, PrefixCache, Request
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.model.families import model_of
+from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import HAS_NEMOTRON, nemotron_config
+from test.support.engines import generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 
 KINDS = {"attention, experts": ("attention", "moe"), "experts, attention, MLP": ("moe", "attention", "mlp")}
@@ -209,3 +211,32 @@ def test_states_of_prompts_do_not_depend_on_them(folder, tmp_path, capsys):
         assert main([*arguments, *more]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(dtype="float32"),
+        dict(dtype="float32", quantize="int8", state_dtype="bfloat16"),
+        dict(dtype="bfloat16", state_dtype="float16"),
+        dict(dtype="bfloat16", quantize="int4"),
+        dict(dtype="bfloat16", quantize="lossless12"),
+    ],
+    ids=lambda options: ", ".join(options.values()),
+)
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="without the fused kernels rounding may change a text")
+def test_texts_are_those_without_drafts(folder, options):
+    """In every form of the weights and of the state, with hits in the prefix cache, and beside other sequences."""
+    runtime, tokenizer = load(folder, mtp=True, remark=lambda sentence: None, **options)
+    prompts = [tokenizer.encode(f"An assignment statement {'of a name ' * number}") for number in range(6)]
+    # At a high temperature the random numbers choose most tokens, so that random layers are often right.
+    requests = [Request(prompt, 30, temperature=4.0, seed=seed) for seed, prompt in enumerate(prompts)]
+    requests.append(Request(prompts[0], 30))
+    expected = [generate_one(Engine(runtime, 1), request) for request in requests]
+    drafter, cache = MTPDrafter(runtime, 3, 200), PrefixCache(runtime, None, None)
+    engine = Engine(runtime, 3, drafter=drafter, draft_tokens=3, prefix_cache=cache)
+    for _ in range(2):
+        ids = [engine.add(request) for request in requests]
+        outputs = run(engine)
+        assert [tokens_of(outputs[id]) for id in ids] == expected
+    assert engine.stats.cached_tokens > 50 and engine.stats.accepted_tokens > 50
