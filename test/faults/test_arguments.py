@@ -295,6 +295,7 @@ def test_a_file_of_weights_is_not_a_model(refuses, folder):
         (("batch", __file__, __file__), "cannot be the output; give another file"),
         (("batch", __file__, "x", "--workers", "2"), "--workers belongs to --ray"),
         (("batch", __file__, "x", "--system", "y"), "--system is part of a conversation; give --chat too"),
+        (("batch", __file__, "x", "--chat", "--chat-template-kwargs", "{"), "--chat-template-kwargs is not JSON"),
         (("batch", __file__, "x", "--model", "no/such"), "no/such is not a folder"),
         (("check", "--tokens", "100000"), "a prompt and its new tokens are 100,"),
         (("generate", "--file", "x" * 5000), "cannot be read (File name too long)"),

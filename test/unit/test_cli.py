@@ -29,6 +29,7 @@ from granite4_neuron.neuron.analysis.roofline import Minimum
 from granite4_neuron.neuron.stand_ins import SOURCES
 from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import file_name, write_launch_parameters
+from test.support.tool_template import NEMOTRON_TEMPLATE
 
 BUNDLED = "Using the small model that comes with the package; --model chooses another.\n"
 LAUNCH_PARAMETERS = file_name(32, 32, torch.float32)  # for texting_folder
@@ -105,6 +106,24 @@ class TestGenerate:
         assert status == 0 and output == run(*common, "<|user|>hi<|end|><|assistant|>")[1]
         assert "prefill: 5 tokens" in error
         assert "prefill: 15 tokens" in run(*common, "--chat", "--system", "be brief", "hi")[2]
+
+    def test_chat_template_kwargs(self, run, texting_folder, tmp_path):
+        folder = shutil.copytree(texting_folder, tmp_path / "model")
+        (folder / "chat_template.jinja").write_text(NEMOTRON_TEMPLATE)
+        common = ("--model", folder, "--max-tokens", 5, "--ignore-eos")
+        answer = run("generate", *common, "<|user|>hi<|end|><|assistant|><think></think>")[1]
+        off = (*common, "--chat", "--chat-template-kwargs", '{"enable_thinking": false}')
+        assert run("generate", *off, "hi")[1] == answer != run("generate", *common, "--chat", "hi")[1]
+        stored = ("--prompt-cache", tmp_path / "state", "--verbose", "hi")
+        assert "prefix cache: 0 tokens found" in run("generate", *off, *stored)[2]
+        assert "prefix cache: 20 tokens found" in run("generate", *off, *stored)[2]
+        for given, message in (("[]", "must be an object in JSON"), ('{"a": x}', "is not JSON (Expecting value")):
+            bad = run("generate", "--chat", "--chat-template-kwargs", given, "hi")
+            assert bad[0] == 2 and f"--chat-template-kwargs {message}" in bad[2]
+        rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
+        rows.write_text('{"prompt": "hi"}')
+        assert run("batch", rows, results, *off)[0] == 0
+        assert json.loads(results.read_text())["generated_text"] + "\n" == answer
 
     def test_stop(self, run, texting_folder):
         common = ("generate", "--model", texting_folder, "--max-tokens", 20, "--ignore-eos", "text")
@@ -204,7 +223,8 @@ class TestBadInput:
             ("--quantize", "int3", "invalid choice"),
             ("--prefill-scan", "fast", "invalid choice"),
             ("--cpu-kernels", "fast", "invalid choice"),
-            ("--system", "be brief", "give --chat too"),
+            ("--system", "be brief", "--system is part of a conversation; give --chat too"),
+            ("--chat-template-kwargs", "{}", "--chat-template-kwargs is part of a conversation; give --chat too"),
             ("--file", "/no/such/file", "cannot be read"),
         ],
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.conversations import add_chat, chat_template_kwargs, check_chat
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.options import (
     add_model,
@@ -75,8 +76,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--served-model-name", metavar="NAME", help="name of the model in requests (default: the last part of --model)"
     )
     prompts = batch.add_argument_group("lines with a prompt (requests have their own options)")
-    prompts.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the chat template")
-    prompts.add_argument("--system", metavar="TEXT", help="the system message of these conversations")
+    add_chat(
+        prompts, "a prompt is a user's message; use the chat template", "the system message of these conversations"
+    )
     prompts.add_argument(
         "--max-tokens", type=at_least(1), default=_MAX_TOKENS, metavar="N", help="new tokens (default: %(default)s)"
     )
@@ -115,8 +117,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_extra("batch")
-    if options.system is not None and not options.chat:
-        raise UserError("--system is part of a conversation; give --chat too.")
+    check_chat(options)
+    chat_template_kwargs(options)  # what is wrong with them is said at once
     if options.workers is not None and options.ray is None:
         raise UserError("--workers belongs to --ray.")
     check_folder_of(options.output)
@@ -195,6 +197,8 @@ def new_batch(options: argparse.Namespace) -> Batch:
     sampling = {name: value for name, value in sampling_options(options).items() if value not in (None, [])}
     seed = sampling.pop("seed", 0)
     fields = {**sampling, "max_tokens": options.max_tokens, "ignore_eos": options.ignore_eos}
+    if options.chat:
+        fields["chat_template_kwargs"] = chat_template_kwargs(options)
     return Batch(
         engine,
         tokenizer,

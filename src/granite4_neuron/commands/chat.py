@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
 from granite4_neuron.commands.chat_session import COMMANDS, Session
+from granite4_neuron.commands.conversations import add_chat_template_kwargs, chat_template_kwargs
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
@@ -65,11 +66,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     for name, what in (("tools", "functions, as OpenAI's API describes them"), ("documents", "to answer from")):
         help = f"a JSON list of {name} for the chat template: {what}"
         conversation.add_argument(f"--{name}", metavar="FILE", help=help)
-    conversation.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help='an object of further variables for the chat template, such as {"enable_thinking": false}',
-    )
+    add_chat_template_kwargs(conversation)
     add_json_schema(conversation)
     conversation.add_argument(
         "--max-length",
@@ -96,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     max_bytes = num_bytes(options.prefix_cache)
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     shown: dict[str, Any] = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
-    shown["chat_template_kwargs"] = _variables(options.chat_template_kwargs)
+    shown["chat_template_kwargs"] = chat_template_kwargs(options)
     adapters = adapters_of(options)
     runtime, tokenizer = load_runtime(
         options, model_checkpoint(options), adapters=adapters, mtp=drafts_with_mtp(options)
@@ -129,13 +126,6 @@ def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any]) -> N
         objects = shown[name]
         if objects and not encoder.shows(name, objects):
             raise UserError(f"this checkpoint's chat template does not show {name}; leave --{name} out.")
-
-
-def _variables(text: str | None) -> dict[str, Any]:
-    variables = parse_json(text or "{}", "--chat-template-kwargs")
-    if not isinstance(variables, dict):
-        raise UserError("--chat-template-kwargs must be an object in JSON.")
-    return variables
 
 
 def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:

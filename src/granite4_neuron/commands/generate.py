@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.conversations import add_chat, chat_template_kwargs, check_chat
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
@@ -54,8 +55,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     generate.add_argument("prompt", nargs="*", help="the text to continue; several make a batch")
     generate.add_argument("--file", help="read the prompt from this file, or from standard input with -")
-    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
-    generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
+    add_chat(
+        generate, "the prompt is a user's message; use the chat template", "the system message of the conversation"
+    )
     add_model(generate)
     generate.add_argument(
         "--max-tokens", type=at_least(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
@@ -75,6 +77,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
+    template_kwargs = chat_template_kwargs(options)
     if options.prompt_cache is not None and len(texts) > 1:
         raise UserError("--prompt-cache takes one prompt; for several with the same beginning use --prefix-cache.")
     adapters = adapters_of(options)
@@ -112,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
                 drafter=drafts,
                 draft_tokens=draft_tokens,
                 adapter=names * len(texts),
+                chat_template_kwargs=template_kwargs,
                 constraint=constraint(options, runtime, tokenizer),
                 **sampling_options(options),
             ):
@@ -132,7 +136,10 @@ def run(options: argparse.Namespace) -> int:
         raise failed
     if options.prompt_cache is not None:
         [text] = texts
-        tokens = chat_prompt(tokenizer, text, options.system) if options.chat else encode(tokenizer, text)
+        if options.chat:
+            tokens = chat_prompt(tokenizer, text, options.system, template_kwargs)
+        else:
+            tokens = encode(tokenizer, text)
         save_prompt(options, cache, tokens)
     if options.verbose:
         _print_stats(stats, cache)
@@ -144,8 +151,7 @@ def run(options: argparse.Namespace) -> int:
 def _prompt_texts(options: argparse.Namespace) -> list[str]:
     if options.prompt and options.file is not None:
         raise UserError("give the prompt either as an argument or with --file, not both.")
-    if options.system is not None and not options.chat:
-        raise UserError("--system is part of a conversation; give --chat too.")
+    check_chat(options)
     if options.prompt:
         return options.prompt
     text = read_text(options.file, "there is no prompt; give one as an argument, with --file, or on standard input.")

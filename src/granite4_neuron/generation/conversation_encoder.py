@@ -24,16 +24,24 @@ _FIRST_PRIVATE_CHARACTER = 0xF0000
 _MOST_LEVELS = 100  # of lists and objects
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | None = None) -> list[int]:
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerFast,
+    user: str,
+    system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the tokens of a conversation with one user message, up to the assistant's answer, by the tokenizer's chat
     template.
+
+    Args:
+        chat_template_kwargs: see `ConversationEncoder.encode`.
 
     Raises:
         UserError: as `ConversationEncoder`.
     """
     messages = [{"role": "system", "content": system}] if system else []
     with closing(ConversationEncoder(tokenizer)) as encoder:
-        return encoder.encode([*messages, {"role": "user", "content": user}])
+        return encoder.encode([*messages, {"role": "user", "content": user}], chat_template_kwargs=chat_template_kwargs)
 
 
 class ConversationEncoder:

@@ -90,6 +90,7 @@ def stream_generate(
     adapter: str | Sequence[str | None] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt or several; yield each token as it comes.
@@ -110,8 +111,8 @@ def stream_generate(
             change them.
         adapter: the name of one of the runtime's adapters, or None for the model without; or a list of one for each
             prompt.
-        tools, documents: that conversations show; see `ConversationEncoder.encode`. `tool_calls.parse_tool_calls` finds
-            calls in an answer.
+        tools, documents, chat_template_kwargs: what conversations show; see `ConversationEncoder.encode`.
+            `tool_calls.parse_tool_calls` finds calls in an answer.
         options: sampling options such as `temperature`, `top_p`, `seed`, `stop`, `logprobs` and `logits_processors`,
             see `engine.SamplingParams`. Prompt number i uses seed + i.
 
@@ -129,7 +130,8 @@ def stream_generate(
     adapters = [adapter] * len(singles) if adapter is None or isinstance(adapter, str) else adapter
     if len(adapters) != len(singles):
         raise UserError(f"there are {len(adapters)} adapters for {len(singles)} prompts; give one for each.")
-    with closing(PromptEncoder(tokenizer, tools=tools, documents=documents)) as encoder:
+    shown = dict(tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
+    with closing(PromptEncoder(tokenizer, **shown)) as encoder:
         by_index, errors = encode(encoder, singles, runtime.config.vocab_size, runtime.max_length)
         if not by_index:
             raise GenerationError(errors, len(singles))

@@ -145,6 +145,7 @@ class _Each:
         draft_tokens: int = 4,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ):
         check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
@@ -163,7 +164,7 @@ class _Each:
         self._prefix_cache = prefix_cache
         self._drafter = drafter
         self._draft_tokens = draft_tokens
-        self._shown = dict(tools=tools, documents=documents)
+        self._shown = dict(tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
 
     def texts(self, prompts: Iterator[Prompt]) -> Iterator[GeneratedText]:
         """Yield the text of each prompt, in their order."""

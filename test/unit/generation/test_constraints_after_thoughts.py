@@ -48,6 +48,8 @@ def test_texts(model, grammars, ending, kind):
     texts = [*chat(*model, [MESSAGES, MESSAGES], **options), *chat(*model, iter([MESSAGES, "b"]), **options)]
     assert len(texts) == 4 and all(map(ANSWER.fullmatch, texts))
     assert generate(*model, "a", **options) == '"yes"', "no conversation"
+    options |= dict(chat_template_kwargs={"enable_thinking": False})
+    assert [chat(*model, MESSAGES, **options), *chat(*model, iter([MESSAGES]), **options)] == ['"yes"'] * 2
 
 
 def test_a_thought_is_free(model, grammars):
