@@ -17,7 +17,7 @@ from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_confi
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import default_context_buckets
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
@@ -127,7 +127,7 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
         config = GraniteMoeHybridInferenceConfig.load(str(compiled))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{compiled / CONFIG_FILE} is damaged ({error}); compile the model again.") from None
-    if config.granite != GraniteMoeHybridConfig.from_file(folder / "config.json"):
+    if config.granite != config_from_file(folder / "config.json"):
         raise UserError(f"{compiled} was compiled for another model than the one in {folder}.")
     config._name_or_path = str(folder)
     model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)

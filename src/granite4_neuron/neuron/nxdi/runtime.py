@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.choices import NO_ADAPTERS, NO_HIDDEN_STATES
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
@@ -62,7 +62,7 @@ class NeuronRuntime:
         self.cannot: Mapping[Ability, str] = cannot
 
     @property
-    def config(self) -> GraniteMoeHybridConfig:
+    def config(self) -> ModelConfig:
         return self.model.config.granite
 
     @property
