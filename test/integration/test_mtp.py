@@ -26,7 +26,11 @@ from test.support.checkpoints import HAS_NEMOTRON, nemotron_config
 from test.support.engines import generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 
-KINDS = {"attention, experts": ("attention", "moe"), "experts, attention, MLP": ("moe", "attention", "mlp")}
+KINDS = {
+    "attention, experts": ("attention", "moe"),
+    "experts, attention, MLP": ("moe", "attention", "mlp"),
+    "MLP, attention": ("mlp", "attention"),
+}
 LENGTH = 50
 CUTS = [LENGTH], [1] * LENGTH, [7, 16, 1, 26]
 

@@ -18,17 +18,21 @@ vLLM, SGLang and TensorRT-LLM compute the same. llama.cpp has a LayerNorm in pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import nn
 
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.fused import FusedLayers
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.norm import norm_of
-from granite4_neuron.model.stack import LayerStack
-from granite4_neuron.model.step import Step
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.stack import LayerStack, OneByOne
+from granite4_neuron.model.step import NullSlotStep, Step
 from granite4_neuron.state.hybrid_state import HybridState
 
 
@@ -47,19 +51,33 @@ class MultiTokenPrediction(LayerStack):
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(layers))  # torch's list has any modules
         self.norm = norm_of(config)
+        # Of the layers after the last attention, only the results for a row's last token are needed.
+        attention = [number for number, layer in enumerate(self.layers) if layer.has_mixer]
+        self._first_after = attention[-1] + 1 if attention else 0
+        self._stack_after: OneByOne | FusedLayers | None = None
+
+    def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
+        """Choose how the layers are computed; return a sentence for each faster form that is not used."""
+        self._bound_stack, reasons = self.form_of(self.layers[: self._first_after], parallel, adapters)
+        self._stack_after, _ = self.form_of(self.layers[self._first_after :], parallel, adapters)
+        return reasons
 
     def forward(
         self, embedded: torch.Tensor, hidden_states: torch.Tensor, step: Step, state: HybridState
     ) -> torch.Tensor:
-        """Add rows to sequences of `state`, which is of these layers only.
+        """Add rows to sequences of `state`, which is of these layers only. The forms of the layers must be chosen.
 
         Args:
             embedded: [batch, tokens, hidden_size], of each row's next token.
             hidden_states: of the same shape: the model's after each row's token, or an earlier result of this function.
 
         Returns:
-            [batch, tokens, hidden_size] in the model's dtype, the head's input.
+            [rows, hidden_size] in the model's dtype, the head's input after the last token of each of the step's rows.
         """
+        assert self._stack_after is not None  # `choose_forms`
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden_states)], dim=-1))
-        x, _ = self.stack(x.float(), step, state, None)
-        return self.norm(x)
+        x, _ = self.stack(x.float(), step, replace(state, layers=state.layers[: self._first_after]), None)
+        last = NullSlotStep(step.last_positions[:, None], torch.ones_like(step.lengths), step.slots, step.kv_length)
+        state_after = replace(state, layers=state.layers[self._first_after :])
+        x, _ = self._stack_after(step.last_tokens(x)[:, None], last, state_after, None)
+        return self.norm(x[:, 0])

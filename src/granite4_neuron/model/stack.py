@@ -37,16 +37,21 @@ class LayerStack(Module):
 
     def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
         """Choose how the layers are computed; return a sentence for each faster form that is not used."""
+        self._bound_stack, reasons = self.form_of(self.layers, parallel, adapters)
+        return reasons
+
+    def form_of(
+        self, layers: Sequence[DecoderLayer], parallel: Parallel, adapters: Sequence[Adapter]
+    ) -> tuple[OneByOne | FusedLayers, list[str]]:
+        """Return how consecutive layers of these are computed, and a sentence for each faster form that is not used."""
         reasons: list[str] = []
         if self.operators.fused_layers is not None:
             refusal = why_not_fused(parallel, self.norm)
             if refusal is None:
-                self._bound_stack = FusedLayers(self.operators, self.layers, self.config, adapters)
-                return reasons
+                return FusedLayers(self.operators, layers, self.config, adapters), reasons
             reasons.append(f"the fused decoder layers are not used: {refusal}.")
-        forms, more_reasons = forms_of(self.layers)
-        self._bound_stack = OneByOne(forms)
-        return reasons + more_reasons
+        forms, more_reasons = forms_of(layers)
+        return OneByOne(forms), reasons + more_reasons
 
 
 class OneByOne:

@@ -254,7 +254,7 @@ class CPUMTPLayers:
             hidden = pad_sequence(list(hidden_states), batch_first=True)
             step = step_of(positions, lengths, slots, state, kv_length=_kv_length(rows))
         embedded = self._runtime.model.model.embed(ids, step)
-        return step.last_tokens(self._layers(embedded, hidden, step, state))
+        return self._layers(embedded, hidden, step, state)
 
     @torch.inference_mode()
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
