@@ -27,6 +27,7 @@ import random
 import sys
 import tempfile
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -212,6 +213,13 @@ class Faults:
         sys.settrace(trace)
         try:
             yield
+        except KeyboardInterrupt as interrupt:
+            # CPython 3.11 may lose a reference where a trace raises. The frames would then keep the engine for ever.
+            error: BaseException | None = interrupt
+            while error is not None:
+                traceback.clear_frames(error.__traceback__)
+                error = error.__context__
+            raise
         finally:
             sys.settrace(None)
 
