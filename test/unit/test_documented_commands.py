@@ -2,8 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from string import Template
 
 import pytest
 
@@ -21,7 +22,6 @@ PARSERS = {
     "benchmarks.serving": serving._parser,
     "benchmarks.probe": probe_parser,
 }
-VARIABLES = {"$WHERE", "$SIZES", "$OPTIONS"}  # each holds several options, or none; the others are parsed without them
 
 
 def lines_of_code(text: str) -> Iterator[str]:
@@ -32,6 +32,15 @@ def lines_of_code(text: str) -> Iterator[str]:
             is_fenced = not is_fenced
         elif is_fenced or line.startswith("    "):
             yield line
+
+
+def expanded(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines with the values of variables that were assigned before in double quotes."""
+    values: dict[str, str] = {}
+    for line in lines:
+        yield Template(line).safe_substitute(values)
+        for name, value in re.findall(r'\b([A-Z_]+)="(.*?)"', line):
+            values[name] = Template(value).safe_substitute(values)
 
 
 def commands_of(line: str) -> Iterator[tuple[str, ...]]:
@@ -53,9 +62,9 @@ def commands_of(line: str) -> Iterator[tuple[str, ...]]:
 def documented_commands() -> list[tuple[str, ...]]:
     found = set()
     for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for line in lines_of_code(file.read_text(encoding="utf-8")):
+        for line in expanded(lines_of_code(file.read_text(encoding="utf-8"))):
             if any(name in line for name in PARSERS):
-                found.update(tuple(word for word in each if word not in VARIABLES) for each in commands_of(line))
+                found.update(commands_of(line))
     # A name alone is the name of a folder.
     return sorted(command for command in found if len(command) > 1)
 
@@ -76,6 +85,8 @@ def test_the_search_finds_commands():
     line = "A=1 .venv/bin/granite4-neuron info --model h-1b && echo x | granite4-neuron chat  # granite4-neuron"
     assert list(commands_of(line)) == [("granite4-neuron", "info", "--model", "h-1b"), ("granite4-neuron", "chat")]
     assert list(lines_of_code("`granite4-neuron`\n```sh\na \\\n  b\n```\nc\n    d")) == ["a  b", "    d"]
+    lines = ['A="--x 1" B="$A --y"', 'B="$B 2"', "granite4-neuron $B $C"]
+    assert list(expanded(lines))[-1] == "granite4-neuron --x 1 --y 2 $C"
     assert len(documented_commands()) > 40
     with pytest.raises(UserError):
         parse(("granite4-neuron", "info", "--no-such-option"))
