@@ -388,7 +388,7 @@ Granite 4.0 hybrid models but none of their weights: it is not an IBM model and 
 ## Uses
 
 **To compare implementations.** The model has learned its text by heart on purpose, so its choices are clear-cut.
-Two correct implementations print the same tokens, and a wrong one shows.
+Two correct implementations print the same tokens, and a wrong one prints others.
 
 **To try the package** without a download. Give it the beginning of a sentence of the language reference, or ask
 about a topic:
@@ -400,7 +400,7 @@ granite4-neuron generate --chat "What is the assert statement?"
 
 It continues the sentence. To the question it answers with the beginning of the topic, and stops.
 
-**Out of scope** is everything else. Other prompts get prose of the reference, often beside the point.
+**Out of scope:** other prompts get prose of the reference, often beside the point.
 
 ## Training data
 
@@ -410,8 +410,8 @@ as plain text, and in chats that ask about one topic. There is no other text.
 ## Training procedure
 
 `scripts/train_tiny.py` trains transformers' own implementation: {steps:,} steps of about {batch:,} tokens, in rows
-of 256 to {longest:,} tokens. Some rows have a few wrong input tokens, or spans of random tokens that occur twice,
-which only memory can predict.
+of 256 to {longest:,} tokens. Some rows have a few wrong input tokens, or random spans that occur twice, so that
+the model learns to recall them.
 
 ## Evaluation
 
