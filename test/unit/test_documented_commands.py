@@ -60,7 +60,7 @@ def commands_of(line: str) -> Iterator[tuple[str, ...]]:
 
 
 def documented_commands() -> list[tuple[str, ...]]:
-    found = set()
+    found: set[tuple[str, ...]] = set()
     for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for line in expanded(lines_of_code(file.read_text(encoding="utf-8"))):
             if any(name in line for name in PARSERS):
