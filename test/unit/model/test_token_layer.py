@@ -12,7 +12,7 @@ from granite4_neuron.runtime.graphs import graph_inputs
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.step_functions import GraphKey, call_inline, run_step, state_tensors
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
-from test.support.checkpoints import CASES
+from test.support.checkpoints import CASES, NEMOTRON_CASES
 from test.support.stepping import random_tokens
 
 pytestmark = pytest.mark.versions
@@ -35,6 +35,7 @@ def taken(monkeypatch):
     note("_mamba")
     note("_verified_mamba")
     note("_attention")
+    note("_ungated_feed_forward")
     return layers
 
 
@@ -60,7 +61,7 @@ def decode(model, operators, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
 def test_logits_and_state(case, batch, dtype, taken):
     model = random_model(case.config(), dtype=dtype, max_A=case.max_A)
     tokens = random_tokens(model.config.vocab_size, batch, 20)
@@ -68,13 +69,15 @@ def test_logits_and_state(case, batch, dtype, taken):
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
-    # Two steps. Layers with biases in projections, or with a norm over groups, use the plain operators.
-    plain = {"projection_bias": {"mamba", "attention"}, "two_groups": {"mamba"}}.get(case.name, set())
+    # Two steps. Layers with biases in projections use the plain operators.
+    plain = {"projection_bias": {"mamba", "attention"}, "nemotron_dense": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], *(case for case in CASES if case.name in ("rope", "dense"))], ids=lambda case: case.name
+    "case",
+    [CASES[0], NEMOTRON_CASES[0], *(case for case in CASES if case.name in ("rope", "dense", "two_groups"))],
+    ids=lambda case: case.name,
 )
 def test_verification(case):
     """Rows have all tokens, some tokens or none. Then a part of the tokens is accepted."""
@@ -98,9 +101,10 @@ def test_verification(case):
     torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-5)
 
 
-def test_all_layers_of_a_verification_use_the_joined_operators(taken):
+@pytest.mark.parametrize("case", (CASES[0], NEMOTRON_CASES[0]), ids=lambda case: case.name)
+def test_all_layers_of_a_verification_use_the_joined_operators(case, taken):
     """The step is run as in graphs, which share some constants between layers."""
-    model = random_model(CASES[0].config()).bind(GPU)
+    model = random_model(case.config()).bind(GPU)
     state = HybridState.allocate(model.config, 2, 64, model.dtype, has_null_slot=False)
     for tensor in state.tensors():
         tensor.zero_()
@@ -121,9 +125,6 @@ REASONS = {
     "projection_bias": [
         "the token kernels of Mamba layers are not used: they take no biases of projections.",
         "the token kernels of attention layers are not used: they take no biases of projections.",
-    ],
-    "two_groups": [
-        "the token kernels of Mamba layers are not used: they normalise all channels together, and here are 2 groups."
     ],
 }
 
