@@ -7,13 +7,8 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 from granite4_neuron.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.neuron_sdk import (
-    COMPILED_STATE_DTYPES,
-    CONTINUATION_TOKENS,
-    EXPERT_PATHS,
-    LOGICAL_CORE_SIZE,
-    require_nki,
-)
+from granite4_neuron.neuron.compiled_graphs import continuation_tokens
+from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS, LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.ops import Operators, default_experts_decode, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
@@ -186,10 +181,11 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         tokens = neuron_config.speculation_length
         if not tokens and not neuron_config.enable_fused_speculation:
             return
-        if not 2 <= tokens < min(neuron_config.max_context_length, CONTINUATION_TOKENS):
+        of_prompts = continuation_tokens([neuron_config.max_context_length])
+        if not 2 <= tokens < of_prompts:
             raise UserError(
-                f"neuron_config.speculation_length is {tokens}; it must be at least 2, and less than "
-                f"{min(neuron_config.max_context_length, CONTINUATION_TOKENS)}, the tokens that a prompt's graphs take."
+                f"neuron_config.speculation_length is {tokens}; it must be at least 2, and less than {of_prompts}, the "
+                "tokens that a prompt's graphs take."
             )
         if neuron_config.enable_fused_speculation:
             self._check_fused_speculation()
