@@ -46,11 +46,11 @@ class TokenLayer(DecoderLayer):
         x, inputs = hidden_states.flatten(0, 1), None  # a row for each token
         if isinstance(state, MambaState):
             if step.verifies:
-                x, inputs = self._verified_mamba(operators, hidden_states, step, state)
+                x, inputs = self._verified_mamba(operators, x, step, state)
             else:
                 x = self._mamba(operators, x, step, state)
         elif isinstance(state, KeyValueState):
-            x = self._attention(operators, hidden_states, step, state, rotary)
+            x = self._attention(operators, x, step, state, rotary)
         if self.has_feed_forward:
             lengths = step.is_real.flatten().to(step.lengths.dtype) if step.verifies else step.lengths
             is_gated = self.shared_mlp.is_gated
@@ -93,15 +93,15 @@ class TokenLayer(DecoderLayer):
         return self._add_mixed(operators, x, gated, weights)
 
     def _verified_mamba(
-        self, operators: ModuleType | SimpleNamespace, hidden_states: torch.Tensor, step: Step, state: MambaState
+        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, step: Step, state: MambaState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `_mamba` for one token after another, and the inputs of `advance`; keep the state
         unchanged.
         """
-        x, weights = hidden_states.flatten(0, 1), self.mamba_weights()
+        weights = self.mamba_weights()
         mixer = weights.mixer
         projected = operators.project(x, weights.norm, weights.in_proj, weights.eps)
-        projected = projected.view(*hidden_states.shape[:2], -1)
+        projected = projected.view(*step.positions.shape, -1)
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias))
         of_heads, where = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
@@ -120,16 +120,16 @@ class TokenLayer(DecoderLayer):
     def _attention(
         self,
         operators: ModuleType | SimpleNamespace,
-        hidden_states: torch.Tensor,
+        x: torch.Tensor,
         step: Step,
         state: KeyValueState,
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
-        x, weights = hidden_states.flatten(0, 1), self.attention_weights()
+        weights = self.attention_weights()
         matrices = weights.q_proj, weights.k_proj, weights.v_proj
         widths = [matrix.shape[0] for matrix in matrices]
         projected = operators.project_heads(x, weights.norm, *matrices, weights.eps)
-        parts = projected.view(*hidden_states.shape[:2], -1).split(widths, 2)
+        parts = projected.view(*step.positions.shape, -1).split(widths, 2)
         output = self.self_attn.attend(parts, step, state, rotary)
         product = None, weights.o_proj, weights.residual_multiplier, weights.eps
         return operators.add_product(x, output.flatten(0, 1), *product)
