@@ -14,6 +14,7 @@ from granite4_neuron import generate
 from granite4_neuron.cli import main
 from granite4_neuron.commands import batch as command
 from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.serving.batch import lines as lines_module
 from granite4_neuron.serving.batch.batch import _PREPARED, LOOK_AHEAD, Batch
 from granite4_neuron.serving.batch.forms import Prompts
 from granite4_neuron.serving.batch.lines import JSONLines, Line
@@ -168,7 +169,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
         cut.write_bytes(expected[:size])
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected, size
-    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0])):
+    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0]), (len(expected), torn[0])):
         cut.write_bytes(expected[:size] + end)
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected
@@ -198,11 +199,15 @@ def test_lines_are_read_a_limited_way_ahead(model):
     batch.close()
 
 
-def test_parts_have_each_line_once(tmp_path):
+def test_parts_have_each_line_once(tmp_path, monkeypatch):
+    """Also where some lines are too long to be read."""
+    monkeypatch.setattr(lines_module, "MOST_BYTES", 20)
     given = write_lines(tmp_path / "in.jsonl", [{"prompt": "x" * (number % 30)} for number in range(200)])
     lines = JSONLines(given)
     expected = list(lines.read(0))
-    assert len(expected) == 200
+    assert [line.content for line in expected] == [
+        line if len(line) <= 20 else None for line in given.read_bytes().splitlines(keepends=True)
+    ]
     for size in (1, 7, 20, 1000):
         starts = range(0, lines.size, size)
         assert [line for start in starts for line in lines.read(start, start + size)] == expected

@@ -204,13 +204,18 @@ def test_a_request_without_thoughts(server, api, body):
 
 def test_earlier_thoughts_are_shown_to_the_model(server):
     asked = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    plain = {"role": "assistant", "content": "and"}
     of_chat = {"role": "assistant", "content": "it", "reasoning_content": "so"}
-    said = [{"type": "thinking", "thinking": "so", "signature": "x"}, {"type": "text", "text": "it"}]
+    blocks = [{"type": "thinking", "thinking": "so", "signature": "x"}, {"type": "text", "text": "it"}]
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}
     for api, body in (
-        ("/v1/chat/completions", dict(messages=[asked[0], of_chat, asked[1]])),
-        ("/v1/messages", dict(messages=[asked[0], {"role": "assistant", "content": said}, asked[1]], max_tokens=5)),
-        ("/v1/responses", dict(input=[asked[0], thought, {"role": "assistant", "content": "it"}, asked[1]])),
+        ("/v1/chat/completions", dict(messages=[asked[0], of_chat, plain, asked[1]])),
+        (
+            "/v1/messages",
+            dict(messages=[asked[0], {"role": "assistant", "content": blocks}, plain, asked[1]], max_tokens=5),
+        ),
+        ("/v1/responses", dict(input=[asked[0], thought, {"role": "assistant", "content": "it"}, plain, asked[1]])),
     ):
-        expected = "<|user|>a<|end|><|assistant|><think>so</think>it<|end|><|user|>b<|end|><|assistant|><think>\n"
+        said = "<|assistant|><think>so</think>it<|end|><|assistant|><think></think>and<|end|>"
+        expected = f"<|user|>a<|end|>{said}<|user|>b<|end|><|assistant|><think>\n"
         assert prompt_of(server, api, body) == expected

@@ -11,6 +11,7 @@ from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.prompt_cuts import Multiples
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 
@@ -182,6 +183,14 @@ def snapshots_of(cache):
             tensors = [*node.entry.recurrent.values(), node.entry.logits, *node.keys_and_values.values()]
             found[tokens] = [tensor.numpy().tobytes() for tensor in tensors]
     return found
+
+
+def test_on_devices_tokens_without_an_alternative_run_one_by_one(model):
+    """A step of several tokens would give other bits."""
+    runtime = ChunkRuntime(model)
+    runtime.prompt_cuts = Multiples(8)
+    generate_one(Engine(runtime, 1), Request(PROMPT[:8], 30, constraint=Corridor()))
+    assert [len(row.tokens) for [row] in runtime.steps] == [8] + [1] * 29
 
 
 @pytest.mark.parametrize("wrong", [None, 5, ["a"], [-1], [VOCAB], [True], [1] * 100, ZeroDivisionError("no")], ids=str)

@@ -148,6 +148,18 @@ def test_a_finished_text_is_cached_with_all_its_tokens(model, alone, steps, opti
     assert cache.stats.hit_tokens - hits >= len(PROMPTS[0]) + len(tokens) - 1
 
 
+def test_no_step_goes_ahead_of_a_due_snapshot(model, alone):
+    runtime = Runtime(model)
+    cache = PrefixCache(runtime, None, CHUNK)
+    engine = Engine(runtime, 1, prefix_cache=cache)
+    text = [*PROMPTS[0], *generate_one(engine, Request(PROMPTS[0], 2 * CHUNK))]
+    assert runtime.ahead > CHUNK
+    for length in (CHUNK, 2 * CHUNK):
+        hits, further = cache.stats.hit_tokens, Request([*text[:length], 7, 8], NEW)
+        assert generate_one(engine, further) == alone(further)
+        assert cache.stats.hit_tokens - hits == length
+
+
 class TestFailures:
     def test_a_step_ahead_that_fails(self, model, alone, monkeypatch):
         """It ends its own sequences after they got the previous step's tokens. A text that ends there is whole."""

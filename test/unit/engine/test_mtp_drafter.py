@@ -109,7 +109,7 @@ def test_after_a_hit_in_the_prefix_cache_the_layers_see_the_rest(model, runtime)
     assert_right(model, drafter, {tuple(prompt[:2]): 70})
 
 
-def test_pauses_and_long_sequences(model, runtime):
+def test_pauses_and_long_sequences(model, runtime, caplog):
     """With drafting paused for most of the text, hidden states are read in one call; a cache that is full begins
     again."""
     drafter = Recorded(runtime, 1, 60)
@@ -118,7 +118,7 @@ def test_pauses_and_long_sequences(model, runtime):
     texts = run(engine)[id]
     assert tokens_of(texts) == generate_one(Engine(runtime, 1), Request(PROMPTS[1], 140))
     short = {tokens: drafts for tokens, drafts in drafter.drafts.items() if len(tokens) <= 60}
-    assert max(map(len, drafter.drafts)) > 100 and short
+    assert max(map(len, drafter.drafts)) > 100 and short and not caplog.text
     for tokens, drafts in short.items():
         assert drafts == drafts_of(model, list(tokens), len(drafts))
 

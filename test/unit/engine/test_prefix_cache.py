@@ -404,6 +404,17 @@ class TestMemory:
         assert not engine.has_work
         assert cache.export(TOKENS[:5] + new_tokens(runtime, None, TOKENS[:5], 2)[:1]) is not None
 
+    def test_a_piece_of_a_prompt_whose_logits_are_infinite_leaves_nothing(self, runtime, cache, monkeypatch):
+        step = ChunkRuntime.step
+
+        def infinite(self, state, rows, all_logits=False):
+            logits = step(self, state, rows, all_logits)
+            return torch.full_like(logits, torch.inf) if rows[0].start == 0 else logits
+
+        monkeypatch.setattr(ChunkRuntime, "step", infinite)
+        new_tokens(runtime, cache, TOKENS[:40])
+        assert cache.export(TOKENS[:16]) is None and cache.export(TOKENS[:32]) is not None
+
     def test_an_error_leaves_nothing(self, runtime, cache):
         engine = engine_with(runtime, cache)
         id = engine.add(Request(TOKENS[:20], 5))

@@ -45,6 +45,13 @@ def test_the_next_snapshot_is_predicted(stored, interval, cuts):
     assert kept[0] == foretold
 
 
+def test_each_piece_of_a_prompt_is_one():
+    """Also the last one, of one token."""
+    sequence = sequence_of(CHUNK + 1, CHUNK)
+    row = sequence.next_row(sequence.next_cut(CHUNK))
+    assert row.tokens == [1] and row.is_prompt
+
+
 def test_requested_snapshots_are_cuts():
     sequence = sequence_of(1500, 600, snapshots_at=[100, 700])
     assert sequence.next_cut(CHUNK) == 700

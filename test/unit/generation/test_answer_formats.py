@@ -34,6 +34,7 @@ PROPERTIES = {
     "unit": {"enum": ["C", "F"]},
     "where": {"$ref": "#/$defs/place"},
     "exact": {"type": ["boolean", "null"]},
+    "stops": {"type": "array", "items": {"$ref": "#/$defs/place"}},
 }
 PLACE = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["city", "days"], "$defs": {"place": PLACE}}
@@ -189,7 +190,7 @@ THREE_DAYS = [CallStart("weather"), Arguments('{"days": 3}')]
             [CallStart("weather"), Arguments('{"city": "Rome</parameter> x')],
         ),
         (f"{OPEN}<function=weather><parameter=days>3</parameter>", [CallStart("weather"), Arguments('{"days": 3')]),
-        (f"{OPEN}\n<function=weather>\n<parameter=city>\nRo", [CallStart("weather"), Arguments('{"city": "Ro')]),
+        (f"{OPEN}\n<function=weather>\n<parameter=city>\nRo\n", [CallStart("weather"), Arguments('{"city": "Ro\\n')]),
         (f"{OPEN}\n<function=weather>\n<parameter=days>\n1", [CallStart("weather"), Arguments('{"days": 1')]),
         (f"{OPEN}\n<function=weather>\n<param", [CallStart("weather"), Arguments("{")]),
         (f"so {OPEN}\n<function=wea", [Content(f"so {OPEN}\n<function=wea")]),
@@ -249,7 +250,9 @@ def test_the_format_of_a_template(tmp_path, template, expected):
 
 
 ROME = with_parameters("weather", city="Rome", days="3")
-FULL = with_parameters("weather", city='R "\n<a>', days="3", unit="C", where='{"x": 1.5}', exact="null")
+FULL = with_parameters(
+    "weather", city='R "\n<a>', days="3", unit="C", where='{"x": 1.5}', exact="null", stops='[{"x": 1}]'
+)
 ANSWERS = {"rome": ROME, "full": FULL, "time": with_parameters("time"), "text": "hi", "text and rome": f"hi\n{ROME}"}
 ANSWERS |= {
     "a mark in a text": with_parameters("weather", city="a\n<parameter=unit>\nK", days="3"),
@@ -258,6 +261,7 @@ ANSWERS |= {
     "days missing": with_parameters("weather", city="Rome"),
     "days are text": with_parameters("weather", city="Rome", days="three"),
     "another unit": with_parameters("weather", city="Rome", days="3", unit="K"),
+    "a stop without x": with_parameters("weather", city="Rome", days="3", stops="[{}]"),
     "another order": with_parameters("weather", days="3", city="Rome"),
     "one more": with_parameters("time", zone="UTC"),
     "unknown": with_parameters("name"),
