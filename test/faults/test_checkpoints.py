@@ -316,7 +316,10 @@ FAULTS = {
         values_of(TOKENIZER_CONFIG, fast_tokenizer_files=["tokenizer.4.0.0.json"]),
         "has fast_tokenizer_files for other versions of transformers",
     ),
-    "special tokens are numbers": (values_of(TOKENIZER_CONFIG, eos_token="17"), "the tokenizer in"),
+    "special tokens are numbers": (
+        values_of(TOKENIZER_CONFIG, eos_token="17"),
+        "cannot be read (TypeError: Special token eos_token has to be either str or AddedToken",
+    ),
     # Sampling
     "top_p NaN": (values_of(GENERATION_CONFIG, do_sample=True, top_p="NaN"), "top_p is nan, and must be a number"),
     "temperature 1e400": (
