@@ -141,8 +141,12 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations):
         *args,
         **kwargs,
     ) -> tuple[Outputs, bool]:
-        """Return the outputs of a step, which may take several graphs, and whether it ran on a device."""
-        per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
+        """Return the outputs of a step, which may take several graphs, and whether it ran on a device.
+
+        On a device NxD finds a graph by the shapes of all inputs, also of those that it does not use. If a caller gives
+        no sampling_params, NxD Inference passes those of a full batch.
+        """
+        per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params[: len(input_ids)])
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
             return self._decode(per_row, rest, kwargs)

@@ -40,15 +40,22 @@ class Trace:
     outputs: results, then the new value of each state tensor.
     states: the state tensors before the step, which the compiler gets as aliases.
     aliases: for each of `states`, the index of its new value in `outputs`, as the compiler gets it.
+    inputs: of a step.
+    parameters: weights and state tensors by their names in the traced model.
     components: the outputs of a module when it is traced alone, by its name.
-    weight_bytes: of all parameters except the state.
     """
 
     outputs: list[torch.Tensor]
     states: list[torch.Tensor]
     aliases: list[int]
-    weight_bytes: int
+    inputs: list[torch.Tensor]
+    parameters: dict[str, torch.Tensor]
     components: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all parameters except the state."""
+        return sum(tensor.nbytes for name, tensor in self.parameters.items() if "past_key_values" not in name)
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -74,12 +81,10 @@ def trace(
         _use_placeholders(instance.module)
         index = wrapper.neuron_config.buckets.index(bucket)
         module, aliases = instance.get(index)
-        weights = (parameter for name, parameter in module.named_parameters() if "past_key_values" not in name)
-        weight_bytes = sum(weight.nbytes for weight in weights)
         inputs = [_placeholder(tensor) for tensor in wrapper.input_generator()[index]]
         with _calls_of_components(module) as calls, torch.no_grad(), torch.device("xla"):
             outputs = list(module(*inputs))
-        traced = Trace(outputs, list(aliases), list(aliases.values()), weight_bytes)
+        traced = Trace(outputs, list(aliases), list(aliases.values()), inputs, dict(module.named_parameters()))
         if with_components:
             with torch.no_grad(), torch.device("xla"):
                 for name, (component, arguments, options) in calls.items():
