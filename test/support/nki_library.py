@@ -65,7 +65,7 @@ def provided_library(folder: Path) -> Iterator[None]:
         for name in ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4", "bool_", "tfloat32"):
             if not hasattr(nl, name):
                 setattr(nl, name, name)
-        nki.isa.dma_copy = _with_numbered_modes(nki.isa.dma_copy)
+        nki.isa.dma_copy = _as_the_library_calls_it(nki.isa.dma_copy)
         yield
 
 
@@ -83,13 +83,16 @@ def member(path: str) -> Any:
         return getattr(import_module(f"nkilib.{module}"), name)
 
 
-def _with_numbered_modes(dma_copy: Callable) -> Callable:
-    """Take descriptor modes by NKI 0.3's numbers, which some of the library uses for `none`."""
+def _as_the_library_calls_it(dma_copy: Callable) -> Callable:
+    """Take descriptor modes by NKI 0.3's numbers, which some of the library uses for `none`, and write to reshaped
+    outputs, as some of its kernels do."""
     import nki.isa
 
     def copy(*arguments: Any, **options: Any) -> None:
         if isinstance(options.get("dge_mode"), int):
             options["dge_mode"] = nki.isa.dge_mode.none
+        if "dst" in options:
+            options["dst"].is_reshaped = False
         dma_copy(*arguments, **options)
 
     return copy

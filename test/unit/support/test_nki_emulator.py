@@ -479,6 +479,21 @@ class TestRefusals:
         refuses("partitions cannot be broadcast", lambda: tile(1, 4).broadcast(0, 8))
         refuses("reshape_dim must keep the partition dimension", lambda: tile(4, 4).reshape_dim(0, (2, 2)))
 
+    @pytest.mark.parametrize(
+        "view",
+        [
+            lambda result: result.reshape((4, 2, 2)).permute((1, 0, 2)),
+            lambda result: result.reshape_dim(1, (2, 2))[:, 0:2],
+            lambda result: result.reshape((16,)),
+        ],
+    )
+    def test_a_reshaped_output_is_not_written(self, view):
+        """NKI 0.3 wrote such a copy to a temporary. An access pattern of the same elements is written."""
+        data = lambda: tile(4, 4, value=0.0)  # noqa: E731
+        refuses("dst is a reshaped tensor in HBM", lambda: nisa.dma_copy(dst=view(out(4, 4)), src=data()))
+        run(lambda: nisa.dma_copy(dst=out(4, 4).permute((1, 0))[0:4], src=data()))
+        run(lambda: nisa.dma_copy(dst=out(4, 4).ap([[4, 4], [2, 2], [1, 2]]), src=data()))
+
     def test_programs_that_differ(self):
         def kernel():
             for _ in range(1 + nl.program_id(0)):

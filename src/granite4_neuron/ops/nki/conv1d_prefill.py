@@ -133,7 +133,10 @@ def conv1d_prefill(
                     accumulate=start > 0,
                 )
         window_sb = _window(window_psum, old_window_sb, length_sb[0:width, :])
-        nisa.dma_copy(dst=_tiled(new_states[b], own_tiles, width), src=window_sb)
+        own_states = new_states.ap(
+            pattern=[[reach, width], [width * reach, tiles], [1, reach]], offset=(b * channels + first_channel) * reach
+        )
+        nisa.dma_copy(dst=own_states, src=window_sb)
     return y, new_states
 
 

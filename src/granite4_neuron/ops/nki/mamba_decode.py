@@ -203,7 +203,8 @@ def mamba_decode(
             accepted_row = accepted.reshape((1, batch))[0:1, rows]  # type: ignore[union-attr]  # has_new_states
             accepted_sb = on_all_partitions(load(accepted_row, nl.float32))
             store_windows(
-                new_conv_states[rows],
+                new_conv_states,
+                start,
                 windows_sb,
                 accepted_sb,
                 x_place,
@@ -256,8 +257,11 @@ def mamba_decode(
             of_outputs = on_channels_sb[:, :, 0:output_factors, :].reshape_dim(2, (tokens, 1 + tokens))
             y_sb = _outputs(read_psum, x_sb, of_outputs)
             own_z = x_lanes(z[rows].permute((0, 2, 1)), x_place)  # type: ignore[index]  # has_outputs
-            own_y = x_lanes(y[rows].permute((0, 2, 1)), x_place)
-            _store_gated(own_y.permute((0, 1, 3, 2)), y_sb, own_z.permute((0, 1, 3, 2)))
+            own_y = y.ap(
+                pattern=[[width, lanes], [tokens * inner, count], [inner, tokens], [1, width]],
+                offset=start * tokens * inner + first_head * head_dim,
+            )
+            _store_gated(own_y, y_sb, own_z.permute((0, 1, 3, 2)))
 
     if not has_new_states:
         return (y,)

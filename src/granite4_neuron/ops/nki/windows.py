@@ -78,6 +78,7 @@ def convolve_windows(windows_sb: nl.ndarray, taps_sb: nl.ndarray) -> nl.ndarray:
 
 def store_windows(
     new_conv_states: nl.ndarray,
+    start: int,
     windows_sb: nl.ndarray,
     accepted_sb: nl.ndarray,
     x_place: tuple[int, int, int],
@@ -87,11 +88,13 @@ def store_windows(
     """Write the convolution's window before the first token that is not accepted.
 
     Args:
+        new_conv_states: HBM [batch, channels, d_conv - 1].
+        start: the first of the rows.
         accepted_sb: [128, rows], a row's number of accepted tokens on every partition.
         has_first_heads: whether this program has its groups' first heads; then it writes B and C.
     """
     partitions, times, columns, rows = windows_sb.shape
-    reach = new_conv_states.shape[2]
+    _, channels, reach = new_conv_states.shape
     kept_sb = nl.ndarray((partitions, reach, columns, rows), dtype=new_conv_states.dtype, buffer=nl.sbuf)
     chosen_sb = nl.ndarray(kept_sb.shape, dtype=new_conv_states.dtype, buffer=nl.sbuf)
     for count in range(times - reach + 1):
@@ -103,11 +106,21 @@ def store_windows(
         nisa.tensor_tensor(dst=target_sb, data1=window, data2=is_chosen, op=nl.multiply, engine=nisa.gpsimd_engine)
         if count > 0:
             nisa.tensor_tensor(dst=kept_sb, data1=kept_sb, data2=chosen_sb, op=nl.add, engine=nisa.gpsimd_engine)
-    _, lanes, width = x_place
-    _store_columns(x_lanes(new_conv_states, x_place), kept_sb[0:width, :, 0:lanes, :])
+    # Outputs are written through access patterns: NKI 0.3 wrote a copy to a reshaped output elsewhere.
+    row, own_rows = channels * reach, [channels * reach, rows]
+    first, lanes, width = x_place
+    x_target = new_conv_states.ap(
+        pattern=[[width * reach, lanes], own_rows, [reach, width], [1, reach]], offset=start * row + first * reach
+    )
+    _store_columns(x_target, kept_sb[0:width, :, 0:lanes, :])
     if has_first_heads:
-        d_state = BC_place[4]
-        _store_columns(BC_lanes(new_conv_states, BC_place), kept_sb[0:d_state, :, lanes:columns, :])
+        first, all_groups, first_group, groups, d_state = BC_place
+        of_groups = [[all_groups * d_state * reach, 2], [d_state * reach, groups]]
+        BC_target = new_conv_states.ap(
+            pattern=[*of_groups, own_rows, [reach, d_state], [1, reach]],
+            offset=start * row + (first + first_group * d_state) * reach,
+        )
+        _store_columns(BC_target, kept_sb[0:d_state, :, lanes:columns, :])
 
 
 def transposed(dst_psum: nl.ndarray, columns: nl.ndarray) -> None:

@@ -40,12 +40,16 @@ class Storage:
 
 
 class NkiTensor:
-    """A view of memory. On chip, an index keeps the partition dimension and the last free one."""
+    """A view of memory. On chip, an index keeps the partition dimension and the last free one.
 
-    def __init__(self, array: np.ndarray, storage: Storage, start_partition: int = 0):
+    is_reshaped: whether the view was made by `reshape` or `reshape_dim`, or is a view of such a view.
+    """
+
+    def __init__(self, array: np.ndarray, storage: Storage, start_partition: int = 0, is_reshaped: bool = False):
         self.array = array
         self.storage = storage
         self.start_partition = start_partition
+        self.is_reshaped = is_reshaped
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> NkiTensor:
@@ -113,7 +117,7 @@ class NkiTensor:
         array = self.array[key]
         if self.buffer.is_on_chip and array.ndim == 1:
             array = array[:, None]
-        return NkiTensor(array, self.storage, start_partition)
+        return NkiTensor(array, self.storage, start_partition, self.is_reshaped)
 
     def reshape(self, *shape: int | Sequence[int]) -> NkiTensor:
         shape = shape if isinstance(shape[0], int) else tuple(shape[0])
@@ -122,13 +126,14 @@ class NkiTensor:
             require(shape[0] == self.partitions, "reshape must keep the partition dimension")
         view = self.array.reshape(shape)
         require(np.shares_memory(view, self.array), f"{self.shape} with its strides is no view of {tuple(shape)}")
-        return self._view(view)
+        return self._view(view, is_reshaped=True)
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """Split one dimension into several. Any strides will do."""
         require(not self.buffer.is_on_chip or dim != 0, "reshape_dim must keep the partition dimension")
         require(math.prod(shape) == self.shape[dim], f"dimension {dim} of {self.shape} does not reshape to {shape}")
-        return self._view(self.array.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :])))
+        view = self.array.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :]))
+        return self._view(view, is_reshaped=True)
 
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         require(not self.buffer.is_on_chip or dims[0] == 0, "permute must keep the partition dimension")
@@ -191,9 +196,9 @@ class NkiTensor:
         require(self.buffer is not Memory.PSUM, "PSUM keeps its dtype")
         return self._view(self.array.view(DTYPES[dtype]))
 
-    def _view(self, array: np.ndarray) -> NkiTensor:
+    def _view(self, array: np.ndarray, is_reshaped: bool = False) -> NkiTensor:
         require(array.ndim <= MAX_RANK, f"{array.ndim} dimensions; an access pattern has at most {MAX_RANK}")
-        return NkiTensor(array, self.storage, self.start_partition)
+        return NkiTensor(array, self.storage, self.start_partition, is_reshaped or self.is_reshaped)
 
     def read(self, name: str) -> np.ndarray:
         """Return the values that an engine computes with, in float32, which is exact for integers up to 2**24."""

@@ -32,7 +32,7 @@ def dma_copy(
 
     Either side can be an `IndirectView`. Places that its indices leave out are neither read nor written, nor counted.
     """
-    _use((dst, src))
+    _use(dst, src)
     require(dge_mode.value != "hwdge" or dst.dtype == src.dtype, "dge_mode.hwdge does not cast")
     is_whole = dst.buffer.is_on_chip and src.buffer.is_on_chip
     require(not is_whole or dst.partitions == src.partitions, f"sizes differ: {dst.shape}, {src.shape}")
@@ -51,8 +51,10 @@ def dma_copy(
     last_launch().record("dma", "dma_copy", dst.partitions, dst.free_size, dma_elements=sizes, **moved)
 
 
-def _use(tensors: Sequence[NkiTensor]) -> None:
-    for tensor in tensors:
+def _use(dst: NkiTensor, src: NkiTensor) -> None:
+    is_lost = dst.is_reshaped and not dst.buffer.is_on_chip
+    require(not is_lost, "dst is a reshaped tensor in HBM, and NKI 0.3 wrote such a copy elsewhere; write through ap")
+    for tensor in (dst, src):
         require(tensor.buffer is not Memory.PSUM, "DMA does not reach PSUM")
         if tensor.buffer.is_on_chip:
             last_launch().use(tensor.storage)
@@ -94,7 +96,7 @@ def dma_transpose(
     """
     require(not isinstance(src, IndirectView), "an indirect transpose is not emulated")
     require(dst.dtype == src.dtype, f"dst is {dst.dtype}, src is {src.dtype}")
-    _use((dst, src))
+    _use(dst, src)
     order = axes or TRANSPOSED_AXES[src.ndim]
     dst.array[...] = np.transpose(src.array, order).reshape(dst.shape)
     moved = {"hbm_read": 0 if src.buffer.is_on_chip else src.array.nbytes}
