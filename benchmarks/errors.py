@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
-from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from granite4_neuron.commands.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from granite4_neuron.errors import UserError
 
 Main = Callable[[Sequence[str] | None], int]

@@ -9,7 +9,7 @@ from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 from test.support.checkpoints import CASES, NEMOTRON_CASES, save_byte_tokenizer, small_config
 from test.support.nki_emulator import provide_nki
 

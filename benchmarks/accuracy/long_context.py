@@ -32,17 +32,17 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron import UserError
-from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config.choices import CPU_KERNELS
 from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.devices.backends import BACKENDS
+from granite4_neuron.devices.cpu.backend import STATE_DTYPES
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.neuron.stand_ins import why_not_importable
+from granite4_neuron.devices.torch.backend import DEVICES
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.neuron.stand_ins import why_not_importable
-from granite4_neuron.runtime.backends.cpu import STATE_DTYPES
-from granite4_neuron.runtime.backends.torch_device import DEVICES
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
 from test.support.one_layer import REMEMBERING, Expected, expected, one_layer
 
@@ -182,10 +182,10 @@ def _runtime(options: argparse.Namespace, model: HybridForCausalLM) -> Runtime:
         return CPURuntime(model, defaults, kernels=options.cpu_kernels, state_dtype=state_dtype)
     # Imported here, because backends import whole frameworks.
     if options.backend == "torch":
-        from granite4_neuron.runtime.torch_device import TorchRuntime
+        from granite4_neuron.devices.torch.runtime import TorchRuntime
 
         return TorchRuntime(model, defaults, options.buckets, device=options.device, compiler=options.compiler)
-    from granite4_neuron.runtime.xla import XLARuntime
+    from granite4_neuron.devices.xla.runtime import XLARuntime
 
     return XLARuntime(model, defaults, options.buckets)
 
@@ -200,7 +200,7 @@ def _cpu_mode(model: HybridForCausalLM, buckets: Sequence[int]) -> Runtime:
         raise UserError(f"--backend nxdi cannot run: {reason}.")
     os.environ |= {"NXD_CPU_MODE": "1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29511")}
     # Imported here, because these import whole frameworks.
-    from granite4_neuron.neuron.nxdi import NeuronRuntime
+    from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
     from test.support.nxdi import cpu_model
 
     with tempfile.TemporaryDirectory() as folder:

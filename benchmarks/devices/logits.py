@@ -24,10 +24,10 @@ from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.evaluation.accuracy import Difference, decode, last_of_prompts
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _SHORTEST_PROMPT = 60
 _MORE_TOKENS = 7  # each sequence's prompt is longer by as much

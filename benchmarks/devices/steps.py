@@ -37,11 +37,11 @@ from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import write
 from granite4_neuron.config import published_config
 from granite4_neuron.config.published import published_names
+from granite4_neuron.devices.cuda.cuda_graph import CudaGraph
+from granite4_neuron.devices.torch.backend import DEVICES
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Sampler, SamplingParams
-from granite4_neuron.runtime.backends.torch_device import DEVICES
-from granite4_neuron.runtime.cuda_graph import CudaGraph
 from granite4_neuron.runtime.interface import CHOSEN, Decoded, Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
 _READ_BYTES, _READS = 2**31, 10

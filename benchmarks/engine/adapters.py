@@ -25,10 +25,10 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.model.parameters import parameters
-from granite4_neuron.runtime.cpu import CPURuntime
 
 INVOCATION = 8  # the number of tokens, about as many as a role's
 

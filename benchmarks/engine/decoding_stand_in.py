@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from granite4_neuron.ops.xla.topk import drawn, likeliest
-from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.graphs import draw_inputs
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.graphs.runtime import draw_inputs
+from granite4_neuron.devices.graphs.topk import drawn, likeliest
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
 

@@ -50,16 +50,16 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import published_config
 from granite4_neuron.config.json_files import read_object
+from granite4_neuron.devices.cpu.runtime import CPUMTPLayers, CPURuntime
 from granite4_neuron.engine import Constraint, DraftModel, Engine, MTPDrafter, Output, PrefixCache, Request
-from granite4_neuron.engine.drafters import Drafter, DraftRequest, NgramDrafter, SeenTokens
-from granite4_neuron.engine.prefix_folder import PrefixFolder
+from granite4_neuron.engine.drafting.drafters import Drafter, DraftRequest, NgramDrafter, SeenTokens
+from granite4_neuron.engine.prefix.folder import PrefixFolder
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.runtime.cpu import CPUMTPLayers, CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot

@@ -19,9 +19,9 @@ from benchmarks.errors import reports_errors
 from benchmarks.random_checkpoint import write_random
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.choices import CPU_KERNELS, QUANTIZATIONS
 from granite4_neuron.commands.output import write
-from granite4_neuron.ops import cpu
+from granite4_neuron.config.choices import CPU_KERNELS, QUANTIZATIONS
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.runtime.bound_model import digest_of_weights
 
 

@@ -25,8 +25,8 @@ from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.ops.cpu.profile import take_profile
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.profile import take_profile
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
 
 _PROMPT_START, _TEXT_START = 256, 640  # the sequences' lengths when steps are timed

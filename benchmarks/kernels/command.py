@@ -34,8 +34,8 @@ from benchmarks.errors import reports_errors
 from granite4_neuron import UserError
 from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
-from granite4_neuron.ops.expert_blocks import expert_blocks
-from granite4_neuron.ops.expert_slots import expert_slots
+from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
+from granite4_neuron.devices.neuron.expert_slots import expert_slots
 from test.support.nki_cases import conv_inputs, mamba_decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
 
@@ -119,10 +119,10 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
         UserError: the model has no Mamba layers, or the emulator is not installed.
     """
     require_emulator()
-    from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
-    from granite4_neuron.ops.nki.mamba_decode import mamba_decode
-    from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
-    from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
+    from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
+    from granite4_neuron.devices.neuron.nki.mamba_decode import mamba_decode
+    from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
+    from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan
 
     config = GraniteMoeHybridConfig.from_family(model)
     if "mamba" not in config.layer_types:
@@ -152,8 +152,8 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
 
 def experts(config: ModelConfig, width: int) -> Iterator[Row]:
     """Return the report's lines for the experts. `width` is an expert's width on one rank."""
-    from granite4_neuron.ops.nki.experts_decode import experts_decode
-    from granite4_neuron.ops.nki.experts_prefill import experts_prefill
+    from granite4_neuron.devices.neuron.nki.experts_decode import experts_decode
+    from granite4_neuron.devices.neuron.nki.experts_prefill import experts_prefill
 
     num_experts, hidden, dtype = config.num_local_experts, config.hidden_size, torch.bfloat16
     weights = (
@@ -202,7 +202,7 @@ def cost_of(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
     """Run the kernel in the emulator and add up its instructions."""
     from nki.emulation import last_launch
 
-    from granite4_neuron.ops.nki.launch import launch
+    from granite4_neuron.devices.neuron.nki.launch import launch
 
     outputs = launch(kernel, *arguments, programs=PROGRAMS)
     instructions, microseconds = Counter(dict.fromkeys(ENGINES, 0)), Counter(dict.fromkeys(ENGINES, 0.0))

@@ -52,7 +52,7 @@ def shape_of(model: str) -> dict[str, int]:
 
 def costs() -> Iterator[tuple[str, str, int, Cost]]:
     """Yield a model's name, a kernel's name, the length of the prompt, and the cost."""
-    from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
+    from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
 
     nkilib_ssd = ssd_kernel()
     for model in TP_DEGREES:

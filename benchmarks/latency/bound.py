@@ -14,8 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.model.parameters import HEAD, Parameter, matmul_weights
-from granite4_neuron.ops import FORMATS, cpu
+from granite4_neuron.ops import FORMATS
 from granite4_neuron.state.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.system.large_memory import LargeMemory
 

@@ -21,18 +21,18 @@ from benchmarks.latency.bound import Machine, Rates
 from benchmarks.other_engines.llama_cpp import LlamaCpp
 from benchmarks.other_engines.openvino import OpenVino
 from granite4_neuron import UserError, stream_generate
-from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import backend_options, dtype_of, kernels_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.commands.reuse import drafts_with_mtp
-from granite4_neuron.ops import cpu
-from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.split import SplitRuntime
-from granite4_neuron.runtime.torch_device import TorchRuntime
+from granite4_neuron.config.choices import QUANTIZATIONS
+from granite4_neuron.devices.backends import BACKENDS
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.devices.torch.split import SplitRuntime
 
 MACHINE = "machine"
 OURS = "granite4-neuron"

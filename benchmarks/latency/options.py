@@ -11,8 +11,7 @@ import transformers
 from benchmarks.latency.implementations import LLAMA_CPP, OPENVINO, TRANSFORMERS
 from benchmarks.other_engines import openvino
 from benchmarks.other_engines.llama_cpp import BENCH, GGUF_TYPES
-from granite4_neuron import UserError, neuron_sdk
-from granite4_neuron.backends import check_backend
+from granite4_neuron import UserError
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -24,7 +23,9 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.plot import add_plot, check_plot
 from granite4_neuron.commands.reuse import add_speculation, speculation
 from granite4_neuron.config.published import published_names
-from granite4_neuron.runtime.devices import find_compiler, find_device
+from granite4_neuron.devices.backends import check_backend
+from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.torch.devices import find_compiler, find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")
 

@@ -25,8 +25,8 @@ from benchmarks.latency.options import check, check_lengths
 from benchmarks.latency.options import parser as latency_parser
 from benchmarks.latency.report import machine_facts, machine_rates
 from benchmarks.other_engines.llama_cpp import GGUF_TYPES, gguf_of
-from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.output import write
+from granite4_neuron.config.choices import QUANTIZATIONS
 
 PLAIN = "bfloat16"
 FORMATS = (PLAIN, *QUANTIZATIONS)

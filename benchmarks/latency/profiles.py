@@ -13,8 +13,8 @@ from rich.table import Table
 
 from benchmarks.latency.implementations import Point, cpu_runtime, random_prompts
 from granite4_neuron import stream_generate
-from granite4_neuron.ops.cpu.profile import PartTimes, take_profile
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.profile import PartTimes, take_profile
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 
 Phase = dict[str, PartTimes]
 REST, ALL = "Python, embedding, sampling", "all"

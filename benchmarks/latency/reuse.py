@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request
-from granite4_neuron.engine.drafters import Drafter
+from granite4_neuron.engine.drafting.drafters import Drafter
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.snapshot import Snapshot
 

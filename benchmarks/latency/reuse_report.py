@@ -19,9 +19,9 @@ from benchmarks.latency.report import machine_facts, source
 from benchmarks.latency.reuse import measure_kept_prompt, measure_speculation, recitation
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.reuse import DRAFT_TOKENS, MTP, speculation
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import DraftModel, MTPDrafter
-from granite4_neuron.engine.drafters import Drafter, NgramDrafter
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.engine.drafting.drafters import Drafter, NgramDrafter
 
 
 def measure_reuse(folder: Path, options: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
 
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

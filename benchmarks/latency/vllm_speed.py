@@ -85,9 +85,9 @@ def _own(model: str) -> Generate:
     from transformers import GenerationConfig
 
     from granite4_neuron.checkpoint.loading import load_model
+    from granite4_neuron.devices.cpu import operators as cpu
+    from granite4_neuron.devices.cpu.runtime import CPURuntime
     from granite4_neuron.engine import Engine, Request
-    from granite4_neuron.ops import cpu
-    from granite4_neuron.runtime.cpu import CPURuntime
 
     runtime = CPURuntime(load_model(model, operators=cpu.operators()), GenerationConfig(do_sample=False))
 

@@ -21,14 +21,15 @@ import transformers
 
 from benchmarks.errors import Failed
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.devices.xla.runtime import XLARuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import DraftRequest
+from granite4_neuron.engine.drafting.drafters import DraftRequest
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import TORCH, cpu
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.ops import TORCH
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.runtime.torch_device import TorchRuntime
-from granite4_neuron.runtime.xla import XLARuntime
 
 OURS = "this package"
 # The dtype, and how weights are quantized.

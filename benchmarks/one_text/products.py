@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 
 _BYTES = 2**27  # bytes of weights, more than the processor's caches hold
 _MOST_COPIES = 16

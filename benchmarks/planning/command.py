@@ -26,13 +26,13 @@ from granite4_neuron.commands.output import print_table
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import bundled_checkpoint, load
 from granite4_neuron.ops.launch_parameters import processor_name
+from granite4_neuron.planning.simulation import measuring
+from granite4_neuron.planning.simulation.lengths import Lengths
+from granite4_neuron.planning.simulation.measured_steps import Measured, MeasuredSteps
+from granite4_neuron.planning.simulation.replicas import simulate
+from granite4_neuron.planning.simulation.server import Server
+from granite4_neuron.planning.simulation.traffic import Arrival, at_rate, poisson
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.simulation import measuring
-from granite4_neuron.simulation.lengths import Lengths
-from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps
-from granite4_neuron.simulation.replicas import simulate
-from granite4_neuron.simulation.server import Server
-from granite4_neuron.simulation.traffic import Arrival, at_rate, poisson
 
 _CACHE_BYTES = 2**30
 _MAX_GAP = 0.1

@@ -1,4 +1,4 @@
-"""Predicted latency (`neuron.analysis.latency`) of other models, beside published figures for Trainium2.
+"""Predicted latency (`planning.latency`) of other models, beside published figures for Trainium2.
 
     python -m benchmarks.planning.predicted_latency
 
@@ -14,8 +14,8 @@ import torch
 from rich.table import Table
 
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.neuron.analysis.latency import LAUNCH_SECONDS
-from granite4_neuron.neuron.analysis.published_latency import FIGURES, FITTED
+from granite4_neuron.planning.latency import LAUNCH_SECONDS
+from granite4_neuron.planning.published_latency import FIGURES, FITTED
 
 
 def fit() -> tuple[float, float]:

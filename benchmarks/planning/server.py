@@ -33,10 +33,10 @@ from granite4_neuron.commands.plan_traffic import measured_runtime
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.commands.serve import MAX_GAP, PREFIX_CACHE
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.simulation.lengths import Lengths
-from granite4_neuron.simulation.replicas import Result, simulate
-from granite4_neuron.simulation.server import Server
-from granite4_neuron.simulation.traffic import Arrival, at_rate, poisson, read_traffic
+from granite4_neuron.planning.simulation.lengths import Lengths
+from granite4_neuron.planning.simulation.replicas import Result, simulate
+from granite4_neuron.planning.simulation.server import Server
+from granite4_neuron.planning.simulation.traffic import Arrival, at_rate, poisson, read_traffic
 
 _LONGEST = 1024
 _MEDIAN = 1  # its index among the percentiles of `benchmarks.serving`

@@ -31,10 +31,10 @@ from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, config_from_file
+from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
+from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
-from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
-from granite4_neuron.runtime.graphs import PREFILL_BUCKETS
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, Multiples, Pieces
 
 _MIB = 2**20

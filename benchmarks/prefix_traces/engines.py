@@ -26,9 +26,9 @@ from benchmarks.other_engines.llama_server import LLAMA_CPP, running, stream
 from benchmarks.prefix_traces.policies import POLICIES, MarconiCache
 from benchmarks.prefix_traces.traces import Tokens, Turn, replay
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.ops import cpu
-from granite4_neuron.runtime.cpu import CPURuntime
 
 NO_CACHE = "no cache"
 

@@ -10,14 +10,14 @@ import torch
 
 from benchmarks.prefix_traces.traces import Tokens, Turn, replay
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.prefix_interface import any_length
-from granite4_neuron.engine.prefix_tree import Entries, Node
+from granite4_neuron.engine.prefix.interface import any_length
+from granite4_neuron.engine.prefix.tree import Entries, Node
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.neuron.analysis.roofline import minimum
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.planning.analysis.roofline import minimum
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, PromptCuts, cost, pieces
 from granite4_neuron.state.fingerprint import Fingerprint

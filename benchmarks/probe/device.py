@@ -18,9 +18,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.probe.process import EQUAL, FACT, WRONG, Finding, Place
-from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.config.choices import FLOAT32_TOLERANCE
+from granite4_neuron.devices.torch.devices import COMPILERS, find_device
 from granite4_neuron.ops.launch_parameters import processor_name
-from granite4_neuron.runtime.devices import COMPILERS, find_device
 
 ROOT = Path(__file__).parents[2]
 _PACKAGES = re.compile("neuron|nki|nrt|torch|xla|triton|cuda|vllm|transformers|numpy|^granite", re.IGNORECASE)

@@ -22,13 +22,13 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import command_line
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch import backend as torch_device
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.generation import bundled_checkpoint, generate, load
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.runtime.backends import torch_device
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
-from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _LAYERS = {"mamba": ("h-350m", "mamba"), "attention": ("h-350m", "attention"), "experts": ("h-tiny", "mamba")}
 _PROMPTS = ["An assignment statement", "The import statement is used to find a module and"]

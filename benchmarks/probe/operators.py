@@ -12,13 +12,14 @@ import torch
 
 from benchmarks.probe.device import compare, compiled, judge, milliseconds, to_device
 from benchmarks.probe.process import FACT, Finding, Place
+from granite4_neuron.devices.graphs import topk
+from granite4_neuron.devices.graphs.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_capacity
+from granite4_neuron.devices.graphs.operators import XLA
+from granite4_neuron.devices.graphs.runtime import draw_inputs
+from granite4_neuron.devices.graphs.topk import UNDECIDED, likeliest
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.ops import TORCH, apply_rotary, rotary_tables
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
-from granite4_neuron.ops.xla import XLA, topk
-from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_capacity
-from granite4_neuron.ops.xla.topk import UNDECIDED, likeliest
-from granite4_neuron.runtime.graphs import draw_inputs
 from granite4_neuron.runtime.interface import Row
 
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
@@ -127,7 +128,7 @@ def _form_of_experts(form: str) -> tuple[Callable[..., torch.Tensor], bool]:
     if form != "kernel":
         return partial(XLA.fused_experts, path=ExpertPath({"all": ALL, "gather": CHOSEN}[form])), False
     # Imported here, because the package works without nki.
-    from granite4_neuron.ops.nki.experts import fused_experts as by_kernel
+    from granite4_neuron.devices.neuron.nki.experts import fused_experts as by_kernel
 
     return by_kernel, True
 

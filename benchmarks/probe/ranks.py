@@ -18,11 +18,11 @@ from benchmarks.probe.device import compiled, judge, milliseconds
 from benchmarks.probe.models import layer_model, steps, texts
 from benchmarks.probe.process import EQUAL, FACT, Finding, Place
 from granite4_neuron.checkpoint.saving import save_model
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.ranks import Meeting, check_devices, listen
+from granite4_neuron.devices.torch.split import SplitRuntime
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.ranks import Meeting, check_devices, listen
-from granite4_neuron.runtime.split import SplitRuntime
 
 _WIDTH = 4096
 _TOKENS = (1, 128)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.probe.process import OK, Record
-from granite4_neuron.choices import KV_WRITES
+from granite4_neuron.config.choices import KV_WRITES
 
 # A form of the cache's write is advised if it takes less than this part of the default's time.
 _MUCH_LESS = 0.67

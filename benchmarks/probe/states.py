@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.probe.device import compiled, judge, memory_bytes, milliseconds, to_device
 from benchmarks.probe.process import EQUAL, FACT, WRONG, Finding, Place
+from granite4_neuron.devices.graphs.operators import write_cache_as
 from granite4_neuron.ops import write_cache
-from granite4_neuron.ops.xla import write_cache_as
 
 MEGABYTES = (8, 32, 128)  # sizes of caches
 # A write by index takes the same time for any size of the cache. Measured times of such a write vary by less than this.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.simulation.lengths import Lengths
+from granite4_neuron.planning.simulation.lengths import Lengths
 
 
 @dataclass(frozen=True)

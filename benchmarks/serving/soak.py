@@ -41,7 +41,7 @@ from granite4_neuron.commands.options import add_model, add_runtime, load_runtim
 from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody, parse
+from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody, parse
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
 MAX_LENGTH, NUM_SEQUENCES, MAX_QUEUE = 512, 4, 64

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from test.support.pseudo_terminal import COLUMNS, COMMAND, ROWS, PseudoTerminal
 
 pytest.importorskip("prompt_toolkit", reason="prompt_toolkit is not installed")

@@ -18,8 +18,8 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
-from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.generation import chat_prompt
 
 CONFIG = "config.json"

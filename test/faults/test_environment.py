@@ -23,9 +23,9 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_leftovers
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.neuron.stand_ins import SOURCES, checkout
-from granite4_neuron.ops.cpu import build
-from granite4_neuron.runtime.neuron_cores import visible_cores
+from granite4_neuron.devices.cpu import build
+from granite4_neuron.devices.neuron.cores import visible_cores
+from granite4_neuron.devices.neuron.stand_ins import SOURCES, checkout
 from granite4_neuron.system import available_memory
 from test.faults.conftest import sentence
 from test.support.checkpoints import small_config
@@ -295,7 +295,7 @@ class TestKernelCache:
         compiler = script(tmp_path / "killer", 'while [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID')
         program = f"""
 from pathlib import Path
-from granite4_neuron.ops.cpu import build
+from granite4_neuron.devices.cpu import build
 build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
 """
         assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
@@ -328,7 +328,7 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
         program = f"""
 import signal
 from pathlib import Path
-from granite4_neuron.ops.cpu import build
+from granite4_neuron.devices.cpu import build
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
 """
@@ -436,7 +436,7 @@ class TestSourcesOfNxDInference:
         command = [*COMMAND, "graphs", "--backend", "nxdi", "--model", "h-350m"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert "it must name the root of a checkout" in sentence(done.returncode, done.stdout, done.stderr)
-        command = [sys.executable, "-m", "granite4_neuron.neuron.inference_demo"]
+        command = [sys.executable, "-m", "granite4_neuron.devices.neuron.inference_demo"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 1 and done.stderr.startswith(f"inference_demo: NXDI_SRC is {tmp_path}, which has no ")
 

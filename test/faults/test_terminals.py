@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.ops.cpu import build
-from granite4_neuron.runtime.tuning import Choice
+from granite4_neuron.devices.cpu import build
+from granite4_neuron.devices.cpu.tuning import Choice
 from granite4_neuron.system import terminal
 from test.support.pseudo_terminal import COMMAND, PseudoTerminal, foreign_controls, set_size, visible
 
@@ -138,7 +138,7 @@ def test_names_are_shown_without_controls(arguments, hostile_folder, at_terminal
 def test_tune_shows_a_name_without_controls(hostile_folder, at_terminal, monkeypatch, tmp_path):
     values = {"chunk_size": 64, "heads_per_task": 4, "torch_chunk_size": 64}
     choices = [Choice(name, {value: 1.0}, value) for name, value in values.items()]
-    monkeypatch.setattr("granite4_neuron.runtime.tuning.tune", lambda config, dtype, progress: choices)
+    monkeypatch.setattr("granite4_neuron.devices.cpu.tuning.tune", lambda config, dtype, progress: choices)
     shown = at_terminal("tune", "--model", hostile_folder, "--output", tmp_path / NAME)
     assert "wrote" in shown and not foreign_controls(shown)
 

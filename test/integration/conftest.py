@@ -3,9 +3,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import load
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model
 from test.support.tool_template import TOOL_TEMPLATE

@@ -11,10 +11,10 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from granite4_neuron.checkpoint.adapters import read_adapter
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops import cpu
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.adapters import peft_logits, peft_text, reference, save_adapter
 from test.support.checkpoints import CASES

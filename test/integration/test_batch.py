@@ -11,8 +11,8 @@ import time
 import pytest
 
 from granite4_neuron import generate
-from granite4_neuron.cli import main
 from granite4_neuron.commands import batch as command
+from granite4_neuron.commands.cli import main
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.serving.batch import lines as lines_module
 from granite4_neuron.serving.batch.batch import _PREPARED, LOOK_AHEAD, Batch

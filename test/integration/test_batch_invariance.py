@@ -1,8 +1,8 @@
 """A token's logits have the same bits whatever else is in a step: in any slot, with any neighbours, and in a
 verification of several tokens.
 
-These tests need a GPU, because Triton's interpreter computes other bits. test/unit/ops/gpu checks single kernels in
-the interpreter.
+These tests need a GPU, because Triton's interpreter computes other bits. test/unit/devices/cuda checks single kernels
+in the interpreter.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import published_config
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import small_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here, whose bits are compared")

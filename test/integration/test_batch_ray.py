@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from granite4_neuron import UserError
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.serving.batch.cluster import cpus_of_a_worker, reason_of
 
 NUM_LINES = 800

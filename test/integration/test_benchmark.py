@@ -24,17 +24,17 @@ from benchmarks.latency.profiles import ALL, profile
 from benchmarks.latency.report import machine_rates
 from benchmarks.latency.round_trip import load_round_trip
 from benchmarks.latency.states import compare_in_states
-from granite4_neuron import cli
-from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
+from granite4_neuron.commands import cli
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.devices.backends import BACKENDS
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.model.parameters import EMBEDDING, parameters
-from granite4_neuron.ops import cpu
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES, small_config
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.devices import steps as device_steps
-from granite4_neuron.runtime import devices
+from granite4_neuron.devices.torch import devices
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import FEW_LAYERS
 

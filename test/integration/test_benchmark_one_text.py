@@ -13,7 +13,7 @@ from benchmarks.one_text import command as one_text
 from benchmarks.one_text import llama_cpp as one_text_llama_cpp
 from benchmarks.one_text import products
 from benchmarks.one_text.engines import Row
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 from test.support.llama_server import write_llama_server
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")

@@ -10,9 +10,9 @@ from benchmarks.prefix_traces import engines as prefix_engines
 from benchmarks.prefix_traces.policies import LRU, MARCONI, OURS, SizesOnly, savings
 from benchmarks.prefix_traces.traces import TRACES, Sizes, replay, trace
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.ops import cpu
 from test.support.llama_server import write_llama_server
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-350m")

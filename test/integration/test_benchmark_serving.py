@@ -12,7 +12,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from benchmarks.serving import command as benchmark
 from benchmarks.serving.load import Answer, Lengths, Run, moments, questions
 from granite4_neuron import UserError, load
-from granite4_neuron.simulation.traffic import read_traffic
+from granite4_neuron.planning.simulation.traffic import read_traffic
 from test.support.serving import serving
 
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import generate, load, stream_generate
-from granite4_neuron.choices import CPU_KERNELS
+from granite4_neuron.config.choices import CPU_KERNELS
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.ops import TORCH, rms_norm
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
 PROMPTS = [

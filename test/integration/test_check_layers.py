@@ -12,13 +12,13 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.cuda.operators import GPU
+from granite4_neuron.devices.graphs.operators import LOOPS
+from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.evaluation.layers import compare_layers, operators_of_layers
-from granite4_neuron.ops import cpu
-from granite4_neuron.ops.gpu import GPU
-from granite4_neuron.ops.xla import LOOPS
-from granite4_neuron.runtime import torch_device
-from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer, small_config
 
 pytestmark = pytest.mark.versions
@@ -124,13 +124,13 @@ class TestCommand:
     def test_fused_layers(self, check, texting_folder):
         status, output, _ = check(texting_folder)
         assert status == 0 and "passed (no layer is off)" in output and "the first" not in output
-        assert "mamba layers: ops.cpu.layers" in output
+        assert "mamba layers: devices.cpu.layers" in output
 
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_fallbacks_have_their_reasons(self, check, texting_folder):
         status, output, _ = check(texting_folder, "--prefill-scan", "quadratic")
         assert status == 0 and "ops.mamba_kernels.quadratic_scan" in output
-        assert "ops.cpu.functions.linear" in output
+        assert "devices.cpu.functions.linear" in output
         assert "the fused decoder layers are not used: they have their own scan" in output
 
     def test_a_wrong_layer_is_named(self, check, texting_folder, monkeypatch):
@@ -187,19 +187,22 @@ class TestOperatorsThatRan:
     def test_fused_layers(self):
         runtime = CPURuntime(random_model(small_config()), GenerationConfig())
         layers = ["decoder", "feed_forward", "mamba_layer", "mamba_mixer"]
-        assert sorted(operators_of_layers(runtime, "mamba")) == [f"ops.cpu.layers.{name}" for name in layers]
+        assert sorted(operators_of_layers(runtime, "mamba")) == [f"devices.cpu.layers.{name}" for name in layers]
 
     @pytest.mark.parametrize("graphs", ["layer", "model"])
     def test_graphs(self, graphs, monkeypatch):
         runtime = self.torch_runtime(monkeypatch, graphs=graphs)
         names = operators_of_layers(runtime, "mamba")
-        assert {"ops.xla.mamba._chunked", "ops.xla.mamba._single_token", "ops.moe.mlp"} <= set(names)
+        assert {"devices.graphs.mamba._chunked", "devices.graphs.mamba._single_token", "ops.moe.mlp"} <= set(names)
 
     def test_token_kernels(self, monkeypatch):
         runtime = self.torch_runtime(monkeypatch, GPU)
         mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
-        assert {"ops.gpu.single_token_layer.advance_mixer", "ops.gpu.mamba._chunked"} <= set(mamba)
-        assert "ops.gpu.single_token_layer.project_heads" in attention and "ops.gpu.mamba._single_token" not in mamba
+        assert {"devices.cuda.single_token_layer.advance_mixer", "devices.cuda.mamba._chunked"} <= set(mamba)
+        assert (
+            "devices.cuda.single_token_layer.project_heads" in attention
+            and "devices.cuda.mamba._single_token" not in mamba
+        )
 
     def test_nki_kernels(self):
         pytest.importorskip("nki", reason="NKI is not installed")
@@ -207,7 +210,11 @@ class TestOperatorsThatRan:
         options = dict(kernels="torch", prefill_scan="ssd", decode_kernel="nki")
         runtime = CPURuntime(model, GenerationConfig(), **options)
         names = operators_of_layers(runtime, "mamba")
-        assert {"ops.nki.mamba.ssd_chunk_scan", "ops.nki.mamba.convolve", "ops.nki.mamba.mix"} <= set(names)
+        assert {
+            "devices.neuron.nki.mamba.ssd_chunk_scan",
+            "devices.neuron.nki.mamba.convolve",
+            "devices.neuron.nki.mamba.mix",
+        } <= set(names)
         assert not any("single_token_scan" in name for name in names)
 
     @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.xla import XLA
+from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
 from test.support.stepping import random_tokens, run_cuts

@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron import cli, load
+from granite4_neuron import load
 from granite4_neuron.checkpoint.folder import FolderCheckpoint, bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.quantized import CompressedFormat
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
+from granite4_neuron.commands import cli
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.quantization import WeightScheme
 from granite4_neuron.errors import UserError

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GraniteMoeHybri
 from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters

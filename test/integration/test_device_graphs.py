@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.neuron.analysis.hlo_cost import parameter_numbers
-from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
-from granite4_neuron.neuron_sdk import KERNELS
+from granite4_neuron.devices.neuron.neuron_sdk import KERNELS
+from granite4_neuron.planning.analysis.hlo_cost import parameter_numbers
+from granite4_neuron.planning.analysis.hlo_lint import findings, instructions
 from test.support import nxdi
 
 pytestmark = pytest.mark.versions
@@ -44,7 +44,7 @@ def one_layer_of_each_kind(name, folder):
 
 
 def application(folder, tp_degree=4, batch_size=1, config_options=None, **options):
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     config = config_of(folder, tp_degree, batch_size, config_options, **options)
     return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
@@ -71,8 +71,8 @@ def config_of(folder, tp_degree, batch_size, config_options=None, **options):
 def fused_application(name, draft, folder, tp_degree, batch_size):
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi.speculative_model import SpeculativeModel
 
     options = dict(on_device_sampling_config=dict(do_sample=False))
     configs = []
@@ -86,7 +86,7 @@ def fused_application(name, draft, folder, tp_degree, batch_size):
 
 
 def trace(app, kind, bucket):
-    from granite4_neuron.neuron.nxdi.trace import trace
+    from granite4_neuron.devices.neuron.nxdi.trace import trace
 
     return trace(app, getattr(app, kind), bucket)
 
@@ -235,7 +235,7 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
 @pytest.mark.parametrize("name", ["h-1b"])
 def test_a_verification_costs_little_more_than_decode(name, batch_size):
     """Verifying three drafts costs little more than decode in a dense model. More tokens would read more experts."""
-    from granite4_neuron.neuron.nxdi.graph_costs import report
+    from granite4_neuron.planning.analysis.nxdi_graphs import report
 
     config = GraniteMoeHybridConfig.from_family(name)
     reports = report(config, torch.bfloat16, 4, batch_size, [128], 2048, verified_tokens=4)
@@ -281,7 +281,7 @@ def test_kernels_of_this_package(tmp_path):
 
 def test_the_kernel_moves_states_no_more_than_necessary():
     """Verifying four tokens writes no state and moves no more than decoding one. A commit moves little but states."""
-    from granite4_neuron.neuron.nxdi.graph_costs import report
+    from granite4_neuron.planning.analysis.nxdi_graphs import report
 
     config = GraniteMoeHybridConfig.from_family("h-1b")
     config = replace(config, layer_types=(MAMBA,) * 2, num_hidden_layers=2)
@@ -320,7 +320,7 @@ def test_expert_kernels_of_nxd(kernel, tmp_path):
 
 def test_expert_path_nxd_needs_no_further_option(tmp_path, monkeypatch):
     """This package chooses a kernel that the SDK has. NxD's default is not in the SDK."""
-    from granite4_neuron.neuron.nxdi import config
+    from granite4_neuron.devices.neuron.nxdi import config
 
     folder = one_layer_of_each_kind("h-small", tmp_path)
     options = dict(max_context_length=2048, context_encoding_buckets=[2048], token_generation_buckets=[4096])
@@ -334,7 +334,7 @@ def test_expert_path_nxd_needs_no_further_option(tmp_path, monkeypatch):
 
 
 def test_components_are_traced_alone(tmp_path):
-    from granite4_neuron.neuron.nxdi.trace import trace
+    from granite4_neuron.devices.neuron.nxdi.trace import trace
 
     app = application(one_layer_of_each_kind("h-small", tmp_path))
     traced = trace(app, app.token_generation_model, 1024, with_components=True)

@@ -21,7 +21,7 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import MAMBA
 from granite4_neuron.config.aliases import ATTENTION
 from granite4_neuron.ops import QuantizedWeight

@@ -9,20 +9,20 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.graphs.operators import XLA
+from granite4_neuron.devices.xla.runtime import XLARuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.binding import set_operators
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import DenseStep
-from granite4_neuron.neuron.analysis.graphs import report, trace_xla
-from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_proto, hlo_text, tracer
-from granite4_neuron.neuron.analysis.hlo_lint import instructions as instructions_of
-from granite4_neuron.neuron.analysis.live_set import products
-from granite4_neuron.ops.xla import XLA
+from granite4_neuron.planning.analysis.graphs import report, trace_xla
+from granite4_neuron.planning.analysis.hlo_cost import count, hlo_proto, hlo_text, tracer
+from granite4_neuron.planning.analysis.hlo_lint import instructions as instructions_of
+from granite4_neuron.planning.analysis.live_set import products
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.xla import XLARuntime
 from granite4_neuron.state.hybrid_state import MambaState
 from granite4_neuron.state.sizes import mamba_state_shapes
 from test.support.checkpoints import CASES, DENSE, NEMOTRON_CASES, nemotron_config, small_config

@@ -12,9 +12,10 @@ from granite4_neuron.checkpoint.loading import load_model, set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.ops import QuantizedWeight, cpu
+from granite4_neuron.ops import QuantizedWeight
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from test.support.checkpoints import CASES, large_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts

@@ -12,7 +12,8 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops import TORCH, select_operators
+from granite4_neuron.devices.selection import select_operators
+from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
 from test.support.checkpoints import CASES, HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config, small_config
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts

@@ -13,11 +13,12 @@ from benchmarks.accuracy import long_context
 from benchmarks.accuracy.long_context import errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.ops import TORCH, cpu
-from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.graphs.operators import XLA
+from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.ops import TORCH
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support import oracles
 from test.support.checkpoints import DENSE, small_config
 from test.support.one_layer import expected, one_layer
@@ -87,7 +88,7 @@ class TestErrorsOfGraphs:
     @pytest.mark.versions
     def test_of_xla(self, kind, dtype, layers):
         pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
-        from granite4_neuron.runtime.xla import XLARuntime
+        from granite4_neuron.devices.xla.runtime import XLARuntime
 
         check(lambda model: XLARuntime(model, GenerationConfig(), BUCKETS), layers, kind, dtype)
 
@@ -223,7 +224,7 @@ class TestMoreThan32Bits:
 
     @needs_gpu
     def test_a_head_with_more_on_a_gpu(self):
-        from granite4_neuron.ops.gpu.attention import attend_tokens
+        from granite4_neuron.devices.cuda.attention import attend_tokens
 
         head_dim, length = 128, 2**24 + 2**16
         cache = torch.zeros(2, 2, 1, length, head_dim, dtype=torch.bfloat16, device="cuda")

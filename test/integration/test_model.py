@@ -23,14 +23,14 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.neuron import compiled_graphs
+from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.neuron import compiled_graphs
-from granite4_neuron.neuron.analysis.hlo_lint import findings
-from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.planning.analysis.hlo_lint import findings
 from granite4_neuron.runtime.interface import Row, require
 from granite4_neuron.state.hybrid_state import HybridState, input_output_aliases
 from test.integration.test_bundled import PROMPTS as TEXTS
@@ -233,7 +233,7 @@ class TestCpuMode:
     )
     def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
         """The kernel runs in context encoding, and in decode with a sequence in every row or in some rows only."""
-        from granite4_neuron.neuron.nxdi import feed_forward
+        from granite4_neuron.devices.neuron.nxdi import feed_forward
 
         sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
         folder = random_checkpoints(Case("kernel_for_experts", sizes))
@@ -353,7 +353,7 @@ class TestCpuMode:
 
     def test_runtime_generates_the_texts_of_the_cpu_runtime(self):
         """The package's own generation runs over the model of NxD Inference."""
-        from granite4_neuron.neuron.nxdi import NeuronRuntime
+        from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
 
         ours, tokenizer = load(dtype=torch.float32)
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
@@ -368,7 +368,7 @@ class TestCpuMode:
 
     def test_runtime_is_as_accurate_as_the_others(self):
         """The check command compares them. Logits of a prompt are those of its last token only."""
-        from granite4_neuron.neuron.nxdi import NeuronRuntime
+        from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
 
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
         runtime = NeuronRuntime(nxdi.cpu_model(bundled_checkpoint(), **slots), GenerationConfig())
@@ -378,7 +378,7 @@ class TestCpuMode:
         assert report.phase(prefill=True).tokens == 3 and report.positions(0, 1) is None
 
     def test_runtime_names_unsupported_calls(self, continuous):
-        from granite4_neuron.neuron.nxdi import NeuronRuntime
+        from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
 
         runtime, row = NeuronRuntime(continuous, GenerationConfig()), Row(1, 0, [1, 2])
         attempts = {
@@ -465,7 +465,7 @@ class TestCpuMode:
         ],
     )
     def test_pieces_of_prompts_are_those_that_plan_expects(self, buckets, longest, rows, moe_folder, monkeypatch):
-        from granite4_neuron.neuron.nxdi import NeuronRuntime
+        from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
 
         monkeypatch.setattr(compiled_graphs, "CONTINUATION_TOKENS", 64)
         slots = dict(batch_size=2, ctx_batch_size=1, is_continuous_batching=True)
@@ -538,7 +538,7 @@ def scaled_attention_output(model, patch):
 
 
 def padding_where_positions_are_zero(model, patch):
-    from granite4_neuron.neuron.nxdi import modeling
+    from granite4_neuron.devices.neuron.nxdi import modeling
 
     correct = modeling._positions
 
@@ -551,20 +551,20 @@ def padding_where_positions_are_zero(model, patch):
 
 
 def state_in_bfloat16(model, patch):
-    from granite4_neuron.neuron.nxdi.state import NeuronStep
+    from granite4_neuron.devices.neuron.nxdi.state import NeuronStep
 
     correct = NeuronStep.write
     patch.setattr(NeuronStep, "write", lambda self, state, rows: correct(self, state, rows.bfloat16().to(rows.dtype)))
 
 
 def state_not_reset(model, patch):
-    from granite4_neuron.neuron.nxdi.state import NeuronStep
+    from granite4_neuron.devices.neuron.nxdi.state import NeuronStep
 
     patch.setattr(NeuronStep, "read", lambda self, state: self.rows_of(state).clone())
 
 
 def router_softmax_over_all_experts(model, patch):
-    from granite4_neuron.neuron.nxdi import feed_forward
+    from granite4_neuron.devices.neuron.nxdi import feed_forward
 
     def over_all(logits, top_k):
         weights, chosen = logits.softmax(-1).topk(top_k)
@@ -689,7 +689,7 @@ class TestNeuronDevice:
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory):
-        from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+        from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder, compiled = bundled_checkpoint(), str(tmp_path_factory.mktemp("compiled"))
         config = nxdi.make_config(folder, tp_degree=TP_DEGREE, batch_size=len(TEXTS), on_cpu=False)
@@ -710,7 +710,7 @@ class TestNeuronDevice:
     @torch.inference_mode()
     def test_hidden_states(self, tmp_path):
         """Hidden states after each layer except the last, in prefill and decode, show which layer is wrong."""
-        from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+        from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder = bundled_checkpoint()
         layers = [

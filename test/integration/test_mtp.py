@@ -15,12 +15,12 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, MTPDrafter, PrefixCache, Request
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.model.families import model_of
-from granite4_neuron.ops import cpu
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import HAS_NEMOTRON, nemotron_config
 from test.support.engines import generate_one, run, tokens_of

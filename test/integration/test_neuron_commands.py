@@ -7,12 +7,12 @@ from concurrent import futures
 import pytest
 import torch
 
-from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.neuron_sdk import KERNELS
+from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron.neuron_sdk import KERNELS
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import save_byte_tokenizer, small_config
@@ -57,8 +57,8 @@ def saved(path, **options):
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     """Replace the SDK: compiling saves only the config, and models run in CPU mode. Return the loaded models."""
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM, loading
-    from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM, loading
+    from granite4_neuron.devices.neuron.nxdi.runtime import NeuronRuntime
 
     loaded = []
 
@@ -129,7 +129,7 @@ def test_a_draft_of_itself_is_always_right(generate, graphs, folder):
 
 
 def test_buckets_and_jobs(generate, graphs, device, monkeypatch):
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     threads = []
 
@@ -174,7 +174,7 @@ def test_attention_torch_turns_the_kernel_off(graphs):
 
 
 def test_a_failure_names_other_forms_of_graphs(graphs, monkeypatch, capsys, tmp_path):
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     def compile(model, path):
         raise RuntimeError("NCC_INLA001")
@@ -199,7 +199,7 @@ def test_prompts_that_begin_alike_share_slots(generate, graphs):
 @torch.inference_mode()
 def test_a_bug_of_slots_is_seen(generate, graphs, monkeypatch):
     """The planted bug is a copy that does nothing."""
-    from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
+    from granite4_neuron.devices.neuron.nxdi.runtime import NeuronRuntime
 
     prompts = [PROMPT + end for end in (" one thing", " another", "")]
     expected = generate(*prompts)[1]

@@ -78,8 +78,8 @@ def application(draft, draft_config, kernels=None, **options):
     """Return the application of the bundled model with a draft model of that folder and config."""
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi.speculative_model import SpeculativeModel
 
     speculation = dict(speculation_length=TOKENS, enable_fused_speculation=True)
     config = nxdi.make_config(bundled_checkpoint(), kernels, **speculation, **options)
@@ -208,14 +208,14 @@ def test_its_prefix_of_weights_is_not_left_on_the_class(draft):
 
 
 def commit_of_all_drafts(patch):
-    from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel as Model
+    from granite4_neuron.devices.neuron.nxdi.speculative_model import SpeculativeModel as Model
 
     correct = Model.advance
     patch.setattr(Model, "advance", lambda self, kept, at, accepted: correct(self, kept, at, 0 * accepted + TOKENS))
 
 
 def commit_without_the_window(patch):
-    from granite4_neuron.neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
+    from granite4_neuron.devices.neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
 
     correct = Fused._commit
 
@@ -229,7 +229,7 @@ def commit_without_the_window(patch):
 
 
 def no_commit(patch):
-    from granite4_neuron.neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
+    from granite4_neuron.devices.neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
 
     patch.setattr(Fused, "_commit", staticmethod(lambda *args: None))
 
@@ -255,7 +255,7 @@ def test_unsupported_sampling_is_refused(options, message):
 
 
 def test_without_a_draft_model():
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     options = dict(on_device_sampling_config=dict(do_sample=False), enable_fused_speculation=True, speculation_length=4)
     with pytest.raises(UserError, match="with a draft model"):
@@ -286,8 +286,8 @@ def test_a_draft_model_of_other_sizes_is_refused(changes, message):
 
 
 def test_models_that_cannot_verify_are_refused():
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
     draft = bundled_checkpoint()
     config = application(draft, nxdi.make_config(draft, **GREEDY), **GREEDY).config

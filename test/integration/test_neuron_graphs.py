@@ -14,16 +14,16 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.neuron.analysis import graphs, hlo_lint
-from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_text
-from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
-from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
-from granite4_neuron.ops.xla import expert_path
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.graphs.operators import expert_path
+from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.planning.analysis import graphs, hlo_lint
+from granite4_neuron.planning.analysis.hlo_cost import count, hlo_text
+from granite4_neuron.planning.analysis.torch_graphs import trace_torch
+from granite4_neuron.planning.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
 from granite4_neuron.runtime.interface import Draw, Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import DENSE, small_config
 from test.support.fx_lint import findings
 from test.support.neuron_compiler import Graph, Recorder

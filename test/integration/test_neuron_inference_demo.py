@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from granite4_neuron.devices.neuron import inference_demo
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.neuron import inference_demo
 from test.integration.test_model import free_port
 from test.support import nxdi
 
@@ -29,7 +29,7 @@ def arguments(*options: str) -> list[str]:
 def test_accuracy_check(tmp_path):
     nxdi.skip_unless_importable()
     check = ["--compiled-model-path", str(tmp_path), "--check-accuracy-mode", "token-matching"]
-    command = [sys.executable, "-m", "granite4_neuron.neuron.inference_demo", *arguments(*check)]
+    command = [sys.executable, "-m", "granite4_neuron.devices.neuron.inference_demo", *arguments(*check)]
     environment = dict(os.environ, MASTER_PORT=str(free_port()))
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron.cli import main
-from granite4_neuron.runtime.neuron_cores import visible_cores
+from granite4_neuron.commands.cli import main
+from granite4_neuron.devices.neuron.cores import visible_cores
 
 ROOT = Path(__file__).parents[2]
 

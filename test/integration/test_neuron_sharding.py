@@ -64,7 +64,7 @@ def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
 @pytest.mark.parametrize("name", granite_names())
 def test_shapes_of_a_rank(name, degree, tmp_path):
     """Shapes of weights and state match, or one sentence names the degrees that do divide the model."""
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     granite = one_layer_of_each_kind(name, tmp_path)
     try:
@@ -112,7 +112,7 @@ def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
     """Check that NxD's sharder gives each rank what this package's own backends load."""
     from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     try:
         GraniteMoeHybridConfig.from_file(folder / "config.json").rank_dimensions(degree)

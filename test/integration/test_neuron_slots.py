@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from granite4_neuron import load
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, Request, SlotPrefixCache
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.runtime.interface import Row, require
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 
 
 def runtime_of(folder, kernels=None, **options):
-    from granite4_neuron.neuron.nxdi import NeuronRuntime
+    from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
 
     return NeuronRuntime(nxdi.cpu_model(folder, kernels, **{**OPTIONS, **options}), GenerationConfig())
 
@@ -84,7 +84,7 @@ def with_kernels(cpu_mode, random_checkpoints):  # noqa: F811
 @pytest.fixture
 def launches(monkeypatch):
     """Record each kernel launch of a Mamba layer: its name, and whether it got a gate and counts."""
-    from granite4_neuron.ops.nki import launch as launching
+    from granite4_neuron.devices.neuron.nki import launch as launching
 
     seen, correct = [], launching.launch
 
@@ -340,7 +340,7 @@ def commit_of_all_drafts(runtime, patch):
 
 
 def commit_without_the_window(runtime, patch):
-    from granite4_neuron.neuron.nxdi.slot_graphs import CommitModel
+    from granite4_neuron.devices.neuron.nxdi.slot_graphs import CommitModel
 
     correct = CommitModel.advance
 
@@ -353,7 +353,7 @@ def commit_without_the_window(runtime, patch):
 
 
 def verification_that_writes_state(runtime, patch):
-    from granite4_neuron.neuron.nxdi.state import NeuronStep
+    from granite4_neuron.devices.neuron.nxdi.state import NeuronStep
 
     patch.setattr(NeuronStep, "write", NeuronStep._write)
 
@@ -380,7 +380,7 @@ def test_a_bug_of_verification_is_seen(bug, folder, sequences, monkeypatch):
 
 def change_arguments(change, patch):
     """Launch mamba_decode with its last two arguments, z and the counts, changed."""
-    from granite4_neuron.ops.nki import launch as launching
+    from granite4_neuron.devices.neuron.nki import launch as launching
 
     correct = launching.launch
 
@@ -417,7 +417,7 @@ def test_a_bug_around_the_kernel_is_seen(change, with_kernels, monkeypatch):
 
 
 def test_a_copy_that_forgets_the_window_is_seen(folder, sequences, monkeypatch):
-    from granite4_neuron.neuron.nxdi.slot_graphs import CopyModel
+    from granite4_neuron.devices.neuron.nxdi.slot_graphs import CopyModel
 
     runtime, correct = runtime_of(folder), CopyModel.forward
 

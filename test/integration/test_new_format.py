@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import granite4_neuron
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 
 ROOT = Path(__file__).parents[2]
 FP8 = ROOT / "test" / "support" / "fp8"
@@ -18,10 +18,10 @@ REFUSAL = "test_a_value_that_does_not_exist"
 TESTS = (
     FP8 / "fp8_checks.py",
     "test/unit/ops/test_quantization.py",
-    "test/unit/ops/cpu/kernels/test_kernels.py",
-    "test/unit/ops/cpu/test_layers.py",
+    "test/unit/devices/cpu/kernels/test_kernels.py",
+    "test/unit/devices/cpu/test_layers.py",
     "test/integration/test_quantized_checkpoints.py",
-    "test/unit/test_backends.py",
+    "test/unit/devices/test_backends.py",
 )
 
 
@@ -31,7 +31,7 @@ def test_a_module_and_a_header_make_a_format(tmp_path):
     original, copy = Path(granite4_neuron.__file__).parent, tmp_path / "granite4_neuron"
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(FP8 / "fp8.py", copy / "ops" / "formats")
-    shutil.copy(FP8 / "fp8.h", copy / "ops" / "cpu" / "kernels" / "formats")
+    shutil.copy(FP8 / "fp8.h", copy / "devices" / "cpu" / "kernels" / "formats")
     command = [
         sys.executable,
         "-m",

@@ -34,14 +34,14 @@ SAMPLING_OPTION = {
         r"    sampling = parser.add_argument_group\((?:\n|.)*?\n    \)\n",
         '    sampling.add_argument("--typicality", type=number_in(0, 1), help="choose tokens of typical surprise")\n',
     ),
-    "serving/protocol.py": (r"    min_p: float \| None = None\n", "    typicality: float | None = None\n"),
+    "serving/apis/chat/protocol.py": (r"    min_p: float \| None = None\n", "    typicality: float | None = None\n"),
 }
 CPU_OPTION = {
-    "runtime/backends/cpu.py": (
+    "devices/cpu/backend.py": (
         r"    \*ARITHMETIC,\n",
         '    Option("spare_cores", "for the cpu backend: cores that compute nothing", default=0, least=0),\n',
     ),
-    "runtime/cpu.py": (
+    "devices/cpu/runtime.py": (
         r"        adapters: Mapping\[str, Adapter\] = \{\},\n(?=    \):)",
         "        spare_cores: int = 0,\n",
     ),
@@ -54,10 +54,11 @@ PROGRAM = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
 
-from granite4_neuron import cli, load
+from granite4_neuron.commands import cli
+from granite4_neuron import load
 from granite4_neuron.generation.loading import _GENERATION_FIELDS
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.protocol import ChatBody, parse
+from granite4_neuron.serving.apis.chat.protocol import ChatBody, parse
 
 def said_by(*arguments, typed=""):
     sys.stdin = io.StringIO(typed)
@@ -102,7 +103,7 @@ def run(tmp_path_factory):
     """Add both options to a copy of the package; return a function that runs Python with it."""
     copy = tmp_path_factory.mktemp("copy") / "granite4_neuron"
     shutil.copytree(Path(granite4_neuron.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for place, addition in (*SAMPLING_OPTION.items(), *CPU_OPTION.items(), ("runtime/cpu.py", IN_THE_RUNTIME)):
+    for place, addition in (*SAMPLING_OPTION.items(), *CPU_OPTION.items(), ("devices/cpu/runtime.py", IN_THE_RUNTIME)):
         add(copy / place, *addition)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(copy.parent), "COLUMNS": "200"}

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from granite4_neuron.ops.expert_blocks import combine_choices, expert_blocks
+from granite4_neuron.devices.neuron.expert_blocks import combine_choices, expert_blocks
 from test.support.nki_cases import (
     conv_inputs,
     conv_oracle,
@@ -40,7 +40,7 @@ def device():
 
 
 def check(device, kernel, inputs, exact, dtype):
-    from granite4_neuron.ops.nki.launch import launch
+    from granite4_neuron.devices.neuron.nki.launch import launch
 
     outputs = launch(kernel, *(None if tensor is None else tensor.to(device) for tensor in inputs))
     for output, expected in zip(outputs, exact, strict=True):
@@ -51,7 +51,7 @@ def check(device, kernel, inputs, exact, dtype):
 @pytest.mark.parametrize("name", ["ssd_chunk_scan", "tensor_tensor_scan"])
 @pytest.mark.parametrize("length", [128, 300])
 def test_scans(device, name, length, dtype):
-    kernels = importlib.import_module(f"granite4_neuron.ops.nki.{name}")
+    kernels = importlib.import_module(f"granite4_neuron.devices.neuron.nki.{name}")
     inputs = scan_inputs(2, length, dtype=dtype, **HEADS)
     check(device, getattr(kernels, name), inputs.values(), scan_oracle(inputs), dtype)
 
@@ -60,7 +60,7 @@ def test_scans(device, name, length, dtype):
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_few_tokens(device, tokens, dtype):
     """Decode runs, then a verification, which gives outputs only, and its commit, which gives states only."""
-    from granite4_neuron.ops.nki.mamba_decode import mamba_decode
+    from granite4_neuron.devices.neuron.nki.mamba_decode import mamba_decode
 
     inputs = mamba_decode_inputs(3, tokens, dtype=dtype, accepted=[tokens, 0, tokens // 2], **HEADS)
     exact = mamba_decode_oracle(inputs)
@@ -71,7 +71,7 @@ def test_a_few_tokens(device, tokens, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_convolution(device, dtype):
-    from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
+    from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
 
     inputs = conv_inputs(2, 300, 1280, dtype=dtype, lengths=[300, 299])
     check(device, conv1d_prefill, inputs.values(), conv_oracle(inputs), dtype)
@@ -81,7 +81,7 @@ def test_convolution(device, dtype):
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_experts(device, tokens, dtype):
     """The kernel also gets tokens without experts: it skips the last slots, and some at the start."""
-    from granite4_neuron.ops.nki.experts_decode import experts_decode
+    from granite4_neuron.devices.neuron.nki.experts_decode import experts_decode
 
     inputs = experts_inputs(tokens, 32, 4096, 192, 10, dtype)
     check(device, experts_decode, experts_arguments(inputs), experts_oracle(inputs), dtype)
@@ -92,8 +92,8 @@ def test_experts(device, tokens, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_experts_by_blocks(device, dtype):
     """Some blocks keep the expert before, some rows have no token, and some blocks have no rows."""
-    from granite4_neuron.ops.nki.experts_prefill import experts_prefill
-    from granite4_neuron.ops.nki.launch import launch
+    from granite4_neuron.devices.neuron.nki.experts_prefill import experts_prefill
+    from granite4_neuron.devices.neuron.nki.launch import launch
 
     inputs = experts_inputs(500, 8, 4096, 192, 3, dtype, idle=tuple(range(450, 500)))
     x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()

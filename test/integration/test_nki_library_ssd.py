@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.kernels import command as kernels
 from benchmarks.kernels import nki_library
-from granite4_neuron.ops.nki.launch import launch
-from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
+from granite4_neuron.devices.neuron.nki.launch import launch
+from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
 from test.support.nki_cases import error, scan_inputs, scan_oracle
 from test.support.nki_library import SOURCE, library_folder, provided_library
 from test.support.nki_library_ssd import has_ssd, ssd_arguments, ssd_kernel, ssd_results

@@ -88,7 +88,7 @@ def folder(random_checkpoints):
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
 def device(request, device_code_path, folder):  # noqa: F811
-    from granite4_neuron.neuron.nxdi import NeuronRuntime
+    from granite4_neuron.devices.neuron.nxdi import NeuronRuntime
 
     device = nxdi_device.device_model(folder, batch_size=request.param, **OPTIONS)
     return NeuronRuntime(device.application, GenerationConfig()), device

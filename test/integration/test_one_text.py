@@ -11,13 +11,14 @@ from transformers import GenerationConfig
 from granite4_neuron import ops
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.choices import QUANTIZATIONS
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.ops import FORMATS, cpu
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.ops import FORMATS
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import nemotron_config, small_config
 from test.support.engines import run, tokens_of

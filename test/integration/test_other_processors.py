@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from granite4_neuron.ops.cpu import build
+from granite4_neuron.devices.cpu import build
 
 X86 = "c++"
 ARM = "aarch64-linux-gnu-g++"

@@ -15,9 +15,9 @@ from benchmarks.probe.command import STEPS, main
 from benchmarks.probe.device import compare, judge
 from benchmarks.probe.process import EQUAL, FACT, OK, WRONG, Finding, Place, Record, run_apart
 from benchmarks.probe.remedies import REMEDIES, advice
-from granite4_neuron import cli
-from granite4_neuron.choices import KV_WRITES
-from granite4_neuron.runtime import torch_device
+from granite4_neuron.commands import cli
+from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.devices.torch import runtime as torch_device
 
 HERE = Path(__file__).parents[2]
 CPU = Place("cpu", "aot_eager")

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.stepping import random_tokens
 
 pytestmark = [

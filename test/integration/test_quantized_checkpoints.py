@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 
-from granite4_neuron import cli, load
+from granite4_neuron import load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model, set_parameter
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
-from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.commands import cli
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation.perplexity import measure, one_window
 from granite4_neuron.ops import FORMATS, QuantizedWeight

@@ -9,8 +9,8 @@ import torch
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig, LayerParts, published_config
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
-from granite4_neuron.neuron.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, report
-from granite4_neuron.neuron.analysis.torch_graphs import lower_torch, trace_torch
+from granite4_neuron.planning.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, report
+from granite4_neuron.planning.analysis.torch_graphs import lower_torch, trace_torch
 from test.support.checkpoints import DENSE, nemotron_config, small_config
 from test.support.stablehlo import text_findings
 

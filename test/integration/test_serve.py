@@ -19,12 +19,12 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed"
 
 from granite4_neuron import generate
 from granite4_neuron.engine import Engine
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
-from granite4_neuron.serving.no_effect import FieldsWithoutEffect
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
+from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody, GenerationBody
+from granite4_neuron.serving.apis.no_effect import FieldsWithoutEffect
 from test.support.serving import MODEL, serving
 
 PROMPT = "An assignment statement"

@@ -12,8 +12,8 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
 from granite4_neuron import chat, generate, load
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.ops import cpu
 from test.support.adapters import save_adapter
 from test.support.serving import MODEL, serving
 

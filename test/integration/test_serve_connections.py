@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from granite4_neuron.serving import connection
+from granite4_neuron.serving.http import connection
 from test.support.serving import serving
 
 HEAD = (

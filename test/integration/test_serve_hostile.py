@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import load
-from granite4_neuron.serving.answers import CompletionAnswer
+from granite4_neuron.serving.apis.chat.answers import CompletionAnswer
 from test.support.serving import serving
 
 JSON = {"Content-Type": "application/json"}

@@ -15,8 +15,8 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron.generation.tool_calls import OPEN
-from granite4_neuron.serving.messages import MessagesBody, PromptBody
-from granite4_neuron.serving.protocol import ChatBody
+from granite4_neuron.serving.apis.chat.protocol import ChatBody
+from granite4_neuron.serving.apis.messages.body import MessagesBody, PromptBody
 from test.support.serving import serving
 from test.support.tool_template import spelled
 

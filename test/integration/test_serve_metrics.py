@@ -10,7 +10,7 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 from prometheus_client.parser import text_string_to_metric_families
 
 from granite4_neuron import load
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from test.support.serving import MODEL, serving
 
 LENGTH = 512

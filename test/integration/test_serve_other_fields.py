@@ -130,7 +130,7 @@ class TestPrompts:
         assert cached[:3] == [0, 0, 0] and cached[3] > 8
 
     def test_priority_and_the_other_options_reach_the_engine(self, server, monkeypatch):
-        from granite4_neuron.serving.protocol import ChatBody
+        from granite4_neuron.serving.apis.chat.protocol import ChatBody
 
         options = dict(priority=-3, cache_salt="mine", allowed_token_ids=[5, 6], prompt_logprobs=1)
         [request] = server.service.maker.chat_requests(ChatBody(**CHAT, **options)).requests

@@ -13,9 +13,9 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import chat, load
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
-from granite4_neuron.ops import cpu
-from granite4_neuron.serving.page import page_files
+from granite4_neuron.serving.page.page import page_files
 from test.support.browser import browser, executable
 from test.support.kept_chats import chat_of, keep, kept
 from test.support.serving import MODEL, serving

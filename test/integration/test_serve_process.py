@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 
 LONG = {"prompt": "An assignment statement", "max_tokens": 600, "ignore_eos": True, "stream": True}
 
@@ -148,7 +148,7 @@ class TestAddressAndKey:
             assert main(["serve", "--port", "0", *arguments]) == 0
             return options, *capsys.readouterr()
 
-        monkeypatch.setattr("granite4_neuron.serving.server.Server", Recorded)
+        monkeypatch.setattr("granite4_neuron.serving.http.server.Server", Recorded)
         monkeypatch.setattr("gc.freeze", lambda: None)
         monkeypatch.delenv("GRANITE4_API_KEY", raising=False)
         return start

@@ -13,7 +13,7 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed; it knows
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody
+from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody
 from test.support.serving import serving
 
 JSON = {"Content-Type": "application/json"}

@@ -12,8 +12,8 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed"
 responses = pytest.importorskip("openai.types.responses", reason="OpenAI's client is too old")
 
 from granite4_neuron.generation.tool_calls import OPEN
-from granite4_neuron.serving.protocol import ChatBody
-from granite4_neuron.serving.responses import ResponsesBody
+from granite4_neuron.serving.apis.chat.protocol import ChatBody
+from granite4_neuron.serving.apis.responses.body import ResponsesBody
 from test.support.serving import MODEL
 from test.support.tool_template import spelled
 

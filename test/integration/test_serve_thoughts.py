@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
-from granite4_neuron.serving.protocol import ChatBody
+from granite4_neuron.serving.apis.chat.protocol import ChatBody
 from test.support import thinking
 from test.support.serving import MODEL, serving
 from test.support.tool_template import with_parameters
@@ -180,7 +180,7 @@ def test_messages(server, say):
 
 
 def prompt_of(server, api, body):
-    from granite4_neuron.serving.apis import BY_PATH
+    from granite4_neuron.serving.apis.endpoints import BY_PATH
 
     [request] = BY_PATH[api].requests(server.service.maker, BY_PATH[api].body.model_validate(body)).requests
     return server.service.texts.texts(request.tokens)

@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field
 from granite4_neuron import load
 from granite4_neuron.generation.answer_formats import GRANITE
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
-from granite4_neuron.serving.protocol import ChatBody
-from granite4_neuron.serving.tool_answers import CallsOfAnswer
+from granite4_neuron.serving.apis.chat.protocol import ChatBody
+from granite4_neuron.serving.apis.chat.tool_answers import CallsOfAnswer
 from test.support.serving import MODEL, serving
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}

@@ -11,8 +11,8 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import generate
 from granite4_neuron.checkpoint.loading import load_model
-from granite4_neuron.engine.drafters import NgramDrafter
-from granite4_neuron.runtime.xla import XLARuntime
+from granite4_neuron.devices.xla.runtime import XLARuntime
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from test.support.serving import serving
 
 pytestmark = pytest.mark.versions

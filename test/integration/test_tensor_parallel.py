@@ -21,16 +21,16 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.split import SplitRuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import stream_generate
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.runtime.bound_model import digest_of_weights
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.split import SplitRuntime
 from granite4_neuron.state.fingerprint import facts_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
@@ -281,7 +281,7 @@ def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, conf
 BROKEN_CALL = """
 from granite4_neuron import UserError, load
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 
 def interrupted(*arguments):
     raise KeyboardInterrupt
@@ -342,7 +342,7 @@ sys.stdin.read()
 INTERRUPTED_END = """
 from granite4_neuron import load
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.rank_calls import Call, encode
+from granite4_neuron.devices.torch.rank_calls import Call, encode
 
 class Interrupted:
     def join(self, *seconds):

@@ -10,15 +10,15 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError, load
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.choices import KV_WRITES
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
+from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.cuda.operators import GPU
+from granite4_neuron.devices.torch import runtime as torch_device
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Engine, Request
-from granite4_neuron.engine.drafters import NgramDrafter
-from granite4_neuron.ops.gpu import GPU
-from granite4_neuron.runtime import torch_device
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.engines import generate_one
 from test.support.graph_contract import (
@@ -377,7 +377,7 @@ class TestCommands:
                 given.append(options)
                 super().__init__(*arguments, **options)
 
-        monkeypatch.setattr("granite4_neuron.runtime.torch_device.TorchRuntime", Runtime)
+        monkeypatch.setattr("granite4_neuron.devices.torch.runtime.TorchRuntime", Runtime)
         command = ["generate", "An assignment statement", "--max-tokens", "4"]
         assert main(command) == 0
         expected = capsys.readouterr().out

@@ -10,24 +10,25 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.gpu import GPU, GPU_BATCH_INVARIANT, single_token_layer, token_layer
-from granite4_neuron.ops.gpu.attention import attend_tokens
-from granite4_neuron.ops.gpu.causal_conv1d import convolve_tokens
-from granite4_neuron.ops.gpu.flash_attention import attend_prompt
-from granite4_neuron.ops.gpu.fused_moe import multiply_by_experts
-from granite4_neuron.ops.gpu.head import score_tokens
-from granite4_neuron.ops.gpu.norms import normalize
-from granite4_neuron.ops.gpu.operator import LAUNCHES
-from granite4_neuron.ops.gpu.products import multiply_tokens
-from granite4_neuron.ops.gpu.ssd_chunk_scan import scan_chunks
-from granite4_neuron.runtime import torch_device
+from granite4_neuron.devices.cuda import single_token_layer, token_layer
+from granite4_neuron.devices.cuda.attention import attend_tokens
+from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
+from granite4_neuron.devices.cuda.flash_attention import attend_prompt
+from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
+from granite4_neuron.devices.cuda.head import score_tokens
+from granite4_neuron.devices.cuda.norms import normalize
+from granite4_neuron.devices.cuda.operator import LAUNCHES
+from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
+from granite4_neuron.devices.cuda.products import multiply_tokens
+from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
+from granite4_neuron.devices.torch import runtime as torch_device
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import nemotron_config, small_config
 from test.support.graph_contract import FEW_LAYERS, STEPS, run_steps
 from test.support.unwritten import unwritten_memory_is_nan
-from test.unit.ops.gpu.test_token_kernels import products_of_bfloat16
+from test.unit.devices.cuda.test_token_kernels import products_of_bfloat16
 
 pytestmark = pytest.mark.versions
 __all__ = ["products_of_bfloat16"]  # a fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from granite4_neuron import generate, load
-from granite4_neuron.cli import main
-from granite4_neuron.ops import cpu
+from granite4_neuron.commands.cli import main
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.ops.launch_parameters import HEURISTIC, file_name, find_launch_parameters, write_launch_parameters
 
 SIZE = (32, 32, torch.float32)  # of the bundled model

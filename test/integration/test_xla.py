@@ -16,10 +16,11 @@ from granite4_neuron import load, stream_generate
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.graphs import operators as xla
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.ops import cached_attention, xla
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.ops import cached_attention
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import (
@@ -40,8 +41,8 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla bac
 import torch_xla
 import torch_xla.debug.metrics as metrics
 
-from granite4_neuron.runtime.graphs import cache_buckets
-from granite4_neuron.runtime.xla import XLARuntime
+from granite4_neuron.devices.graphs.runtime import cache_buckets
+from granite4_neuron.devices.xla.runtime import XLARuntime
 
 pytestmark = pytest.mark.versions
 

@@ -9,9 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import DENSE, nemotron_config, small_config
 

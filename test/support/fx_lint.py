@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from granite4_neuron.neuron.analysis.hlo_lint import MAX_RANK
-from granite4_neuron.neuron.analysis.torch_lowering import written_inputs
+from granite4_neuron.planning.analysis.hlo_lint import MAX_RANK
+from granite4_neuron.planning.analysis.torch_lowering import written_inputs
 
 _FORBIDDEN = {
     "is a sort": ("sort", "argsort", "msort", "topk", "kthvalue", "median", "unique", "_unique", "_unique2"),

@@ -17,11 +17,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.graphs.runtime import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SamplingParams
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Row
 from granite4_neuron.runtime.prompt_cuts import Pieces
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
@@ -358,7 +358,7 @@ class SlotContract:
 
 
 class VerifyContract:
-    """Verification and commit pass the checks that test/unit/runtime/test_cpu.py makes on the CPU."""
+    """Verification and commit pass the checks that test/unit/devices/cpu/test_runtime.py makes on the CPU."""
 
     ROUNDS = (
         Round((5, 3, 5, 1), (0, 0, 0, 0)),

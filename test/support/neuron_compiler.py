@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, written_inputs
+from granite4_neuron.planning.analysis.torch_lowering import aot_backend, written_inputs
 
 
 @dataclass
 class Graph:
     """A graph, with its inputs and outputs when it first ran.
 
-    step: the runtime's step. function: the name of its function in runtime.step_functions.
+    step: the runtime's step. function: the name of its function in devices.torch.step_functions.
     arguments: its inputs before it ran. results: the values it wrote to inputs, in their order, then its outputs.
     """
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.ops.expert_slots import expert_slots
+from granite4_neuron.devices.neuron.expert_slots import expert_slots
 from test.support import oracles
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from granite4_neuron.neuron.stand_ins import checkout
+from granite4_neuron.devices.neuron.stand_ins import checkout
 
 SOURCE = "NKI_LIBRARY_SRC"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron.neuron.stand_ins import why_not_importable
+from granite4_neuron.devices.neuron.stand_ins import why_not_importable
 from test.support.stepping import random_tokens
 
 __all__ = ["why_not_importable"]
@@ -29,7 +29,7 @@ def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **option
     from neuronx_distributed_inference.models.config import MoENeuronConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
-    from granite4_neuron.neuron.nxdi import GraniteMoeHybridInferenceConfig
+    from granite4_neuron.devices.neuron.nxdi import GraniteMoeHybridInferenceConfig
 
     values = dict(
         tp_degree=1, batch_size=1, max_context_length=BUCKET, seq_len=MAX_LENGTH, torch_dtype="float32", on_cpu=True
@@ -42,7 +42,7 @@ def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **option
 
 def cpu_model(folder: Path, kernels: Mapping[str, str] | None = None, **options):
     """Load a checkpoint in CPU mode."""
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     model = NeuronGraniteMoeHybridForCausalLM(str(folder), make_config(folder, kernels, **options))
     model.to_cpu()

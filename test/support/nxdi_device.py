@@ -58,8 +58,8 @@ class Device:
 
 def device_model(folder: Path, **options) -> Device:
     """Load a checkpoint on the device that XLA's CPU compiler stands in for, and warm it up."""
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.neuron.nxdi.trace import trace
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi.trace import trace
 
     values = dict(on_cpu=False, enable_bucketing=True, logical_nc_config=1, attn_kernel_enabled=False)
     application = NeuronGraniteMoeHybridForCausalLM(str(folder), nxdi.make_config(folder, **{**values, **options}))

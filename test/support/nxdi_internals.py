@@ -24,9 +24,9 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "nxdi-internals.md"
 SOURCE = ROOT / "src" / "granite4_neuron"
-PORT = SOURCE / "neuron" / "nxdi"
+PORT = SOURCE / "devices" / "neuron" / "nxdi"
 UPSTREAM = ("neuronx_distributed.", "neuronx_distributed_inference.", "torch_xla")
-_PORT_PACKAGE = "granite4_neuron.neuron.nxdi"
+_PORT_PACKAGE = "granite4_neuron.devices.neuron.nxdi"
 # NKI's modules by the names under which kernels import them.
 NKI = {"nl": "nki.language", "nisa": "nki.isa", "nki": "nki"}
 
@@ -106,7 +106,7 @@ def options() -> set[str]:
 def nki() -> Table:
     """Return {module: names} of NKI that this package's kernels use."""
     table: Table = defaultdict(dict)
-    for node in _nodes(_trees(SOURCE / "ops" / "nki"), ast.Attribute):
+    for node in _nodes(_trees(SOURCE / "devices" / "neuron" / "nki"), ast.Attribute):
         if isinstance(node.value, ast.Name) and node.value.id in NKI:
             table[NKI[node.value.id]][node.attr] = ()
     for module in set(NKI.values()) & {f"nki.{name}" for name in table["nki"]}:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from granite4_neuron.engine import Engine, PrefixCache
-from granite4_neuron.serving.address import bind, own_names
+from granite4_neuron.serving.http.address import bind, own_names
+from granite4_neuron.serving.http.server import Server
 from granite4_neuron.serving.sequences import Limits
-from granite4_neuron.serving.server import Server
 
 MODEL = "tiny"
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from granite4_neuron.neuron.analysis import hlo_lint
-from granite4_neuron.neuron.analysis.hlo_cost import hlo_text
-from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of
+from granite4_neuron.planning.analysis import hlo_lint
+from granite4_neuron.planning.analysis.hlo_cost import hlo_text
+from granite4_neuron.planning.analysis.torch_lowering import hlo_proto_of
 
 # A Python number, which is converted to the tensor's dtype where it is used.
 _NUMBER = re.compile(

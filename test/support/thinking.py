@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
-from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model
 from test.support.tool_template import NEMOTRON_TEMPLATE

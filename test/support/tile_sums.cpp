@@ -1,4 +1,4 @@
-// C functions for products of bfloat16 in AMX's order. test/unit/ops/cpu/kernels/test_tile_products.py compiles this.
+// C functions for products of bfloat16 in AMX's order. test/unit/devices/cpu/kernels/test_tile_products.py compiles this.
 #include "products.cpp"
 
 #include "formats.h"

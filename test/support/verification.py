@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from test.support.stepping import random_tokens

@@ -18,8 +18,8 @@ import torch_xla
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.neuron.analysis.hlo_cost import parameter_numbers
-from granite4_neuron.runtime import xla
+from granite4_neuron.devices.xla import runtime as xla
+from granite4_neuron.planning.analysis.hlo_cost import parameter_numbers
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import input_output_aliases
 from test.support.checkpoints import small_config

@@ -13,7 +13,8 @@ pytest.importorskip("httpx", reason="httpx is not installed; benchmarks/serving 
 from benchmarks.latency import options as latency_options
 from benchmarks.probe.command import parser as probe_parser
 from benchmarks.serving import command as serving
-from granite4_neuron import UserError, cli
+from granite4_neuron import UserError
+from granite4_neuron.commands import cli
 
 ROOT = Path(__file__).parents[2]
 PARSERS = {

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron import cli
+from granite4_neuron.commands import cli
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
-from granite4_neuron.serving.protocol import GenerationBody
+from granite4_neuron.serving.apis.chat.protocol import GenerationBody
 
 DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = {name for name, rule in SAMPLING_OPTIONS.items() if rule.is_setting}

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sorted([*ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "src").rglob("*.py")])
-CPP = sorted((ROOT / "src" / "granite4_neuron" / "ops" / "cpu" / "kernels").glob("*.[hc]*"))
+CPP = sorted((ROOT / "src" / "granite4_neuron" / "devices" / "cpu" / "kernels").glob("*.[hc]*"))
 MOST = 8
 # These have the signatures of mamba_ssm's and vLLM's functions and kernels of these names.
 NOT_OURS = {

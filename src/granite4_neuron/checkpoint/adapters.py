@@ -20,7 +20,7 @@ from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.model.parameters import HEAD, parameters
-from granite4_neuron.sandbox.adapter_patterns import PatternsFailed, first_matches
+from granite4_neuron.system.sandbox.adapter_patterns import PatternsFailed, first_matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 
 def bundled_checkpoint() -> Path:
     """Return the folder of the small trained checkpoint that comes with the package; its model card is README.md."""
-    return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
+    return Path(str(resources.files("granite4_neuron") / "checkpoint" / "tiny"))
 
 
 class FolderCheckpoint(Checkpoint):

@@ -13,7 +13,7 @@ from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
-from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.checkpoint.weight_plan import formats_for, model_format
-from granite4_neuron.choices import INT4_GROUP
+from granite4_neuron.config.choices import INT4_GROUP
 from granite4_neuron.config.quantization import COMPRESSED_TENSORS, StoredQuantization, WeightScheme
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM

@@ -34,8 +34,8 @@ from granite4_neuron.commands.serve import (
     served_name,
     served_prefix_cache,
 )
+from granite4_neuron.devices.torch.backend import kind_of_device
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.backends.torch_device import kind_of_device
 
 if TYPE_CHECKING:
     from granite4_neuron.serving.batch.batch import Batch, Result

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from granite4_neuron.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_model,
     add_runtime,
@@ -16,6 +15,7 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, write
+from granite4_neuron.config.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

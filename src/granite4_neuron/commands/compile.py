@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.checkpoint import require_folder
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.output_folder import check_output
@@ -26,9 +25,10 @@ from granite4_neuron.commands.options import (
     dtype_of,
     kernels_of,
 )
+from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.devices.neuron.neuron_sdk import ATTENTION_KERNELS
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron.compiled_graphs import GraphOptions
-from granite4_neuron.neuron_sdk import ATTENTION_KERNELS
 
 SECOND_WAYS = (
     "granite4-neuron: compilation failed; the reason follows. The compiler may accept a graph in another form. For "
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.output)
     neuron_sdk.require()
     # Not at the top: only this command and the nxdi backend need NxD Inference.
-    from granite4_neuron.neuron.nxdi.loading import compile_model
+    from granite4_neuron.devices.neuron.nxdi.loading import compile_model
 
     checkpoint = open_checkpoint(options.model)
     folder = require_folder(checkpoint)

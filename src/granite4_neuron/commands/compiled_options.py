@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from granite4_neuron.choices import EXPERTS_DECODE
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS
+from granite4_neuron.config.choices import EXPERTS_DECODE
+from granite4_neuron.devices.neuron.neuron_sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS
 
 
 def add_expert_path(parser: argparse.ArgumentParser) -> None:

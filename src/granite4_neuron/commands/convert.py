@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from granite4_neuron.checkpoint.output_folder import check_output, remove_leftovers
-from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_checkpoint, print_remark
 from granite4_neuron.commands.output import ProgressBar
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError, printable
 
@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.checkpoint.adapters import read_adapter
     from granite4_neuron.checkpoint.loading import load_model
     from granite4_neuron.checkpoint.saving import save_model
-    from granite4_neuron.ops import TORCH, cpu
+    from granite4_neuron.devices.cpu import operators as cpu
+    from granite4_neuron.ops import TORCH
 
     checkpoint = model_checkpoint(options)
     adapters = [read_adapter(adapter, checkpoint.config) for adapter in options.adapter]

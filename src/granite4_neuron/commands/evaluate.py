@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_model,
     add_runtime,
@@ -24,6 +23,7 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.errors import UserError
 

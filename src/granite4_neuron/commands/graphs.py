@@ -27,16 +27,16 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
+from granite4_neuron.devices.neuron.neuron_sdk import COMPILED_STATE_DTYPES, KERNELS
+from granite4_neuron.devices.neuron.stand_ins import SOURCES, why_not_importable
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron.stand_ins import SOURCES, why_not_importable
-from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, KERNELS
 
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
     from granite4_neuron.config import ModelConfig
-    from granite4_neuron.neuron.analysis import graphs
+    from granite4_neuron.planning.analysis import graphs
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from rich.table import Table
 
-    from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES
+    from granite4_neuron.planning.analysis.live_set import SBUF_BYTES
 
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
     dtype = dtype_of(options.dtype or stored_dtype)
@@ -120,8 +120,8 @@ def run(options: argparse.Namespace) -> int:
 def _reports(
     options: argparse.Namespace, kernels: Mapping[str, str], config: ModelConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
-    from granite4_neuron.neuron.analysis import graphs
-    from granite4_neuron.ops import default_experts_decode
+    from granite4_neuron.devices.selection import default_experts_decode
+    from granite4_neuron.planning.analysis import graphs
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     if options.backend != "nxdi":
@@ -140,7 +140,7 @@ def _reports(
             graph = replace(graph, experts_decode=form)
             if options.backend == "xla":
                 return graphs.trace_xla(graph)
-            from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
+            from granite4_neuron.planning.analysis.torch_graphs import trace_torch
 
             return trace_torch(graph)
 
@@ -148,7 +148,7 @@ def _reports(
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
-    from granite4_neuron.neuron.nxdi.graph_costs import report
+    from granite4_neuron.planning.analysis.nxdi_graphs import report
 
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
     return report(config, dtype, *sizes, {**kernels, **of_experts, "state_dtype": options.state_dtype}, options.verify)

@@ -16,7 +16,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.commands.serve import MAX_NUM_SEQS, MODEL_LEN, max_model_len
-from granite4_neuron.runtime.backends.torch_device import kind_of_device
+from granite4_neuron.devices.torch.backend import kind_of_device
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
     checkpoint = model_checkpoint(options)
     runtime, tokenizer = load_runtime(options, checkpoint)
     # Not at the top: these imports take seconds, and --help does not need them.
+    from granite4_neuron.planning.simulation.measuring import measure
     from granite4_neuron.runtime.interface import require
-    from granite4_neuron.simulation.measuring import measure
 
     require(runtime, "snapshot")
     longest = max_model_len(options, runtime)

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.backends import BACKENDS, all_options
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import ModelConfig, published_config
 from granite4_neuron.config.published import published_name, published_names
+from granite4_neuron.devices.backends import BACKENDS, all_options
+from granite4_neuron.devices.neuron.neuron_sdk import KERNELS
+from granite4_neuron.devices.options import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
 from granite4_neuron.errors import UserError, printable
-from granite4_neuron.neuron_sdk import KERNELS
-from granite4_neuron.runtime.backends.common import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
-from granite4_neuron.runtime.backends.declaration import Option
+from granite4_neuron.runtime.declaration import Option
 
 if TYPE_CHECKING:
     import torch

@@ -17,15 +17,15 @@ from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic,
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.published import published_names
+from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, is_compiled
+from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron.compiled_graphs import GraphOptions, is_compiled
-from granite4_neuron.neuron_sdk import INSTANCES
 
 if TYPE_CHECKING:
     from granite4_neuron.config import ModelConfig
-    from granite4_neuron.neuron.analysis import latency, plan
-    from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
-    from granite4_neuron.neuron.analysis.graph_memory import GraphMemory
+    from granite4_neuron.planning import latency, plan
+    from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
+    from granite4_neuron.planning.analysis.graph_memory import GraphMemory
 
 EXIT_DOES_NOT_FIT, EXIT_OPEN = 1, 3
 _LATENCY_DEFAULTS: dict[str, Any] = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
@@ -131,8 +131,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan_latency(options: argparse.Namespace) -> int:
     """Predict how long steps of a model take, and print it."""
-    from granite4_neuron.neuron.analysis import latency, plan
-    from granite4_neuron.neuron.analysis.live_set import live_set
+    from granite4_neuron.planning import latency, plan
+    from granite4_neuron.planning.analysis.live_set import live_set
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
@@ -172,7 +172,7 @@ def _write_latency(lines: Sequence[latency.Prediction], title: str, spills: Mapp
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron.neuron.analysis import latency, published_latency
+    from granite4_neuron.planning import latency, published_latency
 
     as_counted = ["as counted, ms"] if any(line.counted is not None for line in lines) else []
     table = Table("step", "batch", "bound, ms", *as_counted, "predicted, ms", "per token, ms", "tokens/s", "most of it")
@@ -241,7 +241,8 @@ def _plan_model(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron.neuron.analysis import graph_memory, plan
+    from granite4_neuron.planning import plan
+    from granite4_neuron.planning.analysis import graph_memory
 
     planned = _planned(options.model, options)
     batch_size, context = planned.batch_size, planned.context
@@ -287,7 +288,7 @@ def _plan_model(options: argparse.Namespace) -> int:
 
 def _write_live_sets(planned: plan.Plan) -> None:
     """Print the live set of each graph for prompts, and what spills."""
-    from granite4_neuron.neuron.analysis.live_set import SBUF_BYTES, live_set
+    from granite4_neuron.planning.analysis.live_set import SBUF_BYTES, live_set
 
     lengths = planned.prompt_lengths
     lives = {tokens: live_set(planned.config, planned.tp_degree, planned.dtype, tokens) for tokens in lengths}
@@ -363,7 +364,7 @@ def _plan_all(options: argparse.Namespace) -> int:
 
 def _fitting(outcomes: Mapping[str, str]) -> str:
     """Return a sentence on which models fit, and one on each that may not."""
-    from granite4_neuron.neuron.analysis.plan import FITS
+    from granite4_neuron.planning.plan import FITS
 
     others = {name: outcome for name, outcome in outcomes.items() if outcome != FITS}
     fitting = f"{len(outcomes) - len(others)} of {len(outcomes)} models fit a core's memory."
@@ -371,7 +372,7 @@ def _fitting(outcomes: Mapping[str, str]) -> str:
 
 
 def _fit(planned: plan.Plan) -> str:
-    from granite4_neuron.neuron.analysis.plan import FITS
+    from granite4_neuron.planning.plan import FITS
 
     if planned.outcome == FITS or planned.with_fewest_graphs.outcome != FITS:
         return planned.outcome
@@ -380,7 +381,7 @@ def _fit(planned: plan.Plan) -> str:
 
 def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     """Plan a model by its name, and the draft model beside it if there is one."""
-    from granite4_neuron.neuron.analysis import plan
+    from granite4_neuron.planning import plan
 
     names = [name] if options.draft_model is None else [name, options.draft_model]
     models = [config_and_dtype(each) for each in names]
@@ -405,7 +406,7 @@ def _graph_options(options: argparse.Namespace, *configs: ModelConfig) -> GraphO
     if options.backend != "torch" and not refused:
         longest = options.max_context_length or GraphOptions.max_context_length
         return GraphOptions(longest, options.verify, prompts, cache)
-    from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
+    from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
 
     for name in ("max_context_length", "token_buckets", "draft_model"):
         if getattr(options, name) is not None:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from granite4_neuron.config import ModelConfig
-    from granite4_neuron.neuron.analysis.device_graphs import DeviceGraphOptions
-    from granite4_neuron.neuron.compiled_graphs import GraphOptions
-    from granite4_neuron.simulation.replicas import Result
-    from granite4_neuron.simulation.server import Server
-    from granite4_neuron.simulation.statistics import Histogram
-    from granite4_neuron.simulation.traffic import Arrival
+    from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
+    from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
+    from granite4_neuron.planning.simulation.replicas import Result
+    from granite4_neuron.planning.simulation.server import Server
+    from granite4_neuron.planning.simulation.statistics import Histogram
+    from granite4_neuron.planning.simulation.traffic import Arrival
 
     OptionsOf = Callable[[ModelConfig], GraphOptions | DeviceGraphOptions]  # of a model's compiled graphs
 
@@ -146,7 +146,7 @@ def plan_traffic(options: argparse.Namespace, graph_options: OptionsOf) -> int:
     check_plot(options.plot)
     cache_bytes = num_bytes(options.prefix_cache)
     # Not at the top: these imports take seconds, and --help does not need them.
-    from granite4_neuron.simulation.replicas import simulate
+    from granite4_neuron.planning.simulation.replicas import simulate
 
     server, where = _server(options, graph_options, cache_bytes)
     arrivals = _arrivals(options)
@@ -182,8 +182,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _arrivals(options: argparse.Namespace) -> list[Arrival]:
-    from granite4_neuron.simulation.lengths import Lengths
-    from granite4_neuron.simulation.traffic import poisson, read_traffic
+    from granite4_neuron.planning.simulation.lengths import Lengths
+    from granite4_neuron.planning.simulation.traffic import poisson, read_traffic
 
     if options.traffic is not None:
         return read_traffic(options.traffic)
@@ -198,7 +198,7 @@ def _server(
     cache_bytes: int,
 ) -> tuple[Server, str]:
     """Return the server, and a title that says whose step times it has."""
-    from granite4_neuron.simulation.server import Server
+    from granite4_neuron.planning.simulation.server import Server
 
     if options.steps is not None:
         runtime, where = measured_runtime(options.steps)
@@ -215,8 +215,8 @@ def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
         UserError: it is not such a file.
     """
     from granite4_neuron.config import config_from_dict
+    from granite4_neuron.planning.simulation.measured_steps import Measured, MeasuredSteps
     from granite4_neuron.runtime.prompt_cuts import from_json
-    from granite4_neuron.simulation.measured_steps import Measured, MeasuredSteps
 
     measured = Measured.load(file)
     config = config_from_dict(measured.config, source=str(file))
@@ -235,11 +235,11 @@ def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _predicted(options: argparse.Namespace, graph_options: OptionsOf) -> tuple[dict[str, Any], str]:
-    from granite4_neuron.neuron.analysis.plan import check_ranks
-    from granite4_neuron.neuron.compiled_graphs import GraphOptions, default_token_buckets
-    from granite4_neuron.runtime.graphs import cache_buckets
+    from granite4_neuron.devices.graphs.runtime import cache_buckets
+    from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, default_token_buckets
+    from granite4_neuron.planning.plan import check_ranks
+    from granite4_neuron.planning.simulation.predicted_steps import PredictedSteps
     from granite4_neuron.runtime.prompt_cuts import Anywhere, Pieces, PromptCuts
-    from granite4_neuron.simulation.predicted_steps import PredictedSteps
 
     check_ranks(options.instance, options.tp_degree)
     config, stored_dtype = config_and_dtype(options.model)
@@ -339,8 +339,8 @@ def _plot(arrivals: Sequence[Arrival], server: Server, fleets: Sequence[tuple[in
     """Draw the times to the first token and between tokens over the rate of requests."""
     from matplotlib.figure import Figure
 
-    from granite4_neuron.simulation.replicas import simulate
-    from granite4_neuron.simulation.traffic import at_rate
+    from granite4_neuron.planning.simulation.replicas import simulate
+    from granite4_neuron.planning.simulation.traffic import at_rate
 
     last = arrivals[-1].time - arrivals[0].time
     rate = (len(arrivals) - 1) / last if last else float(len(arrivals))

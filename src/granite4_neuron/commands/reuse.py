@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
+from granite4_neuron.devices.neuron.neuron_sdk import DRAFT_GRAPHS
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, SlotPrefixCache
-    from granite4_neuron.engine.drafters import Drafter
+    from granite4_neuron.engine.drafting.drafters import Drafter
     from granite4_neuron.runtime.interface import Runtime
 
 DRAFT_TOKENS = 4
@@ -225,7 +225,7 @@ def drafter(
     if options.speculate is not None and options.draft_model is not None:
         raise UserError("give either --speculate or --draft-model, not both.")
     from granite4_neuron.engine import DraftModel, MTPDrafter, PrefixCache
-    from granite4_neuron.engine.drafters import NgramDrafter
+    from granite4_neuron.engine.drafting.drafters import NgramDrafter
     from granite4_neuron.runtime.interface import require
 
     require(runtime, "verify")

@@ -171,10 +171,10 @@ def run(options: argparse.Namespace) -> int:
     max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.runtime.interface import require
-    from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
-    from granite4_neuron.serving.listener import raise_descriptor_limit
+    from granite4_neuron.serving.http.address import bind, in_url, is_for_this_machine, own_names
+    from granite4_neuron.serving.http.listener import raise_descriptor_limit
+    from granite4_neuron.serving.http.server import Server
     from granite4_neuron.serving.sequences import Limits
-    from granite4_neuron.serving.server import Server
 
     raise_descriptor_limit()
     with ExitStack() as at_end:

@@ -23,7 +23,7 @@ from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    from granite4_neuron.runtime.tuning import Choice
+    from granite4_neuron.devices.cpu.tuning import Choice
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     import torch
 
+    from granite4_neuron.devices.cpu.tuning import tune
     from granite4_neuron.ops.launch_parameters import LaunchParameters, file_name, write_launch_parameters
-    from granite4_neuron.runtime.tuning import tune
 
     use_threads(options)
     with ProgressBar("measuring", "values") as progress:

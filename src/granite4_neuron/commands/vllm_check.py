@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     folder = model_checkpoint(options).path
     _import_vllm()
     # Not at the top: these imports take seconds, and --help does not need them.
-    from granite4_neuron.ops import cpu
+    from granite4_neuron.devices.cpu import operators as cpu
     from granite4_neuron.vllm import cpu as vllm_cpu
     from granite4_neuron.vllm.cpu import self_test
 
@@ -100,7 +100,7 @@ def _through_vllm(folder: Path, max_tokens: int) -> tuple[list[str], dict[str, s
 def _used(model: nn.Module) -> dict[str, str]:
     from vllm import __version__
 
-    from granite4_neuron.ops.cpu.build import load_kernels
+    from granite4_neuron.devices.cpu.build import load_kernels
     from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
 
     mixers = [module for module in model.modules() if isinstance(module, Granite4MambaMixer2)]

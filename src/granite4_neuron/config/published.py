@@ -8,7 +8,7 @@ from typing import Any
 
 from granite4_neuron.errors import UserError
 
-_FOLDER = Path(__file__).parents[1] / "family"
+_FOLDER = Path(__file__).parent / "family"
 _BEGINNINGS = ("granite-4.0-", "nemotron-3-")  # prefixes of names, which may be left out
 _HUB_IDS = {
     "nemotron-3-nano-4b": "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",

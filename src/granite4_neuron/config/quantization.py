@@ -6,7 +6,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from granite4_neuron.choices import INT4_GROUP, QUANTIZATIONS
+from granite4_neuron.config.choices import INT4_GROUP, QUANTIZATIONS
 from granite4_neuron.errors import UserError
 
 COMPRESSED_TENSORS = "compressed-tensors"

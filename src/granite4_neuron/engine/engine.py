@@ -18,16 +18,16 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.drafters import Drafter
-from granite4_neuron.engine.drafting import Drafting
+from granite4_neuron.engine.drafting.drafters import Drafter
+from granite4_neuron.engine.drafting.drafting import Drafting
 from granite4_neuron.engine.live_sequences import LiveSequences
-from granite4_neuron.engine.prefix_cache import PrefixCache
-from granite4_neuron.engine.prefix_reuse import PrefixReuse
+from granite4_neuron.engine.prefix.cache import PrefixCache
+from granite4_neuron.engine.prefix.reuse import PrefixReuse
+from granite4_neuron.engine.prefix.slot_cache import SlotPrefixCache
 from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
 from granite4_neuron.engine.sampling_params import is_number, is_whole
 from granite4_neuron.engine.scheduler import ScheduledStep, Scheduler
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
-from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from granite4_neuron.engine.drafting import Drafting
-from granite4_neuron.engine.prefix_reuse import PrefixReuse
+from granite4_neuron.engine.drafting.drafting import Drafting
+from granite4_neuron.engine.prefix.reuse import PrefixReuse
 from granite4_neuron.engine.request import GenerationStats, Output
 from granite4_neuron.engine.sampling import RequestFault
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence

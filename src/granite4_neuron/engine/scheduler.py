@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from granite4_neuron.engine.drafting import Drafting
+from granite4_neuron.engine.drafting.drafting import Drafting
 from granite4_neuron.engine.live_sequences import LiveSequences
 from granite4_neuron.engine.pace import Pace
-from granite4_neuron.engine.prefix_reuse import PrefixReuse
+from granite4_neuron.engine.prefix.reuse import PrefixReuse
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import MOST_STOPS, Row, Runtime

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.backoff import DraftBackoff
+from granite4_neuron.engine.drafting.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, certain_logprob, token_logprobs
-from granite4_neuron.engine.prefix_interface import FoundPrefix, salted
+from granite4_neuron.engine.prefix.interface import FoundPrefix, salted
 from granite4_neuron.engine.request import Output, PromptReport, Request
 from granite4_neuron.engine.sampling import NOT_FINITE, RequestFault, Sampler
 from granite4_neuron.engine.text import TextStream

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM as Reference
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from granite4_neuron.checkpoint.tokenizing import encode
-from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.config.choices import FLOAT32_TOLERANCE
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState

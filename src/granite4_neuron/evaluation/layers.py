@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM as Reference
 from transformers import PreTrainedModel
 
-from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.config.choices import FLOAT32_TOLERANCE
 from granite4_neuron.evaluation.accuracy import greedy, longest_of
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.families import model_of

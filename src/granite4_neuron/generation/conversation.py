@@ -12,7 +12,7 @@ from typing import Any
 from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
+from granite4_neuron.engine.prefix.cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.answer_formats import END_THOUGHT, Thought
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder

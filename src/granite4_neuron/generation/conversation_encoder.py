@@ -18,7 +18,7 @@ from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.answer_formats import END_THOUGHT, answer_format
 from granite4_neuron.generation.structured_outputs import GrammarConstraint
-from granite4_neuron.sandbox import chat_template
+from granite4_neuron.system.sandbox import chat_template
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
 _MOST_LEVELS = 100  # of lists and objects

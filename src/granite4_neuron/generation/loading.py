@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from granite4_neuron.backends import BACKENDS, all_options, check_backend, check_values
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.devices.backends import BACKENDS, all_options, check_backend, check_values
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, are_whole, is_list, is_whole
 from granite4_neuron.engine.sampling_params import Option as SamplingOption
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.backends.declaration import Option
+from granite4_neuron.runtime.declaration import Option
 from granite4_neuron.runtime.interface import Runtime
 
 
@@ -51,7 +51,7 @@ def load(
             the small checkpoint that comes with the package.
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
         dtype: of weights and activations, such as torch.float32 or "float32"; None for that of the stored weights.
-        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `devices.selection`.
         backend: "cpu" for this machine's processor, "torch" for compiled graphs on a PyTorch device, "xla" for compiled
             graphs on torch_xla's device, "nxdi" for NxD Inference on a Neuron device.
         device, graphs: of the backend "torch", see `TorchRuntime`.

@@ -20,8 +20,8 @@ from granite4_neuron.engine import (
     SlotPrefixCache,
     TokenLogprob,
 )
-from granite4_neuron.engine.drafters import Drafter
-from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
+from granite4_neuron.engine.drafting.drafters import Drafter
+from granite4_neuron.engine.prefix.cache import SHORTEST_SHARED, common_length
 from granite4_neuron.engine.request import check_has
 from granite4_neuron.engine.slots import slots_that_fit
 from granite4_neuron.errors import UserError

@@ -20,9 +20,9 @@ from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.closed_objects import close_objects
 from granite4_neuron.generation.schema_references import has_endless_reference
-from granite4_neuron.sandbox.budgeted_thread import BudgetedThread, OverBudget
-from granite4_neuron.sandbox.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
-from granite4_neuron.sandbox.limited_process import Stop
+from granite4_neuron.system.sandbox.budgeted_thread import BudgetedThread, OverBudget
+from granite4_neuron.system.sandbox.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
+from granite4_neuron.system.sandbox.limited_process import Stop
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, Output, PrefixCache, Request, SamplingParams, SlotPrefixCache
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.drafters import Drafter
+from granite4_neuron.engine.drafting.drafters import Drafter
 from granite4_neuron.engine.request import check_has
 from granite4_neuron.engine.slots import slots_that_fit
 from granite4_neuron.errors import UserError

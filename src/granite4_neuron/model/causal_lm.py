@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from granite4_neuron.choices import MERGE_INSTEAD
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.config.choices import MERGE_INSTEAD
+from granite4_neuron.devices.cpu.forms import FusedLayers, why_not_one_call
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.binding import Module, fix_weights, set_operators, shallow_copy
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.fused import FusedLayers, why_not_one_call
 from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.moe import StackedWeights
 from granite4_neuron.model.mtp import MultiTokenPrediction

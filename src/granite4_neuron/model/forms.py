@@ -3,18 +3,18 @@
 A form is chosen once, when a model is bound, and says whether it supports a layer or why not. While a step runs, only
 its numbers of tokens and rows decide: a form falls back to the definition for steps that it does not support.
 
-A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. `model.fused`, all layers
-as one call, is a form as well.
+A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. `devices.cpu.forms`, all
+layers as one call, is a form as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from granite4_neuron.devices.cuda.forms import TokenLayer
+from granite4_neuron.devices.neuron.forms import mixer_class
 from granite4_neuron.model.binding import as_form
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.fused_mixer import mixer_class
-from granite4_neuron.model.token_layer import TokenLayer
 
 
 def forms_of(layers: Iterable[DecoderLayer]) -> tuple[list[DecoderLayer], list[str]]:

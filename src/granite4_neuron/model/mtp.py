@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cpu.forms import FusedLayers
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.fused import FusedLayers
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cpu.forms import FusedLayers, why_not_fused
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.forms import forms_of
-from granite4_neuron.model.fused import FusedLayers, why_not_fused
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step

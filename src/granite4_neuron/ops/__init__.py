@@ -1,8 +1,7 @@
 """The mathematics, as functions of tensors, in plain torch.
 
-`cpu` has most operators as fused kernels for this machine's processor, `gpu` has Triton kernels, `xla` has forms in
-plain torch for compiled graphs, and `nki` has kernels for NeuronCores. `select_operators` chooses among them for a
-runtime.
+They define what the kernels of the devices compute. `Operators` is one set of implementations, of which these are the
+defaults.
 
 Products with the experts' weights are in the weights' dtype, everything else in float32.
 """
@@ -28,7 +27,6 @@ from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.quantization import embedding, linear
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
-from granite4_neuron.ops.selection import default_experts_decode, select_operators
 from granite4_neuron.ops.selective_state_step import selective_state_step
 from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, as_tensor, is_quantized
@@ -51,7 +49,6 @@ __all__ = [
     "as_tensor",
     "cached_attention",
     "causal_conv1d",
-    "default_experts_decode",
     "embedding",
     "fused_experts",
     "is_quantized",
@@ -65,7 +62,6 @@ __all__ = [
     "rms_norm_gated",
     "rotary_tables",
     "router_logits",
-    "select_operators",
     "selective_state_step",
     "silu_and_mul",
     "stochastic_round",

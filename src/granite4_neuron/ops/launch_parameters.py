@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from granite4_neuron.choices import FOLDER_VARIABLE
+from granite4_neuron.config.choices import FOLDER_VARIABLE
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 

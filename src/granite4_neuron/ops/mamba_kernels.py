@@ -64,7 +64,7 @@ class MambaKernels:
     has_kernel_layout: whether `scan` takes and returns ssm_state as the NKI kernels have it, [batch, d_state,
         num_heads, head_dim], and not as [batch, num_heads, head_dim, d_state].
     fused_mixer: used in place of both for steps of no more tokens than it takes; None if there is none. See
-        `model.fused_mixer`.
+        `devices.neuron.forms`.
     """
 
     scan: Callable[..., Results]

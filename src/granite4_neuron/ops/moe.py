@@ -125,7 +125,7 @@ def fused_experts(
     """Sum over each token's experts of weight * w2[e] activate(w1[e] x).
 
     Arguments have the names and order of vLLM's function of this name. This form is for a CPU: in a compiled graph no
-    shape may depend on the router's choice, see `ops.xla`.
+    shape may depend on the router's choice, see `devices.graphs`.
 
     Args:
         hidden_states: [tokens, hidden_size].

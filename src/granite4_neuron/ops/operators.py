@@ -49,12 +49,12 @@ class Operators:
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both use one state layout.
     mamba_quadratic: replaces mamba_prefill if one decay matrix over all tokens is asked for.
     round_state: rounds a float32 SSM state to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
-    fused_layers: `ops.cpu.layers`, if layers are fused; None if their parts are computed one by one.
+    fused_layers: `devices.cpu.layers`, if layers are fused; None if their parts are computed one by one.
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
-    token_layer: `ops.gpu.token_layer`, if decode and verification of few sequences have operators that fuse products
-        with their neighbours; None if they use the same operators as other steps.
-    single_token_layer: `ops.gpu.single_token_layer`, if decode of one sequence has faster operators, which add up in
-        another order; None if it uses the same operators as several sequences.
+    token_layer: `devices.cuda.token_layer`, if decode and verification of few sequences have operators that fuse
+        products with their neighbours; None if they use the same operators as other steps.
+    single_token_layer: `devices.cuda.single_token_layer`, if decode of one sequence has faster operators, which add up
+        in another order; None if it uses the same operators as several sequences.
     launch_parameters: how Mamba layers divide a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: quantizes matrices when weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take only

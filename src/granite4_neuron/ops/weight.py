@@ -50,7 +50,7 @@ class Format(ABC):
     """A quantisation: how a matrix is written with fewer bits, as `values` and `scales`.
 
     A module of `ops.formats` has the only instance of a subclass as FORMAT. Plain torch multiplies by what `dequantize`
-    returns. The fused kernels have a header for it in ops/cpu/kernels/formats.
+    returns. The fused kernels have a header for it in devices/cpu/kernels/formats.
 
     quantizes_tied_embedding: whether a tied head and the embedding stay one matrix, in the format `head`. Otherwise the
         embedding is not quantized, and the head has values of its own.

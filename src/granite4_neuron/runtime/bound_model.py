@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from granite4_neuron.choices import NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.config import MAMBA, ModelConfig
+from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.devices.cpu.build import library_key
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.ops.cpu.build import library_key
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest

@@ -15,9 +15,9 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.graphs import topk
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.ops.xla import topk
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState

@@ -14,10 +14,10 @@ from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.engine.live_sequences import MOST_FAILED_STEPS
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.sandbox.budgeted_thread import with_stack
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
+from granite4_neuron.system.sandbox.budgeted_thread import with_stack
 
 Batch = list[tuple[int, Output]]
 

@@ -18,9 +18,7 @@ from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.sandbox.limited_process import Stop
-from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.protocol import (
+from granite4_neuron.serving.apis.chat.protocol import (
     ALL_THAT_FIT,
     AS_MANY_AS_FIT,
     ChatBody,
@@ -28,8 +26,10 @@ from granite4_neuron.serving.protocol import (
     ConversationBody,
     GenerationBody,
 )
-from granite4_neuron.serving.structured import Structure, structure_of
-from granite4_neuron.serving.tools import structure_of_calls
+from granite4_neuron.serving.apis.structured import Structure, structure_of
+from granite4_neuron.serving.apis.tools import structure_of_calls
+from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.system.sandbox.limited_process import Stop
 
 # To see whether a chat template shows such objects.
 _OBJECTS: dict[str, list[dict[str, Any]]] = {

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import too_many_requests
+from granite4_neuron.system.sandbox.limited_process import Stop
 
 Result = TypeVar("Result")
 

@@ -10,6 +10,6 @@ def register() -> None:
     installed.
     """
     if importlib.util.find_spec("neuronx_distributed_inference") is not None:
-        from granite4_neuron.neuron.nxdi.registration import register_model
+        from granite4_neuron.devices.neuron.nxdi.registration import register_model
 
         register_model()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from granite4_neuron import cli
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model, set_parameter
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
+from granite4_neuron.commands import cli
 from granite4_neuron.ops import as_tensor
 from test.support.checkpoints import CASES
 from test.support.stepping import random_tokens, run_cuts

@@ -12,10 +12,10 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from granite4_neuron.checkpoint.adapters import CONFIG, WEIGHTS, read_adapter
 from granite4_neuron.checkpoint.loading import load_model
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.adapters import peft_logits, save_adapter
 from test.support.checkpoints import CASES, nemotron_config, save_dense

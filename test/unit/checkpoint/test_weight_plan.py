@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.system.large_memory import LargeMemory
 from test.support.checkpoints import DENSE, small_config
 

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("peft", reason="peft is not installed")
 
 from granite4_neuron import generate, load
-from granite4_neuron.cli import main
-from granite4_neuron.ops import cpu
+from granite4_neuron.commands.cli import main
+from granite4_neuron.devices.cpu import operators as cpu
 from test.support.adapters import save_adapter
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")

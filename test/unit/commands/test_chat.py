@@ -13,8 +13,8 @@ import time
 import pytest
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.cli import main
 from granite4_neuron.commands.chat_session import COMMANDS
+from granite4_neuron.commands.cli import main
 from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE
 
 QUESTION = "What is the assert statement?"
@@ -205,7 +205,7 @@ class TestPipe:
         program = """
 import sys
 sys.modules["prompt_toolkit"] = None
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 sys.exit(main())
 """
         command = [sys.executable, "-c", program, "chat", "--max-tokens", "3"]

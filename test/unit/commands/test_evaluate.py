@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from granite4_neuron.checkpoint.loading import load_model
-from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.ops import FORMATS
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from granite4_neuron.cli import main
+from granite4_neuron.commands.cli import main
 
 CHOICE = {"enum": ["a", "bcd", 1.5]}  # each on one line
 

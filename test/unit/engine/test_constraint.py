@@ -8,7 +8,7 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.prompt_cuts import Multiples

@@ -8,10 +8,10 @@ import pytest
 from transformers import GenerationConfig
 
 from benchmarks.engine.decoding_stand_in import DecodingRuntime, _Decoded
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.scheduler import Scheduler
-from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 from test.unit.engine.test_failures import Interrupt

@@ -5,7 +5,7 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import ENGINE_MODELS, VOCAB, ChunkRuntime, run, tokens_of
 from test.support.stepping import random_tokens

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler, SamplingParams
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.logprobs import token_logprobs
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops import cpu
 from test.support.engines import CHUNK, ChunkRuntime, generate_one, run, tokens_of
 
 needs_packing = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="plain torch does not pack rows")

@@ -10,7 +10,7 @@ import torch
 
 from granite4_neuron import UserError, load
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.generation import Conversation, ConversationEncoder, generate
 from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import PoisonedPrefixCache, poison_engine

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import UserError
 from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
-from granite4_neuron.sandbox.chat_template import Renderer, TemplateFailed
-from granite4_neuron.sandbox.limited_process import LimitedProcess
+from granite4_neuron.system.sandbox.chat_template import Renderer, TemplateFailed
+from granite4_neuron.system.sandbox.limited_process import LimitedProcess
 
 pytestmark = pytest.mark.versions
 

@@ -24,7 +24,7 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 from granite4_neuron import GenerationError, UserError, chat, generate, stream_generate
 from granite4_neuron.commands.options import add_sampling, sampling_options
 from granite4_neuron.engine import Engine, GenerationStats, slots
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream

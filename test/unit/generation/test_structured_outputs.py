@@ -15,12 +15,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from benchmarks.engine.faults import ByMasks
 from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
-from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.generation.structured_outputs import Grammars, schema_text
-from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.sandbox.limited_process import Stop, Stopped
+from granite4_neuron.system.sandbox.limited_process import Stop, Stopped
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model, generate_one, run, tokens_of
 from test.support.schemas import SCHEMAS

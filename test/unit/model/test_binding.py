@@ -8,13 +8,15 @@ from torch import nn
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.forms import FusedLayers
+from granite4_neuron.devices.cpu.runtime import CPURuntime, Row
+from granite4_neuron.devices.graphs.operators import XLA
+from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.model.families import model_of
-from granite4_neuron.model.fused import FusedLayers
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.ops import TORCH, cpu, select_operators
+from granite4_neuron.ops import TORCH
 from granite4_neuron.ops.operators import Operators
-from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.cpu import CPURuntime, Row
 from test.support.checkpoints import small_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 

@@ -5,10 +5,11 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.choices import EXPERTS_DECODE
-from granite4_neuron.ops import TORCH, default_experts_decode, select_operators
-from granite4_neuron.ops.gpu import GPU
-from granite4_neuron.ops.xla import LOOPS, XLA
+from granite4_neuron.config.choices import EXPERTS_DECODE
+from granite4_neuron.devices.cuda.operators import GPU
+from granite4_neuron.devices.graphs.operators import LOOPS, XLA
+from granite4_neuron.devices.selection import default_experts_decode, select_operators
+from granite4_neuron.ops import TORCH
 from test.support.checkpoints import DENSE, small_config
 
 CONFIG = small_config(layer_types=("attention",), hidden_size=128, mamba_n_heads=16, num_local_experts=40)

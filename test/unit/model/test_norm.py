@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cuda.operators import GPU
 from granite4_neuron.model.binding import Module
-from granite4_neuron.ops import TORCH, cpu
-from granite4_neuron.ops.gpu import GPU
+from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
 from test.support.stepping import random_tokens

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from granite4_neuron import ops
-from granite4_neuron.ops import xla
+from granite4_neuron.devices.graphs import operators as xla
+from granite4_neuron.devices.graphs.runtime import cache_buckets
 from granite4_neuron.ops.attention import RunningSoftmax, blocks
-from granite4_neuron.runtime.graphs import cache_buckets
 from test.support import oracles
 
 pytestmark = pytest.mark.versions

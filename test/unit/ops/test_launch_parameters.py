@@ -9,8 +9,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.choices import FOLDER_VARIABLE
-from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels
+from granite4_neuron.config.choices import FOLDER_VARIABLE
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu import tuning
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.ops import LaunchParameters, launch_parameters, mamba_kernels
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
     HEURISTIC,
@@ -19,8 +22,6 @@ from granite4_neuron.ops.launch_parameters import (
     tuned_config_folder,
     write_launch_parameters,
 )
-from granite4_neuron.runtime import tuning
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config

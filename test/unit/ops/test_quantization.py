@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from granite4_neuron import ops
-from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.ops.formats.int4 import FORMAT as INT4
 from granite4_neuron.ops.formats.int4 import GROUP
 from granite4_neuron.ops.formats.int8 import _PART, quantize_per_channel

@@ -14,11 +14,12 @@ from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.model.adapters import Adapter, LowRank
-from granite4_neuron.ops import FORMATS, cpu
+from granite4_neuron.ops import FORMATS
 from granite4_neuron.runtime import bound_model
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import fingerprint as module
 from granite4_neuron.state.fingerprint import Fingerprint, weights_digest
 from test.support.checkpoints import DENSE, small_config

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes

@@ -5,10 +5,10 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import load
-from granite4_neuron.backends import BACKENDS
+from granite4_neuron.devices.backends import BACKENDS
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.backends.declaration import Backend
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.declaration import Backend
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import MambaState
 from granite4_neuron.state.sizes import sequence_bytes

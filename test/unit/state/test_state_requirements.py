@@ -18,11 +18,11 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cpu import runtime as cpu
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.step import NullSlotStep
 from granite4_neuron.ops import mamba_kernels
-from granite4_neuron.runtime import cpu
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 from test.support.checkpoints import DENSE, small_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, written_inputs
+from granite4_neuron.planning.analysis.torch_lowering import aot_backend, written_inputs
 from test.support.fx_lint import findings
 
 ROWS = torch.tensor([1, 2], dtype=torch.int32)

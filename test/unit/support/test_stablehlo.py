@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; the extra dev has it")
 pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
 
-from granite4_neuron.neuron.analysis.torch_lowering import lower
+from granite4_neuron.planning.analysis.torch_lowering import lower
 from test.support.stablehlo import findings, text_findings
 from test.unit.support.test_fx_lint import ROWS, graph_of
 

@@ -24,7 +24,7 @@ def test_the_entry_points_are_declared():
 
 def test_it_does_nothing_where_nxd_inference_is_absent(monkeypatch):
     monkeypatch.setattr(vllm_plugin.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "granite4_neuron.neuron.nxdi", None)  # importing it would raise
+    monkeypatch.setitem(sys.modules, "granite4_neuron.devices.neuron.nxdi", None)  # importing it would raise
     vllm_plugin.register()
 
 
@@ -34,7 +34,7 @@ def test_the_model_is_where_nxd_inference_looks():
     vllm_plugin.register()
     from neuronx_distributed_inference.utils.constants import MODEL_TYPES
 
-    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     assert ARCHITECTURE.partition("For")[0].lower() == MODEL_TYPE  # as vLLM's plugin makes a name of it
     assert MODEL_TYPES[MODEL_TYPE]["causal-lm"] is NeuronGraniteMoeHybridForCausalLM

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from granite4_neuron.choices import INT4_GROUP as GROUP
+from granite4_neuron.config.choices import INT4_GROUP as GROUP
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 

@@ -18,14 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine import Engine, Output
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.in_order import InOrder, Job
-from granite4_neuron.serving.answers import TokenTexts
-from granite4_neuron.serving.apis import check_model
+from granite4_neuron.serving.apis.chat.answers import TokenTexts
+from granite4_neuron.serving.apis.chat.protocol import parse
+from granite4_neuron.serving.apis.endpoints import check_model
+from granite4_neuron.serving.apis.identity import fixed
 from granite4_neuron.serving.batch.forms import Form, Prompts, form_of
 from granite4_neuron.serving.batch.lines import Line
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.identity import fixed
 from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
-from granite4_neuron.serving.protocol import parse
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
 MOST_CHOICES = 512  # sequences of a line

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.serving.apis import API, BY_PATH, CHAT, COMPLETIONS
+from granite4_neuron.serving.apis.endpoints import API, BY_PATH, CHAT, COMPLETIONS
+from granite4_neuron.serving.apis.identity import new_id
 from granite4_neuron.serving.batch.lines import Line
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.identity import new_id
 
 TEXT = "generated_text"
 

@@ -44,7 +44,7 @@ def register() -> None:
             )
         configs.call_with_each(configs.no_speculation(reason))
         return
-    from granite4_neuron.ops.cpu.build import load_kernels
+    from granite4_neuron.devices.cpu.build import load_kernels
     from granite4_neuron.vllm.cpu.registration import register_all
     from granite4_neuron.vllm.cpu.threads import spread_threads
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from granite4_neuron.engine import DraftModel
-from granite4_neuron.engine.drafters import DraftRequest
+from granite4_neuron.engine.drafting.drafters import DraftRequest
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import load
 
@@ -120,7 +120,7 @@ def _begins_with(text: np.ndarray, tokens: np.ndarray) -> bool:
 
 
 class _Greedy:
-    """A `engine.drafters.TokenChooser` that chooses the likeliest token."""
+    """A `engine.drafting.drafters.TokenChooser` that chooses the likeliest token."""
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         return int(logits.argmax())

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backend import AttentionBackend
 
 from granite4_neuron.config import FAMILIES
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.cpu.metadata import Scan, StepBackend, Verify
 from granite4_neuron.vllm.cpu.mixing import (

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron import ops
-from granite4_neuron.ops import cpu
-from granite4_neuron.ops.cpu.layers import MambaMixer
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.layers import MambaMixer
 from granite4_neuron.ops.launch_parameters import HEURISTIC
 from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.operators import causal_conv1d_update, selective_state_update

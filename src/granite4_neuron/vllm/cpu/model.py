@@ -25,11 +25,11 @@ from vllm.model_executor.models import granitemoehybrid as upstream
 from vllm.model_executor.models.utils import get_pp_missing_layer_names
 from vllm.sequence import IntermediateTensors
 
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.build import load_kernels
+from granite4_neuron.devices.cpu.layers import FeedForward
+from granite4_neuron.devices.cpu.weights import PackedWeight, pack
 from granite4_neuron.model.attention import RotaryTables
-from granite4_neuron.ops import cpu
-from granite4_neuron.ops.cpu.build import load_kernels
-from granite4_neuron.ops.cpu.layers import FeedForward
-from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2

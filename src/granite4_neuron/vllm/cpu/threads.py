@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 
 # Variables with processor numbers that vLLM sets for a worker, to bind OpenMP's threads.
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")

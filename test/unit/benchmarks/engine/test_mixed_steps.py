@@ -3,7 +3,7 @@
 import argparse
 
 from benchmarks.engine.mixed_steps import _measure, _print, _print_parts, _Steps
-from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from test.support.engines import engine_model
 
 

@@ -9,9 +9,9 @@ pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is install
 
 from benchmarks.kernels import command as kernels
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
-from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
-from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
+from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
+from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
+from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan
 from test.support.nki_cases import conv_inputs, scan_inputs
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from granite4_neuron.cli import main
 from granite4_neuron.commands import vllm_check
-from granite4_neuron.ops import cpu
+from granite4_neuron.commands.cli import main
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.vllm import cpu as vllm_cpu
 from granite4_neuron.vllm.cpu import self_test
 from granite4_neuron.vllm.cpu.sampling import expand_kernel

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from granite4_neuron.ops import cpu
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.vllm.cpu.threads import bound_processors
 
 pytestmark = pytest.mark.versions
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.versions
 # Prints the processors on which the main thread may run, and those of each new thread.
 SCRIPT = """
 import os, torch
-from granite4_neuron.ops.cpu.build import load_kernels
+from granite4_neuron.devices.cpu.build import load_kernels
 from granite4_neuron.vllm.cpu.threads import spread_threads
 
 load_kernels()

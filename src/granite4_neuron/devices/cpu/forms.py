@@ -1,0 +1,138 @@
+"""All decoder layers as one call of fused kernels, which saves the time that Python takes between short kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cpu.layers import Decoder, HalfLayer
+from granite4_neuron.devices.cpu.weights import PackedWeight, pack
+from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.attention import RotaryTables
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.norm import why_not_fusible
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import Step
+from granite4_neuron.ops import Operators, Weight
+from granite4_neuron.state.hybrid_state import HybridState, NoState
+
+
+def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
+    """Return why the fused layers do not support a model, as a clause; None if they do. norm: the model's final norm;
+    all norms are of its kind.
+    """
+    if parallel.degree > 1:
+        return f"they are for a whole model, and this is a part of {parallel.degree}"
+    return why_not_fusible(norm)
+
+
+def why_not_one_call(config: ModelConfig, embedding: Weight, head: Weight) -> str | None:
+    """Return why fused layers have no `forward_packed` for a model, as a clause; None if they have one."""
+    if config.uses_rope:
+        return "it makes no rotary positions"
+    if not isinstance(embedding, torch.Tensor) and embedding is not head:
+        return "it looks up rows of a plain embedding, or of the head's matrix"
+    return None
+
+
+class FusedLayers:
+    """The decoder layers of a model, with the weights that they have at construction.
+
+    Args:
+        operators: with fused layers.
+        layers: with packed matrices.
+        config: the whole model's.
+        adapters: with numbers.
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        layers: Sequence[DecoderLayer],
+        config: ModelConfig,
+        adapters: Sequence[Adapter] = (),
+    ):
+        kernels = operators.fused_layers
+        assert kernels is not None  # these are made of them
+        self._config = config
+        self._decoder: Decoder = kernels.decoder()
+        halves: list[dict[str, HalfLayer]] = []  # of each layer, by the modules that they compute
+        for layer in layers:
+            of_layer: dict[str, HalfLayer] = {}
+            if layer.is_mamba:
+                weights = layer.mamba_weights()
+                inner = kernels.mamba_mixer(weights.mixer, operators.launch_parameters)
+                of_layer["mamba"] = mamba = kernels.mamba_layer(weights, inner)
+                self._decoder.append_mamba(half=mamba)
+            elif layer.has_mixer:
+                of_layer["self_attn"] = attention = kernels.attention_layer(layer.attention_weights())
+                self._decoder.append_attention(half=attention)
+            if layer.has_feed_forward:
+                of_layer["shared_mlp"] = feed_forward = kernels.feed_forward(layer.feed_forward_weights())
+                self._decoder.append_feed_forward(half=feed_forward)
+            halves.append(of_layer)
+        for adapter in adapters:
+            for name, addition in adapter.additions.items():
+                _, _, layer_number, module, projection, _ = name.split(".")
+                down, up = (pack(matrix, torch.float32).packed for matrix in (addition.down, addition.up))
+                half, projection = halves[int(layer_number)][module], projection.removesuffix("_linear")
+                half.adapt(adapter=adapter.number, projection=projection, down=down, up=up)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Advance hidden_states, [batch, tokens, hidden_size] in float32, through all layers, and the state in place.
+
+        Returns:
+            The new hidden_states; and if the step verifies, the inputs of each Mamba layer's recurrence.
+        """
+        cos, sin = (None, None) if rotary is None else (table.flatten(0, 1)[None] for table in rotary)
+        results = self._decoder.step(
+            hidden_states=hidden_states.flatten(0, 1),
+            states=_pairs(state),
+            slots=step.slots,
+            adapters=step.adapters,
+            cos=cos,
+            sin=sin,
+            keep_inputs=step.verifies,
+            **step.rows(),
+        )
+        hidden_states, *inputs = (result.unflatten(0, hidden_states.shape[:2]) for result in results)
+        return hidden_states, inputs
+
+    def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
+        """Give it the model's embedding, final norm and head, for `forward_packed`; see `why_not_one_call`."""
+        assert isinstance(head, PackedWeight)  # as all matrices of the model
+        self._decoder.set_embedding_and_head(
+            head=head.packed,
+            embedding=embedding if isinstance(embedding, torch.Tensor) else None,
+            embedding_multiplier=self._config.embedding_multiplier,
+            norm=norm,
+            eps=self._config.rms_norm_eps,
+            logits_scaling=self._config.logits_scaling,
+        )
+
+    def forward_packed(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        state: HybridState,
+    ) -> torch.Tensor:
+        """Compute `HybridForCausalLM.forward_packed` without adapters. starts: positions of first tokens."""
+        return self._decoder.forward_packed(
+            tokens=tokens, lengths=lengths, starts=starts, slots=slots, states=_pairs(state)
+        )
+
+    def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
+        """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
+        kept_inputs = [inputs.flatten(0, 1) for inputs in kept_inputs]
+        self._decoder.advance(kept_inputs=kept_inputs, states=_pairs(state), **step.rows())
+
+
+def _pairs(state: HybridState) -> list[tuple[torch.Tensor, ...]]:
+    return [tuple(vars(layer).values()) for layer in state.layers if not isinstance(layer, NoState)]

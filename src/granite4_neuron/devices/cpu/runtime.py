@@ -1,0 +1,272 @@
+"""Runs steps of the model on this machine's processor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.fork import survive_forks
+from granite4_neuron.devices.selection import select_operators
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
+from granite4_neuron.model.mtp import MultiTokenPrediction
+from granite4_neuron.model.step import PackedStep, Step
+from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
+from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
+from granite4_neuron.runtime.interface import (
+    Ability,
+    Row,
+    Verification,
+    accepted_rows,
+    adapters_of,
+    check_verification,
+    packed_inputs,
+    step_inputs,
+)
+from granite4_neuron.runtime.prompt_cuts import Anywhere
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot, check_chain, recurrent_state
+from granite4_neuron.state.snapshot_memory import SnapshotMemory
+from granite4_neuron.system import available_memory
+
+
+class CPURuntime(BoundModel):
+    """The `Runtime` of this machine's processor: plain torch, or fused kernels.
+
+    Args:
+        model: with weights. It stays as it is: the runtime has a model of its own over the same weights.
+        generation_config: the checkpoint's defaults for generation.
+        kernels: "fused" for compiled kernels, "torch" for plain torch; see `devices.cpu.operators.operators`.
+        tuned_configs: a folder of tuned launch parameters; None for the one that GRANITE4_TUNED_CONFIG_FOLDER names, if
+            anything. See `ops.launch_parameters`.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `devices.selection`.
+        state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
+        adapters: of this model, by name.
+
+    Raises:
+        UserError: an option has no such choice, there is no such folder, the file in it for this model is broken, the
+            Mamba kernels cannot run, or there are adapters without fused layers.
+    """
+
+    cannot: Mapping[Ability, str] = {
+        ability: why for ability, why in BoundModel.cannot.items() if ability != "hidden_states"
+    }
+    # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
+    tokens_per_step = 512
+    # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
+    rows_per_step = 8
+    tokens_per_verification = 64
+
+    def __init__(
+        self,
+        model: HybridForCausalLM,
+        generation_config: GenerationConfig,
+        *,
+        kernels: str = "fused",
+        tuned_configs: str | Path | None = None,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
+        state_dtype: torch.dtype | None = None,
+        adapters: Mapping[str, Adapter] = {},
+    ):
+        survive_forks()
+        if decode_kernel == "nki" and state_dtype == torch.float16:
+            raise UserError("the NKI kernel for decode has SSM states in float32 or bfloat16, and not in float16.")
+        degree = model.parallel.degree
+        operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
+        self.generation_config = generation_config
+        self.state_dtype = state_dtype or torch.float32
+        launch_parameters = find_launch_parameters(
+            model.config.mamba_d_head,
+            model.config.mamba_d_state,
+            self.state_dtype,
+            tuned_config_folder(tuned_configs),
+        )
+        self._numbers = itertools.count(1)
+        self.adapters = {name: replace(each, number=next(self._numbers)) for name, each in adapters.items()}
+        operators = replace(operators, launch_parameters=launch_parameters)
+        self.model = model.bind(operators, adapters=list(self.adapters.values()))
+        self._snapshot_memory = SnapshotMemory()
+        self.prompt_cuts = Anywhere(is_exact=self.model.is_fused)
+        if self.model.is_fused:
+            self.cannot = {ability: why for ability, why in self.cannot.items() if ability != "adapters"}
+        # Without adapters that are loaded later: no state in a file depends on them, and this must not keep them alive.
+        self.weights_digest = partial(digest_of_weights, self.model.weights_of_states(), self.adapters)
+        # Results of the fused layers do not depend on the launch parameters.
+        chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
+        self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
+
+    @property
+    def packs_rows(self) -> bool:
+        """Implement `Runtime.packs_rows`."""
+        return self.model.is_fused
+
+    @property
+    def mtp(self) -> CPUMTPLayers | None:
+        """Implement `HasMTP.mtp`."""
+        return None if self.model.mtp is None else CPUMTPLayers(self)
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Implement `Runtime.load_adapter`.
+
+        Raises:
+            UserError: the layers are not fused.
+        """
+        self._bind({**self.adapters, name: replace(adapter, number=next(self._numbers))})
+
+    def unload_adapter(self, name: str) -> None:
+        """Implement `Runtime.unload_adapter`."""
+        self._bind({each: adapter for each, adapter in self.adapters.items() if each != name})
+
+    def _bind(self, adapters: Mapping[str, Adapter]) -> None:
+        """Bind the model to these adapters. Its weights are shared, and states stay valid."""
+        self.model = self.model.bind(self.model.operators, adapters=list(adapters.values()))
+        self.adapters = dict(adapters)
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """Implement `Runtime.allocate`; the cache takes memory only as it is written."""
+        dtype, degree = self.model.dtype, self.model.parallel.degree
+        with available_memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
+            return HybridState.allocate(
+                self.config,
+                num_sequences,
+                max_length,
+                dtype,
+                tp_degree=degree,
+                kernel_layout=self.model.kernel_layout,
+                state_dtype=self.state_dtype,
+            )
+
+    @torch.inference_mode()
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """Implement `Runtime.step`."""
+        longest = max(len(row.tokens) for row in rows)
+        if longest == 1 and not (all_logits or any(row.adapter for row in rows)):
+            tokens, starts, slots = zip(*((row.tokens[0], row.start, row.slot) for row in rows), strict=True)
+            return self.model.decode(tokens, starts, slots, state)
+        if self.packs_rows and not all_logits:
+            return self.model.forward_packed(*packed_inputs(rows), state, adapters=adapters_of(rows))
+        return self.model(
+            *step_inputs(rows, longest),
+            state,
+            kv_length=_kv_length(rows),
+            adapters=adapters_of(rows),
+            all_logits=all_logits,
+        )
+
+    @torch.inference_mode()
+    def step_with_hidden_states(
+        self, state: HybridState, rows: Sequence[Row], all_logits: bool = False
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Implement `Runtime.step_with_hidden_states`."""
+        lengths = [len(row.tokens) for row in rows]
+        if self.packs_rows and not all_logits:
+            hidden_states = self.model.packed_hidden_states(*packed_inputs(rows), state, adapters=adapters_of(rows))
+            of_rows = hidden_states.split(lengths)
+        else:
+            inputs = step_inputs(rows, max(lengths))
+            hidden_states, _ = self.model.hidden_states(
+                *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows)
+            )
+            of_rows = tuple(each[:length] for each, length in zip(hidden_states, lengths, strict=True))
+        logits = self.model.head(hidden_states if all_logits else torch.stack([each[-1] for each in of_rows]))
+        return logits, of_rows
+
+    @torch.inference_mode()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """Implement `Runtime.verify`."""
+        check_verification(self, rows)
+        longest = max(len(row.tokens) for row in rows)
+        # At least 2: a step of one token advances the state while it reads it, so it cannot leave the state unchanged.
+        inputs = step_inputs(rows, max(2, longest))
+        hidden_states, kept_inputs = self.model.hidden_states(
+            *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows), verifies=True
+        )
+        logits = self.model.head(hidden_states)
+        return Verification(rows, logits[:, :longest], kept_inputs, hidden_states[:, :longest])
+
+    @torch.inference_mode()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """Implement `Runtime.commit`."""
+        rows = accepted_rows(verification.rows, accepted)
+        tokens = max(2, *(len(row.tokens) for row in verification.rows))
+        _, positions, lengths, slots = step_inputs(rows, tokens)
+        self.model.advance(verification.kept_inputs, positions, lengths, slots, state)
+
+    @torch.inference_mode()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """Implement `Runtime.copy`."""
+        state.copy(torch.tensor([source]), torch.tensor([destination]), length)
+
+    @torch.inference_mode()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """Implement `Runtime.snapshot`."""
+        memory = self._snapshot_memory.take(recurrent_state(state.slot_views(slot)))
+        tensors = state.slot_tensors(torch.tensor([slot]), start, length, memory)
+        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.inference_mode()
+    def prepare_snapshot(self, is_wanted: bool) -> None:
+        """Implement `Runtime.prepare_snapshot`."""
+        if is_wanted:
+            self._snapshot_memory.make_ready()
+        else:
+            self._snapshot_memory.give_back()
+
+    @torch.inference_mode()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """Implement `Runtime.restore`."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
+        for snapshot in snapshots:
+            state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
+
+
+class CPUMTPLayers:
+    """The `MTPLayers` of a runtime's model, on the same kernels."""
+
+    def __init__(self, runtime: CPURuntime):
+        self._runtime = runtime
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """Implement `MTPLayers.allocate`."""
+        what = f"the cache for multi-token prediction of {num_sequences:,} sequences of up to {max_length:,} tokens"
+        with available_memory.enough_for(what):
+            return HybridState.allocate(self._layers.config, num_sequences, max_length, self._runtime.dtype)
+
+    @torch.inference_mode()
+    def step(self, state: HybridState, rows: Sequence[Row], hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Implement `MTPLayers.step`."""
+        step: Step
+        if self._runtime.packs_rows:
+            ids, positions, lengths, slots = packed_inputs(rows)
+            ids, hidden = ids[None], torch.cat(list(hidden_states))[None]
+            step = PackedStep(positions[None], lengths, slots, state.max_length)
+        else:
+            ids, positions, lengths, slots = step_inputs(rows, max(len(row.tokens) for row in rows))
+            hidden = pad_sequence(list(hidden_states), batch_first=True)
+            step = step_of(positions, lengths, slots, state, kv_length=_kv_length(rows))
+        embedded = self._runtime.model.model.embed(ids, step)
+        return self._layers(embedded, hidden, step, state)
+
+    @torch.inference_mode()
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Implement `MTPLayers.logits`."""
+        return self._runtime.model.head(hidden_states)
+
+    @property
+    def _layers(self) -> MultiTokenPrediction:
+        assert self._runtime.model.mtp is not None  # `CPURuntime.mtp`
+        return self._runtime.model.mtp
+
+
+def _kv_length(rows: Sequence[Row]) -> int:
+    return max(row.start + len(row.tokens) for row in rows)

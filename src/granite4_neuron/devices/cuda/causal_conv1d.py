@@ -1,0 +1,116 @@
+"""A Mamba layer's convolution over several tokens of each sequence: each output is one sum over ascending taps."""
+
+from __future__ import annotations
+
+import torch
+
+from granite4_neuron.devices.cuda.operator import operator, register_launch
+from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.ops.causal_conv1d import causal_conv1d
+
+_BLOCK_T, _BLOCK_C = 16, 64
+
+
+@operator()
+def convolve_tokens(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `ops.causal_conv1d`, in float32."""
+    y, window = causal_conv1d(x, conv_state, weight, bias, lengths)
+    return y.contiguous(), window.contiguous()
+
+
+@convolve_tokens.register_fake
+def _(x, conv_state, weight, bias, lengths):
+    return x.new_empty(x.shape, dtype=torch.float32), conv_state.new_empty(conv_state.shape)
+
+
+def _launch_convolve_tokens(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, tokens, channels = x.shape
+    y, window = x.new_empty(x.shape, dtype=torch.float32), conv_state.new_empty(conv_state.shape)
+    d_conv = weight.shape[1]
+    _convolve_tokens_kernel[triton.cdiv(channels, _BLOCK_C), triton.cdiv(tokens, _BLOCK_T), batch](
+        x,
+        conv_state.contiguous(),
+        weight.contiguous(),
+        bias,
+        lengths,
+        y,
+        window,
+        tokens,
+        x.stride(0),
+        x.stride(1),
+        CHANNELS=channels,
+        D_CONV=d_conv,
+        BLOCK_T=_BLOCK_T,
+        BLOCK_C=_BLOCK_C,
+        BLOCK_W=triton.next_power_of_2(d_conv),
+    )
+    return y, window
+
+
+register_launch(convolve_tokens, _launch_convolve_tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "stride_x_batch"])
+def _convolve_tokens_kernel(
+    x,
+    conv_state,
+    weight,
+    bias,
+    lengths,
+    y,
+    window,
+    tokens,
+    stride_x_batch,
+    stride_x_token,
+    CHANNELS: tl.constexpr,
+    D_CONV: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Convolve BLOCK_C channels of BLOCK_T tokens; the first program of a sequence's channels shifts their window.
+
+    Grid: (cdiv(CHANNELS, BLOCK_C), cdiv(tokens, BLOCK_T), batch).
+
+    Args:
+        x: [batch, tokens, CHANNELS], with its strides.
+        conv_state, window: [batch, CHANNELS, D_CONV - 1], before and after.
+        weight: [CHANNELS, D_CONV]. bias: [CHANNELS], or None.
+        lengths: [batch], integer.
+        y: [batch, tokens, CHANNELS] in float32.
+    """
+    pid_b = tl.program_id(2).to(tl.int64)
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_c = offs_c < CHANNELS
+    mask = (offs_t < tokens)[:, None] & mask_c[None]
+    x += pid_b * stride_x_batch
+    state = pid_b * CHANNELS * (D_CONV - 1)
+    total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + offs_c, mask_c, 0.0).to(tl.float32)[None]
+    for tap in tl.static_range(D_CONV):
+        taps = tl.load(weight + offs_c * D_CONV + tap, mask_c, 0.0).to(tl.float32)
+        at = offs_t[:, None] + (tap - (D_CONV - 1))
+        values = tl.load(x + at * stride_x_token + offs_c[None], mask & (at >= 0), 0.0).to(tl.float32)
+        if tap < D_CONV - 1:
+            ptrs = conv_state + state + offs_c[None] * (D_CONV - 1) + (at + (D_CONV - 1))
+            values += tl.load(ptrs, mask & (at < 0), 0.0).to(tl.float32)
+        # An explicit fma: in a sum of two products the compiler might round either product.
+        total = tl.fma(values, tl.broadcast_to(taps[None], values.shape), total)
+    output = total * tl.sigmoid(total)
+    tl.store(y + (pid_b * tokens + offs_t[:, None]) * CHANNELS + offs_c[None], output, mask)
+
+    if tl.program_id(1) == 0:
+        offs_w = tl.arange(0, BLOCK_W)[None]
+        mask_w = mask_c[:, None] & (offs_w < D_CONV - 1)
+        source = tl.load(lengths + pid_b).to(tl.int32) + offs_w  # among the old window and then the tokens
+        is_old = source < D_CONV - 1
+        channels = offs_c[:, None] * (D_CONV - 1)
+        old = tl.load(conv_state + state + channels + source, mask_w & is_old, 0.0)
+        new = tl.load(x + (source - (D_CONV - 1)) * stride_x_token + offs_c[:, None], mask_w & ~is_old, 0.0)
+        tl.store(window + state + channels + offs_w, tl.where(is_old, old, new.to(old.dtype)), mask_w)

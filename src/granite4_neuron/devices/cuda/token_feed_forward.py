@@ -1,0 +1,313 @@
+"""The outputs of experts and of the shared MLP beside them, added to the residual, for one token per sequence.
+
+It reads the weights of experts as `token_experts` does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from granite4_neuron.devices.cuda.experts import any_of, choices_of_expert, load_expert_keys, topk_of_keys
+from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rows_of_program
+from granite4_neuron.devices.cuda.gemv import gemv, load_vector
+from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.linear import multiply_rows
+from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.graphs.topk import topk_softmax
+from granite4_neuron.ops import norm
+
+# Warps of programs for one row of the second products.
+_NUM_WARPS_OF_ROW = 2
+# Columns of a program that adds outputs.
+_SUM_BLOCK_N = 512
+
+
+@operator()
+def add_feed_forward(
+    residual: torch.Tensor,
+    activated: torch.Tensor,
+    weight: torch.Tensor,
+    expert_activated: torch.Tensor,
+    w2: torch.Tensor,
+    router_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    alpha: float,
+) -> torch.Tensor:
+    """Compute residual + alpha * (the shared MLP's output) + alpha * (the experts' weighted sum).
+
+    Args:
+        residual: [batch, rows], float32.
+        activated, expert_activated: from `activate_experts`.
+        weight: [rows, width of the shared MLP].
+        w2: [num_experts, rows, width of an expert].
+        router_logits: from `route`.
+        lengths: [batch], int32; where it is 0 the result is unspecified.
+    """
+    topk_weights, ids = topk_softmax(router_logits, len(expert_activated) // len(activated))
+    residual = norm.residual_add(residual, F.linear(activated, weight), alpha)
+    y = multiply_rows(expert_activated, w2, ids.flatten(), False).view(*ids.shape, -1)
+    return norm.residual_add(residual, (y * topk_weights[..., None]).sum(1).to(y.dtype), alpha)
+
+
+@add_feed_forward.register_fake
+def _(residual, *others):
+    return torch.empty_like(residual)
+
+
+def _launch_add_feed_forward_of_one(
+    residual: torch.Tensor,
+    activated: torch.Tensor,
+    weight: torch.Tensor,
+    expert_activated: torch.Tensor,
+    w2: torch.Tensor,
+    router_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    alpha: float,
+) -> torch.Tensor:
+    (rows, columns), (top_k, expert_columns), num_experts = weight.shape, expert_activated.shape, len(w2)
+    y = torch.empty_like(residual)
+    _add_feed_forward_of_one_kernel[rows,](
+        residual,
+        activated,
+        weight,
+        expert_activated,
+        w2,
+        router_logits,
+        y,
+        alpha,
+        N=rows,
+        K=columns,
+        EXPERT_K=expert_columns,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        TOP_K=top_k,
+        BLOCK_TOPK=triton.next_power_of_2(top_k),
+        BLOCK_K=triton.next_power_of_2(columns),
+        BLOCK_EXPERT_K=triton.next_power_of_2(expert_columns),
+        **launch_options(residual, _NUM_WARPS_OF_ROW),
+    )
+    return y
+
+
+def _launch_add_feed_forward(
+    residual: torch.Tensor,
+    activated: torch.Tensor,
+    weight: torch.Tensor,
+    expert_activated: torch.Tensor,
+    w2: torch.Tensor,
+    router_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    alpha: float,
+) -> torch.Tensor:
+    batch, (choices, expert_columns) = len(activated), expert_activated.shape
+    (num_experts, rows, _), top_k = w2.shape, choices // batch
+    shared, chosen, y = weight.new_empty(batch, rows), weight.new_empty(choices, rows), torch.empty_like(residual)
+    options = gemm_config(activated, rows * (1 + min(num_experts, choices)))
+    block_e = triton.next_power_of_2(num_experts)
+    _multiply_outputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]) * (1 + num_experts))](
+        activated,
+        weight,
+        expert_activated,
+        w2,
+        router_logits,
+        lengths,
+        shared,
+        chosen,
+        N=rows,
+        EXPERT_K=expert_columns,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=block_e,
+        TOP_K=top_k,
+        **options,
+    )
+    sum_block_n = min(_SUM_BLOCK_N, triton.next_power_of_2(rows))
+    _add_outputs_kernel[batch, triton.cdiv(rows, sum_block_n)](
+        residual,
+        shared,
+        chosen,
+        router_logits,
+        lengths,
+        y,
+        alpha,
+        N=rows,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=block_e,
+        TOP_K=top_k,
+        BLOCK_TOPK=triton.next_power_of_2(top_k),
+        BLOCK_N=sum_block_n,
+        **launch_options(residual, NUM_WARPS_SMALL),
+    )
+    return y
+
+
+register_launch(add_feed_forward, _launch_add_feed_forward)
+add_feed_forward_of_one = for_one_row(add_feed_forward, _launch_add_feed_forward_of_one)
+
+
+@triton.jit
+def _add_feed_forward_of_one_kernel(
+    residual,
+    activated,
+    weight,
+    expert_activated,
+    w2,
+    router_logits,
+    y,
+    alpha,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EXPERT_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_EXPERT_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Compute one output of one sequence, of the shared MLP and all its experts.
+
+    Grid: (N,).
+
+    Args:
+        residual, y: [N] in float32.
+        activated: [K].
+        weight: [N, K].
+        expert_activated: [TOP_K, EXPERT_K].
+        w2: [NUM_EXPERTS, N, EXPERT_K].
+        router_logits: [NUM_EXPERTS] in float32.
+    """
+    gdc_launch_dependents(USE_GDC)
+    pid_n, offs_k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    shared_row = load_vector(weight + pid_n * K, offs_k, K)
+    # `route` has ended: `activate_experts` lets this kernel begin only after its own `gdc_wait`. The load bypasses the
+    # multiprocessor's cache, which may hold older values until this kernel's `gdc_wait`.
+    keys = load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, ".cg")
+    topk_ids, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
+    offs_topk = tl.arange(0, BLOCK_TOPK)
+    offs_ek = tl.arange(0, BLOCK_EXPERT_K)[None]
+    mask = (offs_topk < TOP_K)[:, None] & (offs_ek < EXPERT_K)
+    # A row of each chosen expert, in one load, so that all are loaded at the same time.
+    offs_expert = topk_ids.to(tl.int64)[:, None] * (N * EXPERT_K)
+    expert_rows = tl.load(w2 + offs_expert + pid_n * EXPERT_K + offs_ek, mask, 0.0)
+    gdc_wait(USE_GDC)
+
+    DTYPE: tl.constexpr = weight.dtype.element_ty
+    shared = gemv(shared_row, load_vector(activated, offs_k, K).to(tl.float32)).to(DTYPE).to(tl.float32)
+    values = tl.load(expert_activated + offs_topk[:, None] * EXPERT_K + offs_ek, mask, 0.0)
+    products = gemv(expert_rows, values.to(tl.float32)).to(DTYPE).to(tl.float32)
+    total = tl.sum(topk_weights * products, 0).to(DTYPE).to(tl.float32)
+    offs_n = pid_n + tl.arange(0, 1)
+    tl.store(y + offs_n, tl.load(residual + offs_n) + alpha * shared + alpha * total)
+
+
+@triton.jit
+def _multiply_outputs_kernel(
+    activated,
+    weight,
+    expert_activated,
+    w2,
+    router_logits,
+    lengths,
+    shared,
+    chosen,
+    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EXPERT_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of the shared MLP for BLOCK_M of M tokens, or of an expert for those that chose it.
+
+    Grid: (cdiv(M, BLOCK_M), (1 + NUM_EXPERTS) * cdiv(N, BLOCK_N)).
+
+    Args:
+        activated: [M, K].
+        weight: [N, K].
+        expert_activated: [M * TOP_K, EXPERT_K].
+        w2: [NUM_EXPERTS, N, EXPERT_K].
+        router_logits: [M, NUM_EXPERTS] in float32.
+        lengths: [M] int32.
+        shared: [M, N].
+        chosen: [M * TOP_K, N].
+    """
+    PROGRAMS_PER_WEIGHT: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    pid_weight = tl.program_id(1) // PROGRAMS_PER_WEIGHT  # the shared MLP's, then the experts'
+    offs_n = tl.program_id(1) % PROGRAMS_PER_WEIGHT * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
+    mask_m = offs_m < M
+    is_real = tl.load(lengths + offs_m, mask_m, 0) > 0
+    gdc_wait(USE_GDC)
+    gdc_launch_dependents(USE_GDC)  # the next kernel reads the router's logits before its own gdc_wait
+    if pid_weight == 0:
+        _store_product(weight, activated, shared, offs_n, N, offs_m, mask_m, K, BLOCK_K)
+    else:
+        offs_choice, is_chosen = choices_of_expert(
+            router_logits, pid_weight - 1, offs_m, is_real, NUM_EXPERTS, BLOCK_E, TOP_K
+        )
+        if any_of(is_chosen):
+            w2 += (pid_weight - 1).to(tl.int64) * (N * EXPERT_K)
+            _store_product(w2, expert_activated, chosen, offs_n, N, offs_choice, is_chosen, EXPERT_K, BLOCK_K)
+
+
+@triton.jit
+def _store_product(weight, x, y, offs_n, N, offs_m, mask_m, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Multiply rows of a weight [N, K] with rows offs_m of x [.., K], and store them in the same rows of y [.., N]."""
+    acc = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K)
+    ptrs = y + offs_m[None] * N + offs_n[:, None]
+    tl.store(ptrs, acc.to(y.dtype.element_ty), (offs_n < N)[:, None] & mask_m[None])
+
+
+@triton.jit
+def _add_outputs_kernel(
+    residual,
+    shared,
+    chosen,
+    router_logits,
+    lengths,
+    y,
+    alpha,
+    N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Add the residual, the shared MLP's output and the weighted sum of the experts' outputs: BLOCK_N of a sequence.
+
+    Grid: (batch, cdiv(N, BLOCK_N)).
+
+    Args:
+        residual, y: [batch, N] in float32.
+        shared: [batch, N].
+        chosen: [batch * TOP_K, N], the outputs of each choice; not read where lengths is 0.
+        router_logits: [batch, NUM_EXPERTS] in float32.
+        lengths: [batch] int32.
+    """
+    gdc_launch_dependents(USE_GDC)
+    pid_m, offs_topk = tl.program_id(0), tl.arange(0, BLOCK_TOPK)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n, is_real = offs_n < N, tl.load(lengths + pid_m) > 0
+    # `route` has ended: `_multiply_outputs_kernel` lets this kernel begin only after its own `gdc_wait`. The load
+    # bypasses the multiprocessor's cache, which may hold older values until this kernel's `gdc_wait`.
+    keys = load_expert_keys(router_logits + pid_m * NUM_EXPERTS, NUM_EXPERTS, BLOCK_E, ".cg")
+    _, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
+    gdc_wait(USE_GDC)
+
+    mask = (is_real & (offs_topk < TOP_K))[:, None] & mask_n[None]
+    products = tl.load(chosen + (pid_m * TOP_K + offs_topk[:, None]) * N + offs_n[None], mask, 0.0).to(tl.float32)
+    DTYPE: tl.constexpr = chosen.dtype.element_ty
+    total = tl.sum(topk_weights[:, None] * products, 0).to(DTYPE).to(tl.float32)
+    offs = pid_m * N + offs_n
+    outputs = tl.load(residual + offs, mask_n, 0.0) + alpha * tl.load(shared + offs, mask_n, 0.0).to(tl.float32)
+    tl.store(y + offs, outputs + alpha * total, mask_n)

@@ -1,0 +1,479 @@
+"""A Mamba layer's mixer for one token per sequence, up to the output projection, as two operators.
+
+With few sequences a step's time is proportional to the number of kernels. So there are few: the kernel that multiplies
+for the mixer's inputs also computes the convolution after it and, for one sequence, the norm before it. Weights are not
+quantized, and have one dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
+from granite4_neuron.devices.cuda.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
+from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.mamba import (
+    advance_token,
+    convolve_channels,
+    convolve_token,
+    load_convolution,
+    shift_window,
+)
+from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
+from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.ops import norm
+
+# Rows of a head's state per program.
+_BLOCK_D = 16
+
+# -- norm, projection and convolution
+
+
+@operator(mutates=("conv_state",))
+def mixer_inputs(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise and project, then convolve the recurrence's inputs, and update conv_state in place.
+
+    Args:
+        x: [batch, columns], float32.
+        norm_weight: [columns].
+        weight: [d_inner + channels + num_heads, columns].
+        conv_weight, conv_bias, conv_state, lengths: as `ops.causal_conv1d` takes them.
+
+    Returns:
+        The gate, the convolution's outputs and dt before its bias: [batch, d_inner + channels + num_heads] in float32.
+    """
+    projected = F.linear(norm.rms_norm(x, norm_weight, eps), weight)
+    channels = conv_state.shape[1]
+    gate, xBC, dt = projected.split([len(weight) - channels - num_heads, channels, num_heads], 1)
+    convolved = convolve_token(xBC[:, None], conv_state, conv_weight, conv_bias, lengths)[:, 0]
+    return torch.cat([gate.float(), convolved, dt.float()], 1)
+
+
+@mixer_inputs.register_fake
+def _(x, norm_weight, weight, *others, **constants):
+    return x.new_empty(len(x), len(weight))
+
+
+def _launch_mixer_inputs_of_one(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    (rows, columns), (channels, d_conv) = weight.shape, conv_weight.shape
+    y = x.new_empty(1, rows)
+    block_k = triton.next_power_of_2(columns)
+    block_n, num_tiles, num_warps = gemv_config(rows, block_k)
+    _mixer_inputs_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
+        x,
+        norm_weight,
+        weight,
+        conv_weight,
+        conv_bias,
+        conv_state,
+        lengths,
+        y,
+        eps,
+        N=rows,
+        K=columns,
+        FIRST_CHANNEL=rows - channels - num_heads,
+        CHANNELS=channels,
+        D_CONV=d_conv,
+        # One element per thread; otherwise every thread would do the work of all.
+        BLOCK_W=max(triton.next_power_of_2(d_conv), 32 * num_warps // block_n),
+        BLOCK_N=block_n,
+        NUM_TILES=num_tiles,
+        BLOCK_K=block_k,
+        **launch_options(x, num_warps),
+    )
+    return y
+
+
+def _launch_mixer_inputs(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    rows, (channels, d_conv), batch = len(weight), conv_weight.shape, len(x)
+    y = x.new_empty(batch, rows)
+    normed = rms_norm_rows(x, norm_weight, eps)
+    options = gemm_config(normed, rows)
+    _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
+        normed,
+        weight,
+        conv_weight,
+        conv_bias,
+        conv_state,
+        lengths,
+        y,
+        N=rows,
+        FIRST_CHANNEL=rows - channels - num_heads,
+        CHANNELS=channels,
+        D_CONV=d_conv,
+        BLOCK_W=triton.next_power_of_2(d_conv),
+        **options,
+    )
+    return y
+
+
+register_launch(mixer_inputs, _launch_mixer_inputs)
+mixer_inputs_of_one = for_one_row(mixer_inputs, _launch_mixer_inputs_of_one)
+
+
+@triton.jit
+def _mixer_inputs_of_one_kernel(
+    x,
+    norm_weight,
+    weight,
+    conv_weight,
+    conv_bias,
+    conv_state,
+    lengths,
+    y,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FIRST_CHANNEL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    D_CONV: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Compute NUM_TILES * BLOCK_N outputs of one sequence. CHANNELS outputs from FIRST_CHANNEL on are convolved.
+
+    Grid: (cdiv(N, NUM_TILES * BLOCK_N),).
+
+    Args:
+        x: [K] in float32, before its norm.
+        norm_weight: [K].
+        weight: [N, K].
+        conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
+        conv_state: [CHANNELS, D_CONV - 1]; unchanged if lengths is 0.
+        lengths: [1] int32.
+        y: [N] in float32.
+    """
+    gdc_launch_dependents(USE_GDC)
+    offs_n = tl.program_id(0) * (BLOCK_N * NUM_TILES) + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    tile = load_tile(weight, offs_n, N, offs_k, K)
+    norm_weights = load_vector(norm_weight, offs_k, K)
+    is_real = tl.load(lengths) > 0
+    for i in tl.static_range(NUM_TILES):
+        offs_c = offs_n - FIRST_CHANNEL
+        mask_c = (offs_c >= 0) & (offs_c < CHANNELS)
+        window, shifted, weights, biases = load_convolution(
+            conv_state, conv_weight, conv_bias, offs_c, mask_c, D_CONV, BLOCK_W
+        )
+        if i == 0:
+            gdc_wait(USE_GDC)
+            values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
+        next_tile = tile
+        if i + 1 < NUM_TILES:
+            next_tile = load_tile(weight, offs_n + BLOCK_N, N, offs_k, K)  # while this one is multiplied
+        projected = gemv(tile, values).to(weight.dtype.element_ty)
+        convolved = convolve_channels(projected, window, weights, biases, D_CONV, BLOCK_W)
+        tl.store(y + offs_n, tl.where(mask_c, convolved, projected.to(tl.float32)), offs_n < N)
+        shift_window(conv_state, projected, shifted, offs_c, mask_c & is_real, D_CONV, BLOCK_W)
+        tile, offs_n = next_tile, offs_n + BLOCK_N
+
+
+@triton.jit
+def _mixer_inputs_kernel(
+    x,
+    weight,
+    conv_weight,
+    conv_bias,
+    conv_state,
+    lengths,
+    y,
+    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FIRST_CHANNEL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    D_CONV: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of BLOCK_M of M sequences. CHANNELS outputs from FIRST_CHANNEL on are convolved.
+
+    Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
+
+    Args:
+        x: [M, K] in weight's dtype, normalised.
+        weight: [N, K].
+        conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
+        conv_state: [M, CHANNELS, D_CONV - 1]; unchanged where lengths is 0.
+        lengths: [M] int32.
+        y: [M, N] in float32.
+    """
+    gdc_launch_dependents(USE_GDC)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = rows_of_program(M, BLOCK_M)
+    mask_m = offs_m < M
+    offs_c, offs_w = offs_n - FIRST_CHANNEL, tl.arange(0, BLOCK_W)[None, None]
+    mask_c = (offs_c >= 0) & (offs_c < CHANNELS)
+    mask_cm = (mask_c[:, None] & mask_m[None])[:, :, None]
+    window_ptrs = conv_state + (offs_m[None] * CHANNELS + offs_c[:, None])[:, :, None] * (D_CONV - 1) + offs_w
+    window = tl.load(window_ptrs, mask_cm & (offs_w < D_CONV - 1), 0.0)
+    shifted = tl.load(window_ptrs + 1, mask_cm & (offs_w < D_CONV - 2), 0.0)
+    mask_w = mask_c[:, None, None] & (offs_w < D_CONV)
+    weights = tl.load(conv_weight + offs_c[:, None, None] * D_CONV + offs_w, mask_w, 0.0).to(tl.float32)
+    convolved = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if conv_bias is not None:
+        convolved += tl.load(conv_bias + offs_c, mask_c, 0.0).to(tl.float32)[:, None]
+    is_real = tl.load(lengths + offs_m, mask_m, 0) > 0
+    gdc_wait(USE_GDC)
+
+    projected = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
+    inputs = tl.where(offs_w < D_CONV - 1, window, projected[:, :, None]).to(tl.float32)
+    for w in tl.static_range(D_CONV):
+        # Not a sum of products: which of two products the compiler rounds could differ from sequence to sequence.
+        values, factors = _at_tap(inputs, offs_w, w), _at_tap(weights, offs_w, w)
+        convolved = tl.fma(values, tl.broadcast_to(factors, values.shape), convolved)
+    outputs = tl.where(mask_c[:, None], convolved * tl.sigmoid(convolved), projected.to(tl.float32))
+    tl.store(y + offs_m[None] * N + offs_n[:, None], outputs, (offs_n < N)[:, None] & mask_m[None])
+    # A thread may have read values that another thread overwrites.
+    tl.debug_barrier()
+    next_window = tl.where(offs_w < D_CONV - 2, shifted, projected[:, :, None])
+    tl.store(window_ptrs, next_window, mask_cm & is_real[None, :, None] & (offs_w < D_CONV - 1))
+
+
+@triton.jit
+def _at_tap(values, offs_w, w: tl.constexpr):
+    """Return values [..., BLOCK_W] at w, exactly."""
+    return tl.sum(tl.where(offs_w == w, values, 0.0), 2)
+
+
+# -- recurrence and gate
+
+
+@operator(mutates=("ssm_state",))
+def advance_mixer(
+    inputs: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+    lengths: torch.Tensor,
+    lowest_dt: float,
+    highest_dt: float,
+) -> torch.Tensor:
+    """Compute `ops.selective_state_step` and the gate, and update ssm_state in place.
+
+    Args:
+        inputs: from `mixer_inputs`.
+        dt_bias, A_log, D: [num_heads].
+        ssm_state: [batch, num_heads, head_dim, d_state], float32.
+        lengths: [batch]; where it is 0 the state is unchanged and the result unspecified.
+
+    Returns:
+        y * silu(gate), [batch, num_heads * head_dim] in float32.
+    """
+    num_heads, head_dim, d_state = ssm_state.shape[1:]
+    d_inner = num_heads * head_dim
+    group_width = (inputs.shape[1] - 2 * d_inner - num_heads) // 2
+    gate, x, B, C, dt = inputs.split([d_inner, d_inner, group_width, group_width, num_heads], 1)
+    dt = F.softplus(dt + dt_bias.float()).clamp(lowest_dt, highest_dt).masked_fill((lengths == 0)[:, None], 0.0)
+    B, C = (values.unflatten(1, (-1, d_state)) for values in (B, C))
+    log_decay = dt * -torch.exp(A_log.float())
+    y = advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, ssm_state)
+    return y.flatten(1) * F.silu(gate)
+
+
+@advance_mixer.register_fake
+def _(inputs, dt_bias, A_log, D, ssm_state, *others):
+    return inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
+
+
+def _launch_advance_mixer(
+    inputs: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+    lengths: torch.Tensor,
+    lowest_dt: float,
+    highest_dt: float,
+) -> torch.Tensor:
+    y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
+    of_heads = dt_bias, A_log, D
+    launch_recurrence(inputs, *of_heads, ssm_state, None, lengths, y, limits=(lowest_dt, highest_dt), writes_state=True)
+    return y
+
+
+register_launch(advance_mixer, _launch_advance_mixer)
+
+
+def launch_recurrence(
+    inputs: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor,
+    y: torch.Tensor | None,
+    *,
+    limits: tuple[float, float],
+    writes_state: bool,
+) -> None:
+    """Launch `_recurrence_kernel`, which documents the arguments, for as many tokens of each sequence as `inputs` has.
+
+    Args:
+        inputs: [batch * tokens, columns].
+    """
+    batch, num_heads, head_dim, d_state = ssm_state.shape
+    d_inner = num_heads * head_dim
+    group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
+    block_d = min(_BLOCK_D, triton.next_power_of_2(head_dim))
+    _recurrence_kernel[num_heads, triton.cdiv(head_dim, block_d), batch](
+        inputs,
+        dt_bias,
+        A_log,
+        D,
+        ssm_state,
+        starts,
+        0 if starts is None else starts.stride(0),
+        lengths,
+        lengths.stride(0),
+        y,
+        *limits,
+        len(inputs) // batch,
+        NUM_HEADS=num_heads,
+        HEADS_PER_GROUP=num_heads // (group_columns // (2 * d_state)),
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        BLOCK_D=block_d,
+        BLOCK_DSTATE=triton.next_power_of_2(d_state),
+        WRITES_STATE=writes_state,
+        **launch_options(inputs, NUM_WARPS_SMALL),
+        **EXACT_PRODUCTS,
+    )
+
+
+@triton.jit
+def _recurrence_kernel(
+    inputs,
+    dt_bias,
+    A_log,
+    D,
+    ssm_state,
+    starts,
+    stride_starts,
+    lengths,
+    stride_lengths,
+    y,
+    lowest_dt,
+    highest_dt,
+    tokens,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DSTATE: tl.constexpr,
+    WRITES_STATE: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Advance BLOCK_D rows of one head's state, token by token.
+
+    Grid: (NUM_HEADS, cdiv(HEAD_DIM, BLOCK_D), batch).
+
+    Args:
+        inputs: [batch * tokens, D_INNER + D_INNER + groups * D_STATE + groups * D_STATE + NUM_HEADS] in float32: gate,
+            x, B, C and dt; without y there is no gate.
+        dt_bias, A_log, D: [NUM_HEADS].
+        ssm_state: [batch, NUM_HEADS, HEAD_DIM, D_STATE] in float32.
+        starts: [batch] int32, with its stride; where it is 0 a sequence starts from zeros. None if no sequence does.
+        lengths: [batch] int32, with its stride: how many of a sequence's tokens are real, its first ones.
+        y: [batch * tokens, D_INNER] in float32; unspecified where a token is not real. None if it is not wanted.
+        tokens: per sequence. If the state is written, y may be wanted for at most one token.
+        WRITES_STATE: whether the state is written, with the real tokens of each sequence.
+    """
+    gdc_launch_dependents(USE_GDC)
+    pid_b, pid_h = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    D_INNER: tl.constexpr = NUM_HEADS * HEAD_DIM
+    GROUP_WIDTH: tl.constexpr = NUM_HEADS // HEADS_PER_GROUP * D_STATE
+    COLUMNS: tl.constexpr = (D_INNER if y is None else 2 * D_INNER) + 2 * GROUP_WIDTH + NUM_HEADS
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_DSTATE)
+    mask_d, mask_n = offs_d < HEAD_DIM, offs_n < D_STATE
+    offs_inner = pid_h * HEAD_DIM + offs_d
+    offs = offs_inner[:, None] * D_STATE + offs_n[None]
+    length = tl.load(lengths + pid_b * stride_lengths)
+    mask = mask_d[:, None] & mask_n[None] & (length > 0)  # an idle sequence's state is neither read nor written
+    has_state = mask
+    if starts is not None:
+        gdc_wait(USE_GDC)
+        has_state = mask & (tl.load(starts + pid_b * stride_starts) > 0)
+    ssm_state += pid_b * D_INNER * D_STATE
+    state = tl.load(ssm_state + offs, has_state, 0.0)
+    bias, A = tl.load(dt_bias + pid_h).to(tl.float32), -tl.exp(tl.load(A_log + pid_h).to(tl.float32))
+    skip = tl.load(D + pid_h).to(tl.float32)
+    offs_group = (pid_h // HEADS_PER_GROUP) * D_STATE + offs_n
+    if starts is None:
+        gdc_wait(USE_GDC)
+
+    for token in range(0, length if y is None else tokens):
+        row = pid_b * tokens + token
+        ptrs = inputs + row * COLUMNS
+        if y is not None:
+            gate = tl.load(ptrs + offs_inner, mask_d, 0.0)
+            ptrs += D_INNER
+        x = tl.load(ptrs + offs_inner, mask_d, 0.0)
+        ptrs += D_INNER
+        b = tl.load(ptrs + offs_group, mask_n, 0.0)
+        c = tl.load(ptrs + GROUP_WIDTH + offs_group, mask_n, 0.0)
+        dt = _time_step(tl.load(ptrs + 2 * GROUP_WIDTH + pid_h) + bias, lowest_dt, highest_dt)
+        state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
+        if y is not None:
+            outputs = (sum_of_pairs(state * c[None]) + x * skip) * gate * tl.sigmoid(gate)
+            tl.store(y + row * D_INNER + offs_inner, outputs, mask_d)
+    if WRITES_STATE:
+        tl.store(ssm_state + offs, state, mask)
+
+
+@triton.jit
+def _time_step(dt, lowest_dt, highest_dt):
+    """Return dt after softplus and clamping."""
+    # log(1 + exp(dt)), without losing the digits of exp(dt) in the sum with 1.
+    e = tl.exp(tl.minimum(dt, 20.0))
+    one_plus_e = 1.0 + e
+    softplus = tl.where(
+        one_plus_e == 1.0, e, tl.log(one_plus_e) * e / tl.where(one_plus_e == 1.0, 1.0, one_plus_e - 1.0)
+    )
+    dt = tl.where(dt <= 20.0, softplus, dt)
+    return tl.minimum(tl.maximum(dt, lowest_dt, tl.PropagateNan.ALL), highest_dt, tl.PropagateNan.ALL)

@@ -1,0 +1,1 @@
+"""What devices share whose steps are compiled graphs."""

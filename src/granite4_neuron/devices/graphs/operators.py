@@ -1,0 +1,35 @@
+"""The operators for compiled graphs, in plain torch: no shape depends on a value, and every operation compiles well.
+
+All are tensor functions that any compiler lowers; there are no kernels here. If an operator has no form here, the set
+has its plain definition. `devices.cuda` starts from this set and replaces the operators that have Triton kernels.
+"""
+
+from dataclasses import replace
+
+from granite4_neuron.devices.graphs.attention import cached_attention, write_cache_as
+from granite4_neuron.devices.graphs.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
+from granite4_neuron.devices.graphs.moe import expert_path, fused_experts, fused_experts_without_gather
+from granite4_neuron.devices.graphs.topk import topk_sigmoid, topk_softmax
+from granite4_neuron.ops.operators import Operators
+
+XLA = Operators(
+    topk_softmax=topk_softmax,
+    topk_sigmoid=topk_sigmoid,
+    fused_experts=fused_experts,
+    cached_attention=cached_attention,
+    mamba_prefill=CHUNKED,
+    mamba_quadratic=QUADRATIC,
+)
+# For compilers that fuse element-wise operations into one loop, and do not update operands of products in place.
+LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
+
+__all__ = [
+    "LOOPS",
+    "XLA",
+    "expert_path",
+    "fused_experts",
+    "fused_experts_without_gather",
+    "topk_sigmoid",
+    "topk_softmax",
+    "write_cache_as",
+]

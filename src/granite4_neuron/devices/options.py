@@ -1,0 +1,41 @@
+"""Options of several backends."""
+
+from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFILL_SCANS
+from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.runtime.declaration import Option
+
+DTYPE = Option(
+    "dtype", "dtype of weights and activations (default: that of the weights)", choices=DTYPES, is_dtype=True
+)
+PREFILL_SCAN = Option(
+    "prefill_scan",
+    "how Mamba layers scan a prompt: linear in its length (chunked), with one decay matrix per step (quadratic), or, "
+    "on Neuron devices, with an NKI kernel token by token (scan) or chunk by chunk (ssd); default: chunked, with "
+    "--kernels nki ssd",
+    default=PREFILL_SCANS[0],
+    choices=PREFILL_SCANS,
+)
+DECODE_KERNEL = Option(
+    "decode_kernel",
+    "how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel (default: that of "
+    "--kernels)",
+    default=DECODE_KERNELS[0],
+    choices=DECODE_KERNELS,
+)
+PREFILL_BUCKETS = Option(
+    "prefill_buckets",
+    "for --backend torch and xla: tokens of the graphs for prompts; a prompt is cut into pieces of these, of which the "
+    "last is padded (default: 128 512, on a CPU or GPU also 2048)",
+    metavar="N",
+    least=1,
+    is_list=True,
+)
+EXPERTS = Option(
+    "experts_decode",
+    "how graphs compute the experts of decoded tokens: with an NKI kernel that reads each chosen expert once (kernel), "
+    "with all experts for every token (all), or with weights fetched by index (gather); default: on Neuron devices "
+    "all, or kernel with the decode kernel nki; elsewhere the device's own",
+    "experts_decode belongs to the backends torch and xla, which compile graphs; the backend here is {backend}.",
+    choices=EXPERTS_DECODE,
+)
+ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)

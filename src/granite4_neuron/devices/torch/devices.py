@@ -1,0 +1,73 @@
+"""PyTorch devices and the compilers of torch.compile, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from granite4_neuron.devices.torch.backend import DEVICES, kind_of_device
+from granite4_neuron.errors import UserError, check_choice
+
+COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
+
+Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device with a name, without using it, because a process keeps a Neuron core that it has used.
+
+    Raises:
+        UserError: there is none.
+    """
+    kind = kind_of_device(name)
+    check_choice("device", kind, DEVICES)
+    if kind == "neuron" and not hasattr(torch, "neuron"):
+        raise UserError(
+            "the device neuron needs the torch-neuronx of Neuron SDK 2.33 or later, which is not installed; see "
+            "docs/trainium.md."
+        )
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("torch finds no GPU here; the device cuda needs one, and a torch that is built for it.")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise _no_device(name, error) from None
+
+
+def use_device(name: str) -> torch.device:
+    """Return the device of tensors that are made on the device with this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    find_device(name)
+    try:
+        return torch.empty(0, device=name).device
+    except RuntimeError as error:
+        raise _no_device(name, error) from None
+
+
+def _no_device(name: str, error: RuntimeError) -> UserError:
+    return UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).")
+
+
+def find_compiler(compiler: str | Compiler) -> Compiler:
+    """Return the backend of torch.compile with a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return torch._dynamo.lookup_backend(compiler)
+    except torch._dynamo.exc.InvalidBackend:
+        names = ", ".join(sorted({*torch.compiler.list_backends(), "eager", "aot_eager"}))
+        raise UserError(f"compiler is {compiler!r}; the backends of torch.compile here are {names}.") from None
+
+
+def compile_apart(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+    """Compile a function of a module, with its own code object, by which torch.compile keeps its graphs."""
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)

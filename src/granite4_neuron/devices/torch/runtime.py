@@ -1,0 +1,442 @@
+"""Runs steps of the model as graphs of torch.compile, on a PyTorch device, over state that stays there.
+
+`devices.torch.step_functions` has the functions that are compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import nn
+from transformers import GenerationConfig
+
+from granite4_neuron.config.choices import KV_WRITES, NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
+from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
+from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
+from granite4_neuron.devices.graphs.operators import LOOPS, write_cache_as
+from granite4_neuron.devices.graphs.runtime import (
+    LENGTH,
+    PREFILL_BUCKETS,
+    SLOT,
+    VERIFY_BUCKETS,
+    DecodedOnDevice,
+    GraphRuntime,
+    Tensors,
+    bucket_of_cache,
+    buckets_up_to,
+    cache_buckets,
+    decode_inputs,
+    draw_inputs,
+    graph_inputs,
+)
+from granite4_neuron.devices.graphs.topk import TEMPERATURE
+from granite4_neuron.devices.selection import default_experts_decode, select_operators
+from granite4_neuron.devices.torch.backend import DEVICES, GRAPHS, graphs_of, kind_of_device
+from granite4_neuron.devices.torch.devices import COMPILERS, Compiler, compile_apart, find_compiler, use_device
+from granite4_neuron.devices.torch.step_functions import (
+    GraphKey,
+    call_inline,
+    draw,
+    head,
+    run_advance,
+    run_layers,
+    run_step,
+    state_tensors,
+)
+from granite4_neuron.errors import UserError, check_choice
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.ops import Operators
+from granite4_neuron.runtime.interface import Ability, Decoded, Row
+from granite4_neuron.runtime.prompt_cuts import Multiples
+from granite4_neuron.state.hybrid_state import HybridState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
+# Without an SBUF to fit into, a long prompt takes fewer pieces.
+_BUCKETS = {"cpu": (*PREFILL_BUCKETS, 2048), "cuda": (*PREFILL_BUCKETS, 2048), "neuron": PREFILL_BUCKETS}
+
+
+class TorchRuntime(GraphRuntime):
+    """The `Runtime` of a PyTorch device, through torch.compile. On a GPU each step is also captured as a CUDA graph.
+
+    Args:
+        model: with weights, which are copied to the device; it is not changed.
+        generation_config, prefill_buckets: as `GraphRuntime` takes them; None for the device's buckets.
+        device: "cpu", "cuda" or "neuron"; also with an index: "cuda:1".
+        graphs: of decode, verification and commit. "layer" for one graph for each kind of layer, shared by all layers
+            of that kind, one before and one after them; "model" for a single graph, which takes much longer to compile;
+            a number, such as 8, for graphs of that many layers, shared by groups that have the same kinds in the same
+            order. None for the device's default: "model" on neuron, "layer" elsewhere. Prompts always have a graph for
+            each kind of layer, because they compute long enough between two launches.
+        compiler: a backend of torch.compile, or its name; None for the device's.
+        kv_write: how keys and values are written to their cache, see `devices.graphs.operators.write_cache_as`.
+        prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
+            device's choice. Not on a GPU: a CUDA graph has the addresses of its inputs.
+        batch_invariant: on a GPU, decode a state of one sequence with the kernels for several, so that a token has the
+            same bits alone, beside others and in a verification. Otherwise a state of one sequence has kernels of its
+            own, which are faster and add up in another order. None for the device's default, which is the latter.
+        prefill_scan, decode_kernel, experts_decode: see `devices.selection`; None for the device's own.
+
+    Raises:
+        UserError: there is no such device here, or no such choice; or batch_invariant is not for the model.
+    """
+
+    cannot: Mapping[Ability, str] = {"adapters": NO_ADAPTERS, "hidden_states": NO_HIDDEN_STATES}
+
+    def __init__(
+        self,
+        model: HybridForCausalLM,
+        generation_config: GenerationConfig,
+        prefill_buckets: Sequence[int] | None = None,
+        *,
+        device: str = DEVICES[0],
+        graphs: str | int | None = None,
+        compiler: str | Compiler | None = None,
+        kv_write: str = KV_WRITES[0],
+        prefill_by_view: bool | None = None,
+        batch_invariant: bool | None = None,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
+        experts_decode: str | None = None,
+    ):
+        graphs = graphs_of(graphs, device)
+        check_choice("kv_write", kv_write, KV_WRITES)
+        where, kind = use_device(device), kind_of_device(device)
+        if kind == "neuron":
+            experts_decode = experts_decode or default_experts_decode(decode_kernel)
+        operators = _operators(model, where, prefill_scan, decode_kernel, experts_decode, batch_invariant)
+        operators = replace(operators, write_cache=write_cache_as(kv_write))
+        super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
+        if batch_invariant and self.fallbacks:
+            raise UserError(f"batch_invariant is not for this model: {self.fallbacks[0]}")
+        if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
+            self.prompt_cuts = Multiples(CHUNK_SIZE)
+        compiler = compiler or COMPILERS[kind]
+        self._compiler = find_compiler(compiler)
+        name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
+        self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
+        self.kernels = *self.kernels, experts_decode, bool(batch_invariant)
+        self.num_compilations = 0
+        self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
+        self._captures = where.type == "cuda"
+        if self._captures and prefill_by_view:
+            raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
+        self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
+        self._graphs: dict[tuple, Callable[..., Any]] = {}
+        self._is_warm = False
+        self._memories: list[_Memory] = []
+
+    def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
+        """Implement `Runtime.warm_up`. Afterwards a step that needs another graph raises a RuntimeError.
+
+        With graphs "model" it compiles, for a model with Mamba and attention layers:
+
+        * for each bucket of prefill 3: embedding, Mamba layer, attention layer; and the attention layer again for each
+          further length of the cache, because it reads all entries;
+        * 2 heads for all pieces, of the last token and of all, for log-probabilities of prompts;
+        * decode for each length of the cache, so that a short text does not pay for a long cache; with graphs "layer" 4
+          for the first length, and 1 for each further one;
+        * 1 that draws sampled tokens;
+        * for each bucket of verification that `verified_tokens` needs a verification for each length of the cache, and
+          a commit.
+        """
+        nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
+        # All steps share the head of all logits.
+        lengths = cache_buckets(state.max_length)
+        self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
+        for kv_length in lengths:
+            decoded = self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
+            self._run_draw(state, [], *decoded)
+            for tokens in self.prefill_buckets:
+                self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
+            for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
+                inputs = graph_inputs(nothing, tokens)
+                _, kept_inputs = self._run_verify(state, inputs, kv_length)
+                self._run_advance(state, kept_inputs, inputs)
+        self._is_warm = True
+
+    def with_model(self, model: HybridForCausalLM) -> Self:
+        """Implement `BoundModel.with_model`; the new runtime has compiled no graphs."""
+        other = super().with_model(model)
+        other._graphs, other._memories, other._is_warm = {}, [], False
+        return other
+
+    def release_graphs(self) -> None:
+        """Release all graphs: what they hold, such as a connection between GPUs, cannot end before them."""
+        self._memories.clear()
+        self._graphs.clear()
+
+    @torch.no_grad()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """Implement `Runtime.copy`. It copies the whole slot, because the slot's part of a tensor is contiguous."""
+        self._write_slot(state, state.slot_views(source), destination)
+
+    def _allocate(self, num_sequences: int, length: int) -> HybridState:
+        """Allocate a state, or reuse one that is no longer in use, because captured graphs have its addresses.
+
+        Raises:
+            UserError: the device has no room for it.
+        """
+        spare = [memory for memory in self._memories if memory.user() is None]
+        fitting = [memory for memory in spare if memory.shape == (num_sequences, length)][:1]
+        self._memories = [memory for memory in self._memories if memory not in spare] + fitting
+        if not fitting:
+            try:
+                state = super()._allocate(num_sequences, length)
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    f"{self.device} has no room for the state of {num_sequences:,} sequences of up to {length:,} "
+                    "tokens; take fewer or shorter ones."
+                ) from None
+            fitting = [_Memory(state, torch.zeros(num_sequences, dtype=torch.int32, device=self.device))]
+            self._memories += fitting
+        return fitting[0].acquire()
+
+    @torch.no_grad()
+    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
+        """Implement `Runtime.decode`."""
+        inputs = decode_inputs(rows, state.num_sequences)
+        logits, tokens = self._run_decode(state, inputs, bucket_of_cache(rows, state))
+        entries = [row.slot - 1 for row in rows]
+        if self._captures:  # the outputs do not outlive the next step
+            logits = logits.clone()
+        if any(row.draw is not None for row in rows):
+            tokens = self._run_draw(state, rows, logits, tokens)
+        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
+
+    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+        logits, _ = self._run_decode(state, inputs, kv_length)
+        return self._to_host(logits)
+
+    def _run_decode(
+        self, state: HybridState, inputs: torch.Tensor, kv_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the graph of decode; return logits, and each slot's likeliest token.
+
+        Args:
+            inputs: of `decode_inputs`, on the host.
+        """
+        key = GraphKey(kv_length, in_order=True, chooses=True)
+        logits, tokens, _ = self._execute(run_step, state, key, inputs)
+        return logits, tokens
+
+    @torch.no_grad()
+    def _run_draw(
+        self, state: HybridState, rows: Sequence[Row], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the graph that draws the tokens of rows with a `Draw`; return each slot's token.
+
+        Args:
+            logits, tokens: of `_run_decode`.
+        """
+        memory = self._memory(state)
+        inputs = draw_inputs(rows, state.num_sequences, self.config.vocab_size)
+
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            return self._call(draw, *inputs, memory.chosen)
+
+        if not self._captures:
+            return run(self._to_device(inputs), logits, tokens)
+        return self._run_captured(memory, (draw,), run, inputs, (logits, tokens), TEMPERATURE)
+
+    def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
+        key = GraphKey(kv_length, looks_up=not self._prefill_by_view, all_logits=all_logits)
+        if self._captures and not all_logits:
+            logits, _ = self._execute(run_step, state, key, inputs)
+            return self._to_host(logits)
+        slot = None if key.looks_up else int(inputs[0, SLOT])
+        hidden_states, *_ = self._execute(run_layers, state, key, inputs, slot=slot)
+        # Parts of one size, cut outside of the graphs, so that prompts of all lengths share the graph of the head.
+        length = max(1, int(inputs[0, LENGTH]))
+        size = math.gcd(*self.prefill_buckets) if all_logits else 1
+        parts = [hidden_states[0, at : at + size] for at in range(0 if all_logits else length - 1, length, size)]
+        logits = torch.cat([self._to_host(self._head(part)) for part in parts])
+        return logits[None] if all_logits else logits
+
+    @torch.no_grad()
+    def _head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        with tensor_cores(self.device, self.model.dtype):
+            return self._call(head, self.model, GraphKey(0, all_logits=True), hidden_states)
+
+    def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+        key = GraphKey(kv_length, in_order=True, all_logits=True, verifies=True)
+        logits, kept_inputs = self._execute(run_step, state, key, inputs)
+        # A verification outlives the next step, and the outputs of a captured graph do not.
+        return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
+
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
+        self._execute(run_advance, state, GraphKey(0, in_order=True), inputs, kept_inputs)
+
+    def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
+        return {name: view.clone() for name, view in state.slot_views(slot).items()}
+
+    def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
+        for name, view in state.slot_views(slot).items():
+            view.copy_(tensors[name])
+
+    @torch.no_grad()
+    def _execute(
+        self,
+        function: Callable[..., Any],
+        state: HybridState,
+        key: GraphKey,
+        inputs: torch.Tensor,
+        kept_inputs: Tensors = (),
+        slot: int | None = None,
+    ) -> Any:
+        """Run `run_step`, `run_layers` or `run_advance`; with a slot, on views of its recurrent state.
+
+        Args:
+            inputs: of `graph_inputs`, on the host.
+            kept_inputs: for `run_advance`.
+        """
+        memory = self._memory(state)
+        chosen = memory.chosen
+
+        def run(*inputs: torch.Tensor) -> Any:
+            tensors = [*([chosen] if key.chooses else ()), *state_tensors(state, slot)]
+            with tensor_cores(self.device, self.model.dtype):
+                if key.in_order and self._layers_per_graph is None:
+                    return self._call(function, call_inline, self.model, key, inputs, tensors)
+                size = self._layers_per_graph if key.in_order and self._layers_per_graph else 1
+                return function(self._call, self.model, key, inputs, tensors, size)
+
+        if not self._captures or (key.all_logits and not key.verifies):
+            # Not captured: a prompt's logits are too large to keep memory for them.
+            return run(self._to_device(inputs), *kept_inputs)
+        return self._run_captured(memory, (function, key), run, inputs, kept_inputs, LENGTH)
+
+    def _memory(self, state: HybridState) -> _Memory:
+        return next(memory for memory in self._memories if memory.user() is state)
+
+    def _run_captured(
+        self,
+        memory: _Memory,
+        what: tuple,
+        run: Callable[..., Any],
+        inputs: torch.Tensor,
+        others: Tensors,
+        column: int,
+    ) -> Any:
+        """Replay `run` with inputs on the host and others on the device; capture it first if it is new.
+
+        Args:
+            column: of the inputs; a row with 0 there changes nothing, so that capturing does no harm.
+        """
+        capture = (*what, inputs.shape)
+        if capture not in memory.captured:
+            idle = inputs.clone()
+            idle[:, column] = 0
+            memory.captured[capture] = CudaGraph(run, idle, others, self.device)
+        return self._replay(memory.captured[capture], inputs, others)
+
+    def _replay(self, graph: CudaGraph, inputs: torch.Tensor, kept_inputs: Tensors) -> Any:
+        return graph.replay(inputs, kept_inputs)
+
+    def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.to(self.device)
+
+    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
+        return to_host(output) if self._captures else output.cpu()
+
+    def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that copies an output to the host. If the output will be overwritten, the copy begins at
+        once.
+        """
+        return start_copy(output) if self._captures else output.cpu
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function as a graph, which is compiled if there is none yet for such arguments."""
+        graph = (function, *map(_kind, arguments))
+        if graph not in self._graphs:
+            self._graphs[graph] = self._compile(function)
+        return self._graphs[graph](*arguments)
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        is_new = True
+        itself = weakref.ref(self)  # torch never frees a compiler, nor what it holds
+
+        def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            nonlocal is_new
+            runtime = itself()
+            assert runtime is not None  # it calls its graphs itself
+            if runtime._is_warm or not is_new:
+                raise RuntimeError(f"{function.__name__} would be compiled again, for arguments that were not foreseen")
+            is_new = False
+            runtime.num_compilations += 1
+            compiled = runtime._compiler(graph, inputs)
+            runtime._wait_for_ranks()
+            return compiled
+
+        return compile_apart(function, compiler)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until every rank has compiled a graph. A rank that ran it earlier would wait within it for the others,
+        and a device does not wait as long as a compiler may take.
+        """
+        if self.model.parallel.group is not None:
+            torch.distributed.barrier()
+
+
+@dataclass(eq=False)
+class _Memory:
+    """A state's tensors, with the CUDA graphs that have their addresses.
+
+    chosen: [num_sequences] in int32, the token that was last chosen for each slot.
+    user: returns the state that has the tensors now, or None.
+    """
+
+    state: HybridState
+    chosen: torch.Tensor
+    user: Callable[[], HybridState | None] = lambda: None
+    captured: dict[tuple, CudaGraph] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.state.num_sequences, self.state.max_length
+
+    def acquire(self) -> HybridState:
+        state = copy.copy(self.state)
+        self.user = weakref.ref(state)
+        return state
+
+
+def _operators(
+    model: HybridForCausalLM,
+    device: torch.device,
+    prefill_scan: str,
+    decode_kernel: str,
+    experts_decode: str | None,
+    batch_invariant: bool | None,
+) -> Operators:
+    """Return the operators for a model on a device; choices as for `TorchRuntime`."""
+    is_gpu, degree = device.type == "cuda", model.parallel.degree
+    if is_gpu and experts_decode is not None:
+        raise UserError(
+            f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
+            "else is to be chosen."
+        )
+    if not is_gpu and batch_invariant is not None:
+        raise UserError("batch_invariant is for a GPU, whose kernels for one sequence are others than for several.")
+    base = (GPU_BATCH_INVARIANT if batch_invariant else GPU) if is_gpu else LOOPS
+    return select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
+
+
+def _kind(argument: Any) -> Any:
+    """Return the part of an argument that decides which graph takes it."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape
+    if isinstance(argument, nn.Module):
+        return type(argument), getattr(argument, "kind", None)
+    if isinstance(argument, GraphKey) or not isinstance(argument, Sequence):
+        return argument
+    return tuple(map(_kind, argument))

@@ -1,0 +1,1 @@
+"""The device of torch_xla."""

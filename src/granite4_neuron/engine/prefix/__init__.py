@@ -1,0 +1,1 @@
+"""Prefix caches: states of earlier texts, for texts that begin alike."""

@@ -1,0 +1,102 @@
+"""Connects the sequences of an engine with its prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from granite4_neuron.engine.prefix.cache import common_length
+from granite4_neuron.engine.prefix.interface import AnyPrefixCache
+from granite4_neuron.engine.request import GenerationStats
+from granite4_neuron.engine.sampling import are_finite
+from granite4_neuron.engine.saving_time import SavingTime
+from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
+from granite4_neuron.engine.slots import Slots
+from granite4_neuron.runtime.interface import Runtime
+
+
+class PrefixReuse:
+    """Lets sequences begin from cached prefixes, and keeps snapshots of them for later ones. If the cache
+    fails, they continue without it.
+
+    Args:
+        cache: None for no reuse.
+        runtime: cuts the prompts.
+        slots: with the state of the sequences.
+        stats: counts the tokens found.
+    """
+
+    def __init__(self, cache: AnyPrefixCache | None, runtime: Runtime, slots: Slots, stats: GenerationStats):
+        self.cache = cache
+        self._runtime = runtime
+        self._slots = slots
+        self._stats = stats
+        self._saving_time = SavingTime("The prefix cache")
+
+    @property
+    def interval(self) -> int | None:
+        """Snapshots of answers are kept at multiples of it; None for none."""
+        keeps_answers = self._runtime.prompt_cuts.keeps_answers
+        return self.cache.interval if self.cache is not None and keeps_answers else None
+
+    def is_worth_waiting(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
+        """Return whether one of the others, which run in this step, will add a shared prefix to the cache."""
+        if self.cache is None or sequence.has_begun:
+            return False
+        interval, chunk = self.cache.interval, self._runtime.tokens_per_step
+        kept = ((other, other.next_kept(interval, chunk)) for other in others)
+        return any(
+            sequence.is_cut_point(length) and length <= common_length(sequence.keys, other.keys)
+            for other, length in kept
+        )
+
+    def begin(self, sequence: RunningSequence) -> None:
+        """Start a prompt from its longest cached prefix, which may be the whole prompt."""
+        if self.cache is None or sequence.has_begun:
+            return
+        sequence.has_begun = True
+        with self._saving_time:
+            self.cache.attach(self._slots.state)
+            sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_cut_point)
+            sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_cut_point))
+            if not self._runtime.prompt_cuts.keeps_answers:  # a longer prompt cannot continue from this one's end
+                sequence.cut_at([len(sequence.request.tokens) - 1])
+            if sequence.prefix is not None:
+                self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
+                sequence.stored = sequence.cached_tokens = sequence.prefix.length
+                self._stats.cached_tokens += sequence.stored
+
+    def is_due(self, sequence: RunningSequence, more: int = 0) -> bool:
+        """Return whether a snapshot of a sequence is due when its state has seen `more` more tokens than now."""
+        return self.cache is not None and sequence.is_kept(self.cache.interval, more)
+
+    def keep_due(self, sequences: Iterable[RunningSequence]) -> None:
+        """Keep the snapshots that are due since the last step."""
+        for sequence in sequences:
+            if sequence.is_due:
+                sequence.is_due = False
+                self.keep(sequence)
+
+    def keep(self, sequence: RunningSequence) -> None:
+        """Keep a snapshot of a sequence that has run tokens, if its logits are finite."""
+        if self.cache is None or sequence.logits is None or not sequence.is_as_prompt(sequence.stored):
+            return
+        with self._saving_time:
+            if isinstance(sequence.logits, LogitsOnDevice):
+                sequence.logits = sequence.logits.read()
+            if not are_finite(sequence.logits):
+                return
+            keys = sequence.keys[: sequence.stored]
+            self.cache.insert(keys, self._slots.state, sequence.slot, sequence.logits)
+            if not sequence.is_prompt:
+                self.cache.make_ready()
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Release the prefix from which a sequence started."""
+        if self.cache is not None and sequence.prefix is not None:
+            with self._saving_time:
+                self.cache.release(sequence.prefix)
+
+    def detach(self) -> None:
+        """Make the cache forget everything that belongs to the state, which may be lost."""
+        if self.cache is not None:
+            self.cache.detach()

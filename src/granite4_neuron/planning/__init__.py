@@ -1,0 +1,1 @@
+"""What fits, how fast it is and how many machines it takes, without a device."""

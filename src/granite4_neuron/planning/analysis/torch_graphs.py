@@ -1,0 +1,79 @@
+"""The graphs of the runtime for PyTorch devices, for `graphs.report`: traced on the meta device, and lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from granite4_neuron.devices.graphs.operators import LOOPS
+from granite4_neuron.devices.graphs.runtime import decode_inputs, graph_inputs
+from granite4_neuron.devices.selection import select_operators
+from granite4_neuron.devices.torch.devices import compile_apart
+from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_advance, run_step, state_tensors
+from granite4_neuron.planning.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, Traced
+from granite4_neuron.planning.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
+from granite4_neuron.runtime.interface import Row
+
+_GROUP = "ranks"
+
+
+def trace_torch(graph: Graph) -> Traced:
+    """Trace a graph of `devices.torch.runtime.TorchRuntime`, of all layers.
+
+    Raises:
+        ToolsMissing: torch-mlir or jax is not installed.
+    """
+    lowered = lower_torch(graph)
+    return Traced(
+        hlo_proto_of(lowered.text),
+        donated=lowered.donated,
+        components={},
+        weight_bytes=sum(weight.nbytes for weight in graph.meta_model().parameters()),
+        state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in graph.meta_state().tensors()),
+        widens_places=True,
+    )
+
+
+def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
+    """Lower a graph of `devices.torch.runtime.TorchRuntime`, of all layers, with its collectives.
+
+    Raises:
+        ToolsMissing: torch-mlir or jax is not installed.
+    """
+    check_installed()
+    model, state = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None), graph.meta_state()
+    operators = select_operators(LOOPS, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
+    model = model.bind(operators)
+    inputs = graph_inputs([Row(1, 0, [0])] * graph.rows, graph.tokens).to("meta")
+    in_order = graph.kind != PREFILL
+    tensors = state_tensors(state, None if in_order else 1)
+    if graph.kind == COMMIT:
+        sizes = graph.config.rank_dimensions(graph.tp_degree)
+        shape = (graph.rows, graph.tokens, sizes.mamba_conv_dim + sizes.mamba_heads)
+        kept_input = torch.empty(shape, dtype=graph.dtype, device="meta")
+        kept_inputs = [kept_input] * sum(layer.is_mamba for layer in model.model.layers)
+        module = _graph(run_advance, model, GraphKey(0, in_order), (inputs, *kept_inputs), tensors)
+    else:
+        verifies = graph.kind == VERIFY
+        key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies, chooses=graph.kind == DECODE)
+        if key.chooses:
+            inputs = decode_inputs([], graph.rows).to("meta")
+            tensors = [torch.empty(graph.rows, dtype=torch.int32, device="meta"), *tensors]
+        module = _graph(run_step, model, key, (inputs,), tensors)
+    return lower(module, graph.tp_degree)
+
+
+@torch.no_grad()
+def _graph(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+    """Return the one graph of `run_step` or `run_advance`; arguments are those after `call`."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compile_apart(function, aot_backend(keep))(call_inline, *arguments)
+    return graphs[0]

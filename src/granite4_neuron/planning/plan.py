@@ -1,0 +1,253 @@
+"""Adds up the memory of a Trainium2 core: a model's weights, state and cache, its graphs, and a step's temporaries.
+
+Tensors are exact. Graphs and temporaries are estimates with an upper end. So a plan has a sum and an upper limit of it
+(`at_most`). It fits if the upper limit fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.parameters import parameters
+from granite4_neuron.planning.analysis import temporaries
+from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
+from granite4_neuron.planning.analysis.graph_memory import GRAPHS_AT_MOST, MICROCODE_BYTES, GraphMemory, graph_memory
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+
+GIBIBYTE = 2**30
+# A logical core has 24 GiB and cannot use another core's: the compiler's limit is 25,769,803,776 bytes. "Usable
+# ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
+CORE_BYTES = 47 * GIBIBYTE // 2
+
+FITS, OPEN, DOES_NOT_FIT = "fits", "open", "does not fit"
+
+# Temporaries of Trainium2's compiler, as a multiple of XLA's compiler's for a CPU, which `temporaries` estimates.
+# One figure is known: another port of h-small (pull request 69 of NxD Inference) needs 24.46 GiB for prompts of 256
+# tokens, of which 15.4 are inputs and outputs. Its scan makes tensors of [tokens, heads, head_dim, d_state] in float32,
+# of 1 GiB each, of all 128 heads on each rank. XLA's compiler needs 2.05 GiB for it, as if two were live at a time.
+# Neuron's needs as much as nine. The runtime adds to this: it gives a tensor of more than 512 MiB memory of its own
+# beside the scratchpad that all graphs share ("Neuron Device Memory" in the SDK's documentation). This package has no
+# such tensors.
+TEMPORARIES_AT_MOST = (24.46 - 15.4) / 2.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on one logical core.
+
+    state: the state of a sequence of any length.
+    token: keys and values of one token.
+    logits: of one token of a sequence, over the whole vocabulary in float32, as a rank computes them and as gathered
+        from all ranks.
+    options: the graphs that are compiled.
+    draft: the plan of a draft model that is loaded too. A step's temporaries are the larger of the two models'.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    tp_degree: int
+    batch_size: int
+    context: int
+    weights: int
+    state: int
+    token: int
+    logits: int
+    options: GraphOptions | DeviceGraphOptions
+    draft: Plan | None = None
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of weights and sequences, including the draft model's. They are exact."""
+        return self._tensors(self.batch_size, self.context)
+
+    @property
+    def temporaries(self) -> int:
+        return self._temporaries(self.batch_size, self.context)
+
+    @property
+    def total(self) -> int:
+        return self._total(self.batch_size, self.context)
+
+    @property
+    def at_most(self) -> int:
+        return self._at_most(self.batch_size, self.context)
+
+    @property
+    def outcome(self) -> str:
+        """FITS if the upper limit fits; DOES_NOT_FIT if the sum does not; OPEN in between."""
+        if self.at_most <= CORE_BYTES:
+            return FITS
+        return DOES_NOT_FIT if self.total > CORE_BYTES else OPEN
+
+    @property
+    def max_context(self) -> int:
+        own = self.config.max_position_embeddings
+        return own if self.draft is None else min(own, self.draft.max_context)
+
+    @property
+    def graphs(self) -> list[GraphMemory]:
+        """The memory of each of this model's graphs, without those of the draft model."""
+        return self._graphs(self.batch_size, self.context)
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """The tokens of the graphs for prompts, ascending."""
+        return self.options.prompt_lengths(self.context)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of tensors and graphs, which stay in memory between steps, including the draft model's."""
+        return self.tensors + self._graph_bytes(self.batch_size, self.context)
+
+    @property
+    def with_fewest_graphs(self) -> Plan:
+        """The plan with one graph of each kind."""
+        options, _ = self.options.fewest(self.context)
+        draft = None if self.draft is None else replace(self.draft, options=options)
+        return replace(self, options=options, draft=draft)
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
+        return _largest(self.max_context, lambda context: self._at_most(self.batch_size, context) <= CORE_BYTES)
+
+    @property
+    def largest_batch(self) -> int:
+        """The most sequences of this context that fit; 0 for none."""
+        enough = CORE_BYTES // self._sequence(self.context)
+        return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= CORE_BYTES)
+
+    def verdict(self) -> str:
+        """Return whether it fits, how certain that is, and what would fit."""
+        capacity = f"of a core's {_shown(CORE_BYTES)} GiB"
+        known = (
+            f"weights and sequences take {_shown(self.tensors)} {capacity}, and {_shown(self.total)} with what is "
+            f"estimated, at most {_shown(self.at_most)}"
+        )
+        if self.outcome == FITS:
+            return f"It fits: {known}."
+        if self.tensors > CORE_BYTES:
+            alone = f"weights and sequences alone take {_shown(self.tensors)} {capacity}"
+            return f"It does not fit: {alone}.{self._what_fits()}"
+        says = "It is open whether it fits" if self.outcome == OPEN else "By estimate it does not fit"
+        return f"{says}: {known}.{self._what_fits()}"
+
+    def _what_fits(self) -> str:
+        fewest = self.with_fewest_graphs
+        if fewest.outcome == FITS:
+            return (
+                f" With fewer graphs it does, at most {_shown(fewest.at_most)} GiB with "
+                f"{self.options.fewest(self.context)[1]}."
+            )
+        if fewest._at_most(1, 1) > CORE_BYTES:
+            return " Split it over more ranks."
+        longest, largest = self.longest_context, self.largest_batch
+        if not longest and not largest:
+            return " Take fewer graphs and shorter sequences."
+        return f" {longest:,} tokens do at this batch size, or {largest:,} sequences of this context."
+
+    def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
+        made = self.options.graphs(self.config, batch_size, context)
+        return [graph_memory(graph, self.config, self.weights, self.tp_degree) for graph in made]
+
+    def _graph_bytes(self, batch_size: int, context: int) -> int:
+        own = sum(graph.total for graph in self._graphs(batch_size, context))
+        return own if self.draft is None else own + self.draft._graph_bytes(batch_size, context)
+
+    def _sequence(self, context: int) -> int:
+        return self.state + self.options.cache_length(self.config, context) * self.token + self.logits
+
+    def _tensors(self, batch_size: int, context: int) -> int:
+        own = self.weights + batch_size * self._sequence(context)
+        return own if self.draft is None else own + self.draft._tensors(batch_size, context)
+
+    def _temporaries(self, batch_size: int, context: int) -> int:
+        """Estimate the largest temporaries of a step, of a prompt or of decode."""
+        prompts = [
+            temporaries.of_prompt(self.config, self.tp_degree, min(tokens, context), context)
+            for tokens in self.options.prompt_lengths(context)
+        ]
+        own = max(*prompts, temporaries.of_decode(self.config, self.tp_degree, batch_size, context))
+        return own if self.draft is None else max(own, self.draft._temporaries(batch_size, context))
+
+    def _total(self, batch_size: int, context: int) -> int:
+        estimated = self._graph_bytes(batch_size, context) + self._temporaries(batch_size, context)
+        return self._tensors(batch_size, context) + MICROCODE_BYTES + estimated
+
+    def _at_most(self, batch_size: int, context: int) -> int:
+        graphs, temporaries = self._graph_bytes(batch_size, context), self._temporaries(batch_size, context)
+        estimated = GRAPHS_AT_MOST * graphs + round(TEMPORARIES_AT_MOST * temporaries)
+        return self._tensors(batch_size, context) + MICROCODE_BYTES + estimated
+
+
+def _shown(count: int) -> str:
+    """Return GiB."""
+    return f"{count / GIBIBYTE:.1f}"
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` that fits, if all smaller numbers fit too; 0 for none."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
+
+
+def plan(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    instance: str,
+    tp_degree: int,
+    batch_size: int,
+    context: int,
+    options: GraphOptions | DeviceGraphOptions,
+    draft: Plan | None = None,
+) -> Plan:
+    """Plan the memory of a model on a core of `instance`.
+
+    Args:
+        config, dtype: the model and the dtype of its weights, activations and cache.
+        instance: one of INSTANCES.
+        tp_degree: ranks, one per logical core.
+        batch_size: sequences at a time.
+        context: tokens of each sequence, prompt and continuation.
+        options: the graphs that are compiled.
+        draft: the plan of a draft model beside it.
+
+    Raises:
+        UserError: tp_degree does not divide the model or is more than the instance has cores, or the context is longer
+            than the model's.
+    """
+    check_ranks(instance, tp_degree)
+    if context > config.max_position_embeddings:
+        raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
+    is_tied = config.tie_word_embeddings and not options.holds_tied_head_twice
+    table = parameters(replace(config, tie_word_embeddings=is_tied), tp_degree)
+    return Plan(
+        config,
+        dtype,
+        tp_degree,
+        batch_size,
+        context,
+        weights=sum(one.nbytes(dtype.itemsize) for one in table.values()),
+        state=sequence_bytes(config, dtype.itemsize, tp_degree),
+        token=token_bytes(config, dtype.itemsize, tp_degree),
+        logits=config.vocab_size * torch.float32.itemsize * 2,
+        options=options,
+        draft=draft,
+    )
+
+
+def check_ranks(instance: str, tp_degree: int) -> None:
+    """Check that an instance has a logical core for each rank.
+
+    Raises:
+        UserError: it does not.
+    """
+    if tp_degree > INSTANCES[instance]:
+        raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")

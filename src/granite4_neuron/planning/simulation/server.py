@@ -1,0 +1,43 @@
+"""A simulated server, which makes its engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from granite4_neuron.engine import PrefixCache, SlotPrefixCache, spare_slots
+from granite4_neuron.planning.simulation.engine import SimulatedEngine
+from granite4_neuron.planning.simulation.runtime import SimulatedRuntime
+
+
+@dataclass(frozen=True)
+class Server:
+    """Makes the engine of a replica with the limits of `granite4-neuron serve`.
+
+    runtime: the arguments of `SimulatedRuntime`.
+    num_sequences: sequences that run at a time. max_length: the most tokens of a sequence.
+    max_gap: of an engine, in seconds.
+    cache_bytes: memory of the prefix cache; 0 for none. A runtime that keeps its own slots needs spare ones for a
+        cache.
+    """
+
+    num_sequences: int
+    max_length: int
+    cache_bytes: int
+    max_gap: float | None = None
+    runtime: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> SimulatedEngine:
+        """Return a new engine."""
+        runtime = SimulatedRuntime(**self.runtime)
+        cache = self._cache(runtime)
+        return SimulatedEngine(
+            runtime, self.num_sequences, max_length=self.max_length, prefix_cache=cache, max_gap=self.max_gap
+        )
+
+    def _cache(self, runtime: SimulatedRuntime) -> PrefixCache | SlotPrefixCache | None:
+        if not self.cache_bytes or 0 < runtime.own_slots <= self.num_sequences:
+            return None
+        if runtime.own_slots:
+            return SlotPrefixCache(runtime, spare_slots(runtime, self.num_sequences, self.cache_bytes))
+        return PrefixCache(runtime, self.cache_bytes, runtime.tokens_per_step, at_branches=True)

@@ -1,0 +1,1 @@
+"""The APIs: bodies of requests, and answers."""

@@ -1,0 +1,155 @@
+"""The server process: socket, signals and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
+from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.serving.apis.chat.answers import TokenTexts
+from granite4_neuron.serving.engine_thread import EngineThread
+from granite4_neuron.serving.http.app import make_app
+from granite4_neuron.serving.http.connection import Connection
+from granite4_neuron.serving.http.listener import Listener
+from granite4_neuron.serving.http.service import Service
+from granite4_neuron.serving.metrics import Metrics
+from granite4_neuron.serving.sequences import Limits, SequenceMaker
+from granite4_neuron.serving.work_queue import Preparation
+
+LAST_WORDS_SECONDS = 1
+POLL_SECONDS = 0.1  # as uvicorn
+
+
+class Server(uvicorn.Server):
+    """Serves one model until SIGTERM, SIGHUP or SIGINT. Then it refuses new requests and finishes those it has.
+
+    Args:
+        runtime, tokenizer: the model.
+        engine, cache: the engine, which has the tokenizer, and its prefix cache.
+        limits: of a request, and in all of the sequences that run and wait.
+        model: the name that clients use.
+        api_key: that clients must send; None for none.
+        hosts: that requests may name; None for any.
+        max_body: limit of a request's body in bytes.
+        allowed_origins: web pages that may use the server; "*" for all.
+        has_page: whether there is a chat for people at /.
+        updates_adapters: whether clients may load and unload adapters.
+        shutdown_timeout: how long it finishes them, in seconds; then they get an error.
+        on_start: called with the port once clients can connect.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tokenizer: PreTrainedTokenizerFast,
+        engine: Engine,
+        cache: PrefixCache | SlotPrefixCache | None,
+        *,
+        limits: Limits,
+        model: str,
+        api_key: str | None,
+        hosts: frozenset[str] | None,
+        max_body: int,
+        shutdown_timeout: float,
+        on_start: Callable[[int], None],
+        allowed_origins: Sequence[str] = (),
+        has_page: bool = True,
+        updates_adapters: bool = False,
+    ):
+        preparation = Preparation(limits.num_sequences)
+        metrics = Metrics(engine, cache, preparation, model)
+        thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
+        maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
+        limits_of_clients = api_key, hosts, max_body, allowed_origins
+        may = has_page, updates_adapters
+        self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, *may)
+        self._shutdown_timeout = shutdown_timeout
+        self._on_start = on_start
+        self._has_failed = self._is_interrupted = False
+        super().__init__(
+            uvicorn.Config(
+                make_app(self.service),
+                loop="asyncio",  # its own event loop calls `Listener.accept`
+                http=Connection,
+                lifespan="on",
+                ws="none",
+                log_level="error",  # it warns about each mistake of a client
+                use_colors=False,
+                access_log=False,
+                server_header=False,
+            )
+        )
+
+    def serve_on(self, listener: Listener) -> bool:
+        """Serve until a signal, or until the engine fails; return false if it failed.
+
+        Raises:
+            KeyboardInterrupt: the signal was SIGINT.
+        """
+        self.run([listener])
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        return not self._has_failed
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals within the block. Unlike uvicorn's, it does not raise them again within the event loop at the
+        end.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            numbers.remove(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        finishing = asyncio.create_task(super().shutdown(sockets))
+        end = time.monotonic() + self._shutdown_timeout
+        while not (finishing.done() or self.force_exit or time.monotonic() > end):
+            await asyncio.wait([finishing], timeout=POLL_SECONDS)
+        self.force_exit |= not finishing.done()
+        if self.force_exit:  # uvicorn would leave running tasks to the end of the event loop, which complains
+            await self._cut_off()
+        await finishing
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
+    async def _cut_off(self) -> None:
+        """End the engine, tell each request, and close all connections."""
+        self.service.engine.close()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.service.is_ending = True
+        self._is_interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
+    def _engine_ended(self) -> None:
+        """End the server. It has failed unless it was ending anyway."""
+        self._has_failed = not self.should_exit
+        self.service.is_ending = self.should_exit = True

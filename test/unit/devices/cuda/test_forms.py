@@ -1,0 +1,139 @@
+"""Decode of few sequences by joined operators, with their definitions on the CPU, has the plain operators' logits."""
+
+import pytest
+import torch
+
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cuda.forms import TokenLayer
+from granite4_neuron.devices.cuda.operators import GPU
+from granite4_neuron.devices.graphs.runtime import graph_inputs
+from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_step, state_tensors
+from granite4_neuron.model.families import model_of
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import HybridState, MambaState
+from test.support.checkpoints import CASES, NEMOTRON_CASES
+from test.support.stepping import random_tokens
+
+pytestmark = pytest.mark.versions
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Return a list that gets each layer that the joined operators compute."""
+    layers = []
+
+    def note(name):
+        half = getattr(TokenLayer, name)
+
+        def noted(layer, *arguments):
+            layers.append(layer)
+            return half(layer, *arguments)
+
+        monkeypatch.setattr(TokenLayer, name, noted)
+
+    note("_mamba")
+    note("_verified_mamba")
+    note("_attention")
+    note("_ungated_feed_forward")
+    return layers
+
+
+def decode(model, operators, tokens):
+    """Return the logits of each sequence's last token, and the state; an idle step comes before it."""
+    model = model.bind(operators) if operators else model
+    batch, length = tokens.shape
+    state = HybridState.allocate(model.config, batch, 64, model.dtype, has_null_slot=False)
+    for tensor in state.tensors():
+        tensor.zero_()
+
+    def step(ids, start, length):
+        positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape)
+        return model(ids, positions, torch.full((batch,), length), None, state)
+
+    step(tokens[:, :-1], 0, length - 1)
+    views = [state.slot_views(slot) for slot in range(1, batch + 1)]
+    before = [{name: view.clone() for name, view in each.items()} for each in views]
+    step(tokens[:, :1], length - 1, 0)
+    torch.testing.assert_close(views, before, rtol=0, atol=0, equal_nan=True)
+    return step(tokens[:, -1:], length - 1, 1), views
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)
+def test_logits_and_state(case, batch, dtype, taken):
+    model = random_model(case.config(), dtype=dtype, max_A=case.max_A)
+    tokens = random_tokens(model.config.vocab_size, batch, 20)
+    (expected, states), (logits, ours) = (decode(model, operators, tokens) for operators in (None, GPU))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
+    # Two steps. Layers with biases in projections use the plain operators.
+    plain = {"projection_bias": {"mamba", "attention"}, "nemotron_dense": {"mamba"}}.get(case.name, set())
+    assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], NEMOTRON_CASES[0], *(case for case in CASES if case.name in ("rope", "dense", "two_groups"))],
+    ids=lambda case: case.name,
+)
+def test_verification(case):
+    """Rows have all tokens, some tokens or none. Then a part of the tokens is accepted."""
+    model = random_model(case.config(), max_A=case.max_A)
+    tokens = random_tokens(model.config.vocab_size, 3, 14)
+    lengths, accepted = torch.tensor([4, 3, 0]), torch.tensor([4, 1, 0])
+    positions = torch.arange(10, 14).expand(3, 4)
+    outcomes = []
+    for each in (model, model.bind(GPU)):
+        state = HybridState.allocate(model.config, 3, 64, model.dtype, has_null_slot=False)
+        before = torch.arange(10).expand(3, 10)
+        model(tokens[:, :10], before, torch.full((3,), 10), None, state)
+        recurrent = [
+            tensor.clone() for layer in state.layers if isinstance(layer, MambaState) for tensor in vars(layer).values()
+        ]
+        logits, kept = each.verify(tokens[:, 10:], positions, lengths, None, state)
+        now = [tensor for layer in state.layers if isinstance(layer, MambaState) for tensor in vars(layer).values()]
+        assert all(map(torch.equal, recurrent, now))
+        each.advance(kept, positions, accepted, None, state)
+        outcomes.append([logits[0], logits[1, :3], *now])
+    torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", (CASES[0], NEMOTRON_CASES[0]), ids=lambda case: case.name)
+def test_all_layers_of_a_verification_use_the_joined_operators(case, taken):
+    """The step is run as in graphs, which share some constants between layers."""
+    model = random_model(case.config()).bind(GPU)
+    state = HybridState.allocate(model.config, 2, 64, model.dtype, has_null_slot=False)
+    for tensor in state.tensors():
+        tensor.zero_()
+    inputs = graph_inputs([Row(1, 9, [5] * 3), Row(2, 0, [])], 4)
+    key = GraphKey(64, in_order=True, all_logits=True, verifies=True)
+    run_step(call_inline, model, key, [inputs], state_tensors(state))
+    assert len(taken) == len(model.config.layer_types)
+
+
+@pytest.mark.parametrize("batch", [32, 33])
+def test_few_sequences(batch, taken):
+    model = random_model(CASES[0].config())
+    decode(model, GPU, random_tokens(model.config.vocab_size, batch, 2))
+    assert bool(taken) == (batch == 32)
+
+
+REASONS = {
+    "projection_bias": [
+        "the token kernels of Mamba layers are not used: they take no biases of projections.",
+        "the token kernels of attention layers are not used: they take no biases of projections.",
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layers_without_token_kernels_have_a_reason(case):
+    assert sorted(random_model(case.config()).bind(GPU).fallbacks) == sorted(REASONS.get(case.name, []))
+
+
+def test_a_part_of_a_model_has_a_reason():
+    part = model_of(CASES[0].config(), Parallel(0, 2)).bind(GPU)
+    assert {"a part of 2" in sentence for sentence in part.fallbacks} == {True}

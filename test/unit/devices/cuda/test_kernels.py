@@ -1,0 +1,135 @@
+"""The Triton kernels against their definitions: on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from granite4_neuron.devices.cuda import attention, linear, mamba
+from granite4_neuron.devices.cuda.experts import choose_experts
+from granite4_neuron.devices.cuda.operator import LAUNCHES
+from test.support.oracles import relative_error
+
+pytestmark = pytest.mark.versions
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and "TRITON_INTERPRET" not in os.environ:
+    pytest.skip("torch finds no GPU here", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype)
+
+
+def copied(argument, device):
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=device).copy_(argument)
+
+
+def compare(operator, *arguments, dtype=torch.float32):
+    """Compare results and arguments written in place. Both must have NaN at the same places."""
+    theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
+    expected, output = operator(*theirs), LAUNCHES[operator](*ours)
+    assert output.dtype == expected.dtype and output.shape == expected.shape
+    for mine, other in zip([output, *ours], [expected, *theirs], strict=True):
+        if isinstance(other, torch.Tensor) and other.is_floating_point():
+            mine = mine.cpu()
+            assert torch.equal(mine.isnan(), other.isnan())
+            assert relative_error(mine.nan_to_num(), other.nan_to_num()) <= (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_convolution(has_bias, width, dtype):
+    """x is part of a wider tensor. The second sequence is idle, and its window stays bit by bit."""
+    x = random(3, 1, 200, dtype=dtype)[..., :140]
+    state, weight = random(3, 140, width - 1, dtype=dtype), random(140, width, dtype=dtype)
+    bias = random(140, dtype=dtype) if has_bias else None
+    compare(mamba.convolve_token, x, state, weight, bias, torch.tensor([1, 0, 1], dtype=torch.int32), dtype=dtype)
+
+
+@pytest.mark.parametrize(("head_dim", "d_state", "groups"), [(32, 128, 1), (24, 24, 2)])
+def test_recurrence(head_dim, d_state, groups):
+    """The second sequence is idle, and the third one is NaN."""
+    rows, heads = 3, 4
+    columns = random(rows, heads * head_dim + 2 * groups * d_state)
+    x = columns[:, : heads * head_dim].unflatten(-1, (heads, head_dim))
+    B, C = (part.unflatten(-1, (groups, d_state)) for part in columns[:, heads * head_dim :].chunk(2, -1))
+    dt = torch.rand(rows, heads)
+    dt[1] = 0
+    state = random(rows, heads, head_dim, d_state)
+    state[2] = math.nan
+    log_decay = -dt * torch.rand(heads)
+    compare(mamba.advance_token, x, dt, log_decay, B, C, random(heads, dtype=torch.bfloat16).float(), state)
+
+
+@DTYPES
+@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("columns", [16, 80, 768])
+def test_products(columns, is_gated, dtype):
+    x = random(3, columns, dtype=dtype)
+    weight = (random(5, 22, columns) / columns**0.5).to(dtype)
+    compare(linear.multiply_rows, x[:1], weight[0], None, is_gated, dtype=dtype)
+    ids = torch.tensor([4, 1, 0, 4, 2, 2])
+    compare(linear.multiply_rows, x, weight, ids, is_gated, dtype=dtype)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 6, 2), (3, 64, 6), (70, 72, 10), (2, 5, 5)])
+def test_choice_of_experts(tokens, experts, top_k):
+    """Logits are whole numbers, so that some are equal. The last token has a NaN, with a sign."""
+    logits = random(tokens, experts).mul(3).round()
+    logits[-1, 0] = -torch.tensor(math.nan)
+    assert logits[-1, 0].view(torch.int32) < 0
+    (expected, expected_ids), (weights, ids) = (
+        run(copied(logits, device), top_k)
+        for run, device in ((choose_experts, "cpu"), (LAUNCHES[choose_experts], DEVICE))
+    )
+    weights, ids = weights.cpu(), ids.cpu()
+    assert ids.dtype == expected_ids.dtype and torch.equal(ids[:-1], expected_ids[:-1])
+    assert ((ids >= 0) & (ids < experts)).all() and weights[-1].isnan().all()
+    torch.testing.assert_close(weights[:-1], expected[:-1], rtol=1e-6, atol=0.0)
+
+
+@DTYPES
+@pytest.mark.parametrize("kv_length", [64, 300, 600])
+@pytest.mark.parametrize("max_splits", [128, 4])
+def test_attention(max_splits, kv_length, dtype, monkeypatch):
+    """Sequences have one entry, some or all; one is idle. Entries that no sequence has written are NaN."""
+    monkeypatch.setattr(attention, "_MAX_SPLITS", max_splits)
+    positions = torch.tensor([[0], [257 % kv_length], [kv_length - 1], [9]], dtype=torch.int32)
+    key, value = random(5, 2, 640, 24, dtype=dtype), random(5, 2, 640, 24, dtype=dtype)
+    for cache in (key, value):
+        for row, position in enumerate(positions[:, 0]):
+            cache[row + 1, :, position + 1 :] = math.nan
+        cache[0] = math.nan
+    lengths = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
+    query = random(4, 1, 6, 24, dtype=dtype)
+    compare(attention.attend_tokens, query, key, value, positions, lengths, 0.3, kv_length, dtype=dtype)
+
+
+@DTYPES
+def test_a_tokens_attention_does_not_depend_on_the_step(dtype):
+    """Each token of several sequences has the bits that it has alone, with the shortest cache."""
+    key, value = random(4, 2, 640, 24, dtype=dtype), random(4, 2, 640, 24, dtype=dtype)
+    starts, tokens = (5, 30, 255), 3
+    positions = torch.tensor([[start + token for token in range(tokens)] for start in starts], dtype=torch.int32)
+    query, lengths = random(3, tokens, 6, 24, dtype=dtype), torch.tensor([3, 2, 3], dtype=torch.int32)
+    launch = LAUNCHES[attention.attend_tokens]
+    together = launch(*(each.to(DEVICE) for each in (query, key, value, positions, lengths)), 0.3, 640)
+    for row, start in enumerate(starts):
+        for token in range(lengths[row]):
+            caches = [cache[[0, row + 1]] for cache in (key, value)]
+            where = torch.tensor([[start + token]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+            arguments = query[row : row + 1, token : token + 1], *caches, *where
+            alone = launch(*(each.to(DEVICE) for each in arguments), 0.3, start + token + 1)
+            assert torch.equal(alone[0, 0], together[row, token])

@@ -1,0 +1,239 @@
+"""The Triton kernels compile for a GPU at real sizes, on machines without one too. The interpreter accepts more."""
+
+import os
+import re
+from functools import partial
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
+from granite4_neuron.devices.cuda import (  # noqa: E402
+    attention,
+    head,
+    launch,
+    linear,
+    mamba,
+    products,
+    single_token_layer,
+    token_layer,
+)
+from granite4_neuron.devices.cuda.experts import choose_experts  # noqa: E402
+from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
+from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
+
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels"),
+]
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+EPS = 1e-5
+# Weights, and arguments that no other kernel of a step writes.
+WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
+FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths"]
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def float32(*shape):
+    return empty(*shape, dtype=torch.float32)
+
+
+def int32(*shape):
+    return empty(*shape, dtype=torch.int32)
+
+
+def kind(argument):
+    if isinstance(argument, torch.Tensor):
+        return TYPES[argument.dtype]
+    return {int: "i32", float: "fp32"}[type(argument)]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Have launches compile kernels and not run them. Return the list of compiled kernels."""
+    compiled = []
+
+    def compile_for_gpu(kernel, *arguments, **options):
+        given = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        bound = kernel.signature.bind(*arguments, **given).arguments
+        is_constant = {each.name: each.is_constexpr for each in kernel.params}
+        constants = {name: value for name, value in bound.items() if is_constant[name] or value is None}
+        signature = {name: "constexpr" if name in constants else kind(value) for name, value in bound.items()}
+        places = list(bound)
+        by_place = {(places.index(name),): value for name, value in constants.items()}
+        aligned = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
+        attributes = {(places.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(kernel, signature, by_place, attributes)
+        compiled.append(triton.compile(source, target=HOPPER, options=options))
+
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
+    monkeypatch.setattr(launch, "supports_gdc", lambda x: True)
+    return compiled
+
+
+@pytest.fixture(params=["h-350m", "h-tiny", "h-small"])
+def config(request):
+    return GraniteMoeHybridConfig.from_family(request.param)
+
+
+@pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
+def test_decode(batch, kernels, expert_kernels, config, compiled):
+    operators = single_token_layer if batch == 1 else token_layer
+    hidden, shared = config.hidden_size, config.shared_intermediate_size
+    heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    inner = heads * head_dim
+    channels = inner + 2 * config.mamba_n_groups * d_state
+    x, norm, lengths = float32(batch, hidden), empty(hidden), int32(batch)
+    convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths
+    sizes = dict(num_heads=heads, eps=EPS)
+    inputs = LAUNCHES[operators.mixer_inputs](x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
+    of_heads = [empty(heads) for _ in range(3)]
+    y = LAUNCHES[operators.advance_mixer](
+        inputs, *of_heads, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf")
+    )
+    LAUNCHES[operators.add_product](x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
+    LAUNCHES[operators.add_product](x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
+    key_rows = config.num_key_value_heads * config.head_dim
+    LAUNCHES[operators.project_heads](
+        x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS
+    )
+    LAUNCHES[operators.activate](x, norm, empty(2 * shared, hidden), EPS)
+    if experts := config.num_local_experts:
+        width, top_k = config.intermediate_size, config.num_experts_per_tok
+        normed, logits = LAUNCHES[operators.route](x, norm, empty(experts, hidden), EPS)
+        w1, w2 = empty(experts, 2 * width, hidden), empty(experts, hidden, width)
+        first, second = empty(2 * shared, hidden), empty(hidden, shared)
+        activated, expert_activated = LAUNCHES[operators.activate_experts](normed, first, w1, logits, lengths, top_k)
+        LAUNCHES[operators.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
+    assert len(compiled) == (expert_kernels if experts else kernels)
+    assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
+    reads = reads_before_waiting(compiled)
+    names = {name for name, _ in reads}
+    assert {"conv_state", "ssm_state", "lengths"} <= names <= {*FIXED_IN_A_STEP, "router_logits"}
+    # A multiprocessor's own cache may hold an earlier layer's values of these.
+    assert all(".cg" in instruction for name, instruction in reads if name == "router_logits")
+
+
+def reads_before_waiting(compiled):
+    """Return the (argument, instruction) pairs that kernels may read before earlier kernels have ended."""
+    found = set()
+    for each in compiled:
+        kinds = [(name, kind) for name, kind in each.src.signature.items() if kind != "constexpr"]
+        reads = [(*kinds[number], instruction) for number, instruction in reads_before_wait(each.asm["ptx"])]
+        found |= {(name, instruction) for name, kind, instruction in reads if kind.startswith("*")}  # not strides
+    return found
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_verification(tokens, config, compiled):
+    batch, hidden, d_state = 8, config.hidden_size, config.mamba_d_state
+    heads, head_dim = config.mamba_n_heads, config.mamba_d_head
+    inner = heads * head_dim
+    channels = inner + 2 * config.mamba_n_groups * d_state
+    columns, where = inner + channels + heads, [int32(batch), int32(batch)]
+    projected = LAUNCHES[token_layer.project](
+        float32(batch * tokens, hidden), empty(hidden), empty(columns, hidden), EPS
+    )
+    convolution = empty(channels, 4), empty(channels)
+    conv_state, ssm_state = empty(batch, channels, 3), float32(batch, heads, head_dim, d_state)
+    of_heads, limits = [empty(heads) for _ in range(3)], (0.0, float("inf"))
+    projected = projected.view(batch, tokens, columns)
+    inputs = LAUNCHES[token_layer.convolve_verified](projected, *convolution, conv_state, where[0], heads)
+    LAUNCHES[token_layer.scan_verified](inputs, *of_heads, ssm_state, *where, *limits)
+    kept = projected[..., inner:]
+    LAUNCHES[token_layer.advance_verified](kept, *convolution, *of_heads, conv_state, ssm_state, *where, *limits)
+    caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
+    query = empty(batch, tokens, config.num_attention_heads, config.head_dim)
+    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, tokens), where[1], 0.1, 1024)
+    LAUNCHES[head.score_tokens](empty(batch * tokens, hidden), empty(config.vocab_size, hidden), 3.0)
+    assert len(compiled) == 9
+    assert {name for name, _ in reads_before_waiting(compiled)} <= {*FIXED_IN_A_STEP, "starts"}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 32, 128])
+def test_all_numbers_of_rows_use_one_instruction(rows, config, compiled):
+    """It must be mma.sync, because wgmma adds in another order."""
+    x = empty(rows, config.hidden_size)
+    for outputs in (config.hidden_size, 2 * config.shared_intermediate_size, config.vocab_size):
+        LAUNCHES[head.score_tokens](x, empty(outputs, config.hidden_size), 3.0)
+        LAUNCHES[token_layer.activate](
+            float32(*x.shape), empty(config.hidden_size), empty(2 * outputs, x.shape[1]), EPS
+        )
+    instructions = {found for each in compiled for found in re.findall(r"w?g?mma\.\S+", each.asm["ptx"])}
+    assert instructions == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [3, 8, 32])
+def test_sequences_are_rounded_alike(batch, dtype, compiled):
+    """All sequences of a program get equal instructions. No two products are added: a compiler may round either."""
+    hidden, heads, channels, experts = 64, 8, 160, 6
+    x, norm, lengths = float32(batch, hidden), empty(hidden, dtype=dtype), int32(batch)
+    convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
+    weight = empty(128 + channels + heads, hidden, dtype=dtype)
+    LAUNCHES[token_layer.mixer_inputs](x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
+    heads_of = [empty(rows, hidden, dtype=dtype) for rows in (64, 32, 32)]
+    LAUNCHES[token_layer.project_heads](x, norm, *heads_of, EPS)
+    LAUNCHES[token_layer.add_product](
+        x, empty(batch, 128, dtype=dtype), None, empty(hidden, 128, dtype=dtype), 0.22, EPS
+    )
+    first, second = empty(160, hidden, dtype=dtype), empty(hidden, 80, dtype=dtype)
+    LAUNCHES[token_layer.activate](x, norm, first, EPS)
+    w1, w2 = empty(experts, 96, hidden, dtype=dtype), empty(experts, hidden, 48, dtype=dtype)
+    logits = float32(batch, experts)
+    normed = empty(batch, hidden, dtype=dtype)
+    activated, expert_activated = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, 3)
+    LAUNCHES[token_layer.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
+    joint = [each for each in compiled if each.metadata.name not in ("_rms_norm_kernel", "_add_outputs_kernel")]
+    assert len(joint) == 6
+    assert not [each.metadata.name for each in joint if sums_of_two_products(each.asm["ptx"])]
+
+
+def test_tokens_of_several_sequences(config, compiled):
+    batch, heads, head_dim, d_state = 8, config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    channels = heads * head_dim + 2 * d_state
+    lengths = int32(batch)
+    convolution = empty(batch, channels, 3), empty(channels, 4), empty(channels), lengths
+    LAUNCHES[mamba.convolve_token](empty(batch, 1, channels), *convolution)
+    groups = [float32(batch, 1, d_state) for _ in range(2)]
+    steps = [float32(batch, heads) for _ in range(2)]
+    state = float32(batch, heads, head_dim, d_state)
+    LAUNCHES[mamba.advance_token](empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
+    caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
+    query = empty(batch, 1, config.num_attention_heads, config.head_dim)
+    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, 1), lengths, 0.1, 1024)
+    x = empty(batch, config.hidden_size)
+    LAUNCHES[linear.multiply_rows](x, empty(100, config.hidden_size), None, False)
+    if experts := config.num_local_experts:
+        LAUNCHES[choose_experts](float32(batch, experts), config.num_experts_per_tok)
+        w1 = empty(experts, 2 * config.intermediate_size, config.hidden_size)
+        LAUNCHES[linear.multiply_rows](x, w1, int32(batch * config.num_experts_per_tok), True)
+    assert len(compiled) == (7 if experts else 5)
+    overlapping = [each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"]]
+    assert len(overlapping) == 2 and not reads_before_waiting(overlapping)
+
+
+def tiles_of_products():
+    """Return all tiles for 16-bit numbers as parameters. Those between the largest and the smallest are marked slow."""
+    largest, *others, smallest = products._TILES
+    return [largest, smallest, *(pytest.param(tile, marks=pytest.mark.slow) for tile in others)]
+
+
+@pytest.mark.parametrize("tile", tiles_of_products(), ids=str)
+def test_products_of_prompts_use_one_instruction(tile, compiled, monkeypatch):
+    """All tiles use wgmma, which adds 16 columns in the same order for any number of rows and outputs."""
+    monkeypatch.setattr(products, "_TILES", (tile,))
+    LAUNCHES[products.multiply_tokens](empty(512, 768), empty(3376, 768), None, False, False)
+    [kernel] = compiled
+    instructions = re.findall(r"mma[._a-z]*sync\.aligned\.(m\d+n\d+k\d+\.\S+?)[\s;]", kernel.asm["ptx"])
+    [instruction] = set(instructions)
+    assert re.fullmatch(r"m64n\d+k16\.f32\.bf16\.bf16", instruction)
+    assert len(instructions) % 4 == 0  # four instructions for 64 columns

@@ -1,0 +1,74 @@
+"""How a prompt is cut into pieces for compiled graphs."""
+
+import pytest
+from transformers import GenerationConfig
+
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS
+from granite4_neuron.devices.torch import runtime as torch_device
+from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.prompt_cuts import pieces
+from test.support.checkpoints import small_config
+from test.support.graph_contract import FEW_LAYERS
+from test.support.stepping import random_tokens
+
+MANY = (128, 512, 1024, 2048)
+
+
+@pytest.mark.parametrize(
+    "tokens, buckets, expected",
+    [
+        (1, PREFILL_BUCKETS, [128]),
+        (128, PREFILL_BUCKETS, [128]),
+        (130, PREFILL_BUCKETS, [512]),
+        (600, PREFILL_BUCKETS, [512, 128]),
+        (600, MANY, [512, 128]),
+        (600, (128, 512, 2048), [512, 128]),
+        (700, PREFILL_BUCKETS, [512, 512]),
+        (1024, PREFILL_BUCKETS, [512, 512]),
+        (1000, MANY, [1024]),
+        (1700, MANY, [2048]),
+        (2048 + 600, MANY, [2048, 512, 128]),
+        (5, (2,), [2, 2, 2]),
+    ],
+)
+def test_a_prompt_is_cut_if_padding_would_cost_more(tokens, buckets, expected):
+    assert pieces(tokens, buckets) == expected
+
+
+def test_only_the_last_piece_is_padded_and_by_less_than_its_bucket():
+    for buckets in (PREFILL_BUCKETS, MANY, (16, 64), (7,)):
+        for tokens in range(1, 2 * buckets[-1] + 2):
+            cut = pieces(tokens, buckets)
+            assert 0 <= sum(cut) - tokens < cut[-1] and set(cut) <= set(buckets)
+            assert cut == sorted(cut, reverse=True)
+
+
+def test_a_step_runs_the_pieces(monkeypatch):
+    """Positions and logits go on from piece to piece. For 600 tokens the graph of 2,048 tokens is not used."""
+    model = random_model(small_config(layer_types=("mamba",)))
+    tokens = random_tokens(model.config.vocab_size, 600).tolist()
+    ours = TorchRuntime(model, GenerationConfig(), (128, 512, 2048), compiler="eager")
+    run, sizes = ours._run_prefill, []
+
+    def recorded(state, inputs, *rest):
+        sizes.append(inputs.shape[1] - TOKENS)
+        return run(state, inputs, *rest)
+
+    monkeypatch.setattr(ours, "_run_prefill", recorded)
+    logits, expected = (
+        runtime.step(runtime.allocate(1, 700), [Row(1, 0, tokens)], all_logits=True)
+        for runtime in (ours, CPURuntime(model, GenerationConfig()))
+    )
+    assert sizes == [512, 128]
+    assert (logits - expected).abs().max() <= 1e-5
+
+
+def test_default_buckets():
+    """On a Neuron device a graph of 2,048 tokens would not fit into SBUF."""
+    model = random_model(small_config(**FEW_LAYERS))
+    assert TorchRuntime(model, GenerationConfig(), compiler="eager").prefill_buckets == [128, 512, 2048]
+    assert TorchRuntime(model, GenerationConfig(), [64, 16, 64], compiler="eager").prefill_buckets == [16, 64]
+    assert torch_device._BUCKETS["neuron"] == PREFILL_BUCKETS == (128, 512)
