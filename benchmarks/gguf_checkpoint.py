@@ -39,11 +39,13 @@ def write_gguf(folder: Path, file: Path) -> None:
     """Write the model of a checkpoint folder, tensor by tensor.
 
     Raises:
-        UserError: the folder is not a checkpoint, or not a folder.
+        UserError: the folder is not a checkpoint, or not a folder, or a GGUF file cannot hold the model.
     """
     import gguf
 
     config = config_from_file(folder / "config.json")
+    if config.written_time_step_limit:
+        raise UserError("a GGUF file has no place for limits of time steps.")
     stored = StoredTensors(folder, config)
     stored.check(config)
     dtype = getattr(torch, stored.dtype())

@@ -1,6 +1,7 @@
 """GGUF files of Nemotron models, as llama.cpp's converter writes them."""
 
 import dataclasses
+import math
 
 import numpy
 import pytest
@@ -19,8 +20,9 @@ from test.support.checkpoints import HAS_NEMOTRON, NemotronCase
 from test.support.gguf_files import nemotron_file, rewritten
 from test.support.stepping import random_tokens, reference_logits, run_cuts
 
-# GGUF cannot store experts and MLPs in one model, or a lower limit of time steps.
-EXPERTS = NemotronCase("nemotron_experts", dict(layer_types=("mamba", "moe", "mamba", "attention", "moe")))
+# GGUF cannot store experts and MLPs in one model, or limits of time steps.
+UNLIMITED = dict(time_step_limit=(0.0, math.inf))
+EXPERTS = NemotronCase("nemotron_experts", dict(layer_types=("mamba", "moe", "mamba", "attention", "moe"), **UNLIMITED))
 DENSE = NemotronCase(
     "nemotron_mlps",
     dict(
@@ -30,6 +32,7 @@ DENSE = NemotronCase(
         hidden_size=72,
         mamba_n_groups=2,
         mamba_conv_bias=False,
+        **UNLIMITED,
     ),
 )
 both = pytest.mark.parametrize("case", [EXPERTS, DENSE], ids=lambda case: case.name)
@@ -86,10 +89,11 @@ def test_the_benchmarks_writer_writes_the_same_tensors(tmp_path, random_checkpoi
     assert dataclasses.replace(ours, max_position_embeddings=2**20) == theirs
 
 
-def test_the_benchmarks_writer_refuses_experts_beside_mlps(tmp_path, random_checkpoints):
-    folder = random_checkpoints(NemotronCase("nemotron"))
-    with pytest.raises(UserError, match="has no place for a Nemotron model with experts and with layers"):
-        write_gguf(folder, tmp_path / "model.gguf")
+def test_the_benchmarks_writer_refuses_what_a_file_cannot_hold(tmp_path, random_checkpoints):
+    both_kinds = "a Nemotron model with experts and with layers"
+    for changes, missing in ((UNLIMITED, both_kinds), ({}, "limits of time steps")):
+        with pytest.raises(UserError, match=f"has no place for {missing}"):
+            write_gguf(random_checkpoints(NemotronCase("nemotron", changes)), tmp_path / "model.gguf")
 
 
 def test_multi_token_prediction_is_left_out_with_a_sentence(tmp_path, random_checkpoints, file):

@@ -19,6 +19,7 @@ from granite4_neuron.commands.cli import main
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, MTPDrafter, PrefixCache, Request
+from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.model.families import model_of
 from granite4_neuron.runtime.interface import Row
@@ -59,11 +60,10 @@ def reference(model, tokens, folder):
     """Return results and logits of transformers' layers, with the formulas of `model.mtp` before them; and the hidden
     states of transformers' model that they read.
     """
-    from transformers import AutoModelForCausalLM
 
     def theirs(name, ours):
         save_model(ours, folder / name)
-        return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        return load_reference(folder / name, torch.float32)
 
     def rms(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight

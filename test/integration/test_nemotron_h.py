@@ -1,12 +1,14 @@
 """Nemotron checkpoints in files, and their state beside that of transformers. Logits are compared in test_logits.py."""
 
 import json
+import math
 import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.adapters import read_adapter
 from granite4_neuron.checkpoint.loading import load_model
@@ -14,12 +16,14 @@ from granite4_neuron.checkpoint.quantized import CompressedFormat
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS, StoredTensors
-from granite4_neuron.config import NemotronHConfig
 from granite4_neuron.config.quantization import WeightScheme
 from granite4_neuron.errors import UserError
+from granite4_neuron.evaluation import accuracy
+from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.ops import FORMATS
+from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import MambaState
-from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config
+from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, NemotronCase, nemotron_config
 from test.support.compressed_tensors import Scheme, compress
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
@@ -154,11 +158,13 @@ def test_experts_of_compressed_tensors(folder, tmp_path, scheme):
 
 
 @torch.inference_mode()
-def test_state_after_prefill_and_decode(folder, kernels):
-    """The convolution's window, the SSM state, and keys and values are those of transformers' cache."""
-    from transformers import AutoModelForCausalLM
+def test_state_after_prefill_and_decode(random_checkpoints, kernels):
+    """The convolution's window, the SSM state, and keys and values are those of transformers' cache.
 
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    Time steps have no limits, because transformers ignores them in decode.
+    """
+    folder = random_checkpoints(NemotronCase("nemotron_unlimited", dict(time_step_limit=(0.0, math.inf))))
+    reference = load_reference(folder, torch.float32)
     model = load_model(folder, torch.float32).bind(kernels)
     tokens = random_tokens(model.config.vocab_size, 1, 43)
     state = poisoned_state(model, 1, 64)
@@ -206,12 +212,31 @@ def test_an_adapter_of_a_projection(tmp_path, folder):
     assert (merged.model.layers[0].mamba.in_proj.weight - expected).abs().max() <= 1e-4
 
 
-def test_a_small_time_step_counts_the_same_in_prefill_and_decode():
-    """transformers applies the lower limit to prompts only. Here it holds for every token, in prefill and decode."""
-    config = nemotron_config(layer_types=("mamba", "mlp"), time_step_limit=(0.2, float("inf")))
-    assert isinstance(config, NemotronHConfig)
-    model, tokens = random_model(config), random_tokens(config.vocab_size, 1, 30)
-    uncut = run_cuts(model, tokens, [30])
-    assert (run_cuts(model, tokens, [20] + [1] * 10) - uncut).abs().max() <= 1e-5
-    free = random_model(nemotron_config(layer_types=("mamba", "mlp"), time_step_limit=(0.0, float("inf"))))
-    assert (run_cuts(free, tokens, [30]) - uncut).abs().max() >= 1e-2
+@torch.inference_mode()
+@pytest.mark.parametrize("limit", [(0.0, math.inf), (0.001, math.inf), (0.0, 0.05)])
+def test_time_steps_are_limited_as_config_json_says(tmp_path, kernels, limit):
+    """Most time steps are below the config's time_step_min, as trained ones are, which is of the initialisation only.
+
+    transformers takes it for the lower limit, of prompts only. Here the limits hold in prefill and decode.
+    """
+    from transformers import AutoModelForCausalLM
+
+    layer_types = ("mamba", "attention", "mlp", "mamba")
+    model = random_model(nemotron_config(layer_types=layer_types, time_step_limit=limit, num_local_experts=0))
+    for layer in (0, 3):
+        model.model.layers[layer].mamba.dt_bias.copy_(torch.linspace(-9.0, -3.0, 8))
+    save_model(model, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert reference.config.time_step_min == 0.001
+    tokens = random_tokens(model.config.vocab_size, 1, 48)
+    expected = {}
+    for other in ((0.0, math.inf), (0.001, math.inf), (0.0, 0.05)):
+        for layer in (0, 3):
+            reference.model.layers[layer].mixer.time_step_limit = other
+        expected[other] = reference(tokens, use_cache=False).logits
+    for cuts in ([48], [20] + [1] * 28):
+        logits = run_cuts(load_model(tmp_path, torch.float32).bind(kernels), tokens, cuts)
+        difference = {other: (logits - exact).abs().max().item() for other, exact in expected.items()}
+        assert difference.pop(limit) <= 1e-4 and min(difference.values()) > 1e-2
+    runtime = CPURuntime(load_model(tmp_path, torch.float32), GenerationConfig())
+    assert accuracy.measure(tmp_path, tokens.tolist(), 4, runtime).passed()

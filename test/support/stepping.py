@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM as Reference
 
+from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 
@@ -55,8 +55,7 @@ def run_cuts(
 @torch.inference_mode()
 def reference_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return transformers' logits of whole sequences, without a cache."""
-    model = Reference.from_pretrained(folder, dtype=dtype).eval()
-    return model(tokens, use_cache=False).logits.float()
+    return load_reference(folder, dtype)(tokens, use_cache=False).logits.float()
 
 
 def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> torch.Tensor:

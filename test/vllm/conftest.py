@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+
+from granite4_neuron.evaluation.reference import load_reference
 
 ROOT = Path(__file__).parents[2]
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
@@ -65,7 +66,7 @@ class Greedy:
     """Greedy text of transformers, in float32."""
 
     def __init__(self, folder):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = load_reference(folder, torch.float32)
 
     @torch.inference_mode()
     def says(self, prompt: list[int], tokens: list[int]) -> bool:

@@ -6,7 +6,6 @@ Field names are Hugging Face's. The spellings of transformers 4.57 and of 5.x ar
 from __future__ import annotations
 
 import dataclasses
-import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,14 +116,13 @@ class GraniteMoeHybridConfig(ModelConfig):
     def to_dict(self) -> dict[str, Any]:
         """Implement `ModelConfig.to_dict`, for transformers 4.57 and 5.x."""
         values = dataclasses.asdict(self)
-        lower, upper = values.pop("time_step_limit")
-        if (lower, upper) != (0.0, math.inf):
-            values["time_step_limit"] = [lower, upper]
+        del values["time_step_limit"]
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
         return {
             "architectures": [ARCHITECTURE],
             "model_type": MODEL_TYPE,
             **values,
+            **self.written_time_step_limit,
             "layer_types": list(self.layer_types),
         }

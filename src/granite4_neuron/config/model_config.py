@@ -157,6 +157,12 @@ class ModelConfig(ABC):
         limit = values.get("time_step_limit")
         return cls.time_step_limit if limit is None else time_step_limit_in(limit)
 
+    @property
+    def written_time_step_limit(self) -> dict[str, list[float]]:
+        """What a ``config.json`` has of `time_step_limit`: nothing for the default, because JSON has no infinity."""
+        is_default = self.time_step_limit == type(self).time_step_limit
+        return {} if is_default else {"time_step_limit": list(self.time_step_limit)}
+
     def stored_name(self, name: str) -> str:
         """Return the published name of a parameter of the model, which may have an EXPERT_NUMBER."""
         return name

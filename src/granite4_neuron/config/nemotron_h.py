@@ -6,7 +6,6 @@ It reads the spellings of transformers 5.x and of the older published files, wit
 from __future__ import annotations
 
 import json
-import math
 import re
 import reprlib
 from collections.abc import Mapping
@@ -72,7 +71,6 @@ _DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": 7688,
     "moe_shared_expert_intermediate_size": 7688,
     "intermediate_size": 21504,
-    "time_step_min": 0.001,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -81,7 +79,7 @@ _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
 }
 
 
@@ -95,8 +93,7 @@ class NemotronHConfig(ModelConfig):
     n_group, topk_group, norm_topk_prob, routed_scaling_factor: the router's, see `ops.topk_sigmoid`.
     mtp_layer_types: of the layers for multi-token prediction, which are loaded only where a drafter needs them:
         "attention", "mlp" or "moe".
-    time_step_limit: its lower end is config.json's time_step_min; there is no upper end, as in transformers for
-        prompts.
+    time_step_limit: config.json's. Its time_step_min and time_step_max are of the initialisation of weights only.
     """
 
     model_type: ClassVar[str] = NEMOTRON_MODEL_TYPE
@@ -253,15 +250,12 @@ class NemotronHConfig(ModelConfig):
     @classmethod
     def time_step_limit_in(cls, values: Mapping[str, Any]) -> tuple[float, float]:
         """Implement `ModelConfig.time_step_limit_in`."""
-        lowest = _with_defaults(values)["time_step_min"]
-        if not isinstance(lowest, (int, float)) or isinstance(lowest, bool):
-            raise UserError(f"time_step_min is {reprlib.repr(lowest)}, and must be a number.")
-        return lowest, math.inf
+        return super().time_step_limit_in(_with_defaults(values))
 
     def to_dict(self) -> dict[str, Any]:
         """Implement `ModelConfig.to_dict`, for transformers 5.x."""
         written = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        lowest, _ = written.pop("time_step_limit")
+        del written["time_step_limit"]
         mtp_layer_types = [_WRITTEN[kind] for kind in written.pop("mtp_layer_types")]
         of_mtp = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": mtp_layer_types} if mtp_layer_types else {}
         if isinstance(self.eos_token_id, tuple):
@@ -271,7 +265,7 @@ class NemotronHConfig(ModelConfig):
             "model_type": self.model_type,
             **{self.json_name(name): value for name, value in written.items()},
             "layers_block_type": [_WRITTEN[kind] for kind in self.layer_types],
-            "time_step_min": lowest,
+            **self.written_time_step_limit,
             **of_mtp,
         }
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM as Reference
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from granite4_neuron.checkpoint.tokenizing import encode
 from granite4_neuron.config.choices import FLOAT32_TOLERANCE
 from granite4_neuron.errors import UserError
+from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 
@@ -225,7 +225,7 @@ def measure(
     parts = itertools.count(1)
     num_parts = len(prompts) + 3
     state = runtime.allocate(len(prompts), longest_of(prompts, new_tokens, runtime))  # first, because it may be refused
-    reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = load_reference(folder, torch.float32)
     progress(0, num_parts)
     sequences = []
     for prompt in prompts:
@@ -238,7 +238,7 @@ def measure(
     progress(next(parts), num_parts)
     in_dtype = None
     if runtime.dtype != torch.float32:
-        in_dtype = _whole(Reference.from_pretrained(folder, dtype=runtime.dtype).eval(), sequences, starts)
+        in_dtype = _whole(load_reference(folder, runtime.dtype), sequences, starts)
     progress(next(parts), num_parts)
     lengths = [len(prompt) for prompt in prompts]
     run_prompts = last_of_prompts if is_last_of_prompt else _all_of_prompts

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM as Reference
 from transformers import PreTrainedModel
 
 from granite4_neuron.config.choices import FLOAT32_TOLERANCE
 from granite4_neuron.evaluation.accuracy import greedy, longest_of
+from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.families import model_of
 from granite4_neuron.ops import Operators
@@ -98,13 +98,13 @@ def compare_layers(
         UserError: the sequences are longer than the model allows.
     """
     longest_of(prompts, new_tokens, runtime)
-    reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = load_reference(folder, torch.float32)
     sequences = [greedy(reference, prompt, new_tokens) for prompt in prompts]
     expected = _reference_hidden_states(reference, sequences)
     del reference
     own: list[float] | None = None
     if runtime.dtype != torch.float32:
-        in_dtype = Reference.from_pretrained(folder, dtype=runtime.dtype).eval()
+        in_dtype = load_reference(folder, runtime.dtype)
         pairs = zip(_reference_hidden_states(in_dtype, sequences), expected, strict=True)
         own = [Gap.between(*pair).relative for pair in pairs]
         del in_dtype

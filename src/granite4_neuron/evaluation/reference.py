@@ -1,4 +1,4 @@
-"""The checkpoint folder that transformers reads as the reference."""
+"""The reference: transformers' model, and the checkpoint folder that it reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.saving import save_model
+from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE
 
 
 @contextmanager
@@ -24,3 +27,18 @@ def readable_by_transformers(checkpoint: Checkpoint) -> Iterator[Path]:
         folder = Path(parent) / "reference"
         save_model(load_model(checkpoint, torch.float32), folder)
         yield folder
+
+
+def load_reference(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load transformers' model on the CPU, with config.json's limits of time steps.
+
+    transformers up to 5.24 takes (time_step_min, infinity) in their place for Nemotron. NVIDIA's own code, vLLM, mlx-lm
+    and llama.cpp do not: https://github.com/huggingface/transformers/pull/48989.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if model.config.model_type == NEMOTRON_MODEL_TYPE:
+        modules: Iterator[Any] = model.modules()
+        for module in modules:
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = tuple(model.config.time_step_limit)
+    return model

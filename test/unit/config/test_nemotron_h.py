@@ -39,6 +39,10 @@ def published():
         mamba_num_heads=64,
         max_position_embeddings=262144,
         torch_dtype="bfloat16",
+        time_step_limit=[0.0, math.inf],
+        time_step_min=0.001,
+        time_step_max=0.1,
+        time_step_floor=1e-4,
     )
 
 
@@ -48,14 +52,14 @@ def test_the_older_spelling(published):
     assert counts == [23, 23, 6, 0] and config.layers_with(MAMBA) == 23 and config.layers_with(ATTENTION) == 6
     assert config.layer_types[:6] == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
     assert (config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv) == (8, 128, 4)  # transformers' defaults
-    assert config.time_step_limit == (0.001, math.inf) and config.attention_multiplier == 128**-0.5
+    assert config.time_step_limit == (0.0, math.inf) and config.attention_multiplier == 128**-0.5
     assert config.parts("moe").mlp_width == 3712 and config.eos_token_id == 2
     names = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
     newer = {**published, "layers_block_type": [names[one] for one in published.pop("hybrid_override_pattern")]}
     newer.pop("hybrid_override_pattern")
     assert config_from_dict(newer) == config
-    older = {**newer, "mamba_n_groups": 4, "mamba_dt_min": 0.01}
-    assert config_from_dict(older).mamba_n_groups == 4 and config_from_dict(older).time_step_limit[0] == 0.01
+    older = {**newer, "mamba_n_groups": 4, "mamba_dt_limit": [0.01, 0.1]}
+    assert config_from_dict(older).mamba_n_groups == 4 and config_from_dict(older).time_step_limit == (0.01, 0.1)
 
 
 @pytest.mark.parametrize("case", NEMOTRON_CASES, ids=lambda case: case.name)
@@ -107,7 +111,7 @@ REFUSED = {
     "type": (dict(mamba_num_heads="64"), "mamba_num_heads is '64', and must be a whole number"),
     "head width": (dict(head_dim=10**400), "head_dim is 1000000"),
     "width": (dict(intermediate_size=2**40), "intermediate_size is 1099511627776, and can be at most 4,194,304"),
-    "least time step": (dict(time_step_min="0.1"), "time_step_min is '0.1', and must be a number"),
+    "time steps": (dict(time_step_limit=0.1), "time_step_limit is 0.1, and must be a pair of numbers"),
     "shared experts": (dict(n_shared_experts=2), "n_shared_experts is 2, and must be 1"),
 }
 

@@ -72,9 +72,7 @@ def _granite(about: Metadata) -> dict[str, Any]:
 
 
 def _nemotron(about: Metadata) -> dict[str, Any]:
-    """Return the content of a ``config.json`` of a Nemotron 3 model. A file does not give the lowest time step, so it
-    is the published configs'.
-    """
+    """Return the content of a ``config.json`` of a Nemotron 3 model. A file has no limit of time steps."""
     heads, experts = about.heads(), about.count("expert_count", 0)
     key_heads, widths = about.per_layer("attention.head_count_kv", heads), about.per_layer("feed_forward_length")
     feed_forward = EXPERTS if experts else MLP
