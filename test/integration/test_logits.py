@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from transformers import GraniteMoeHybridConfig
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from granite4_neuron.checkpoint.loading import load_model
@@ -54,6 +54,15 @@ def test_prefill_equals_transformers(request, case_folder, case_model, tokens):
     expected = reference_logits(case_folder, tokens)
     assert expected.std() > 0.1
     assert (run_cuts(case_model, tokens, [300]) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.versions
+def test_the_reference_is_changed_for_nemotron_only(random_checkpoints):
+    """transformers reads the limits of Granite's time steps from config.json by itself."""
+    skip_if_not_in_reference("time_step_limit")
+    (case,) = (case for case in CASES if case.name == "time_step_limit")
+    reference = AutoModelForCausalLM.from_pretrained(random_checkpoints(case))
+    assert reference.model.layers[0].mamba.time_step_limit == case.changes["time_step_limit"]
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config.nemotron_h import NEMOTRON_MODEL_TYPE
+from granite4_neuron.config.aliases import time_step_limit_in
 
 
 @contextmanager
@@ -36,9 +36,9 @@ def load_reference(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     and llama.cpp do not: https://github.com/huggingface/transformers/pull/48989.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    if model.config.model_type == NEMOTRON_MODEL_TYPE:
-        modules: Iterator[Any] = model.modules()
-        for module in modules:
-            if hasattr(module, "time_step_limit"):
-                module.time_step_limit = tuple(model.config.time_step_limit)
+    limit = getattr(model.config, "time_step_limit", None)
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if limit is not None and hasattr(module, "time_step_limit"):
+            module.time_step_limit = time_step_limit_in(limit)
     return model
