@@ -1,4 +1,6 @@
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.devices.cpu import operators as cpu
 from test.support.checkpoints import CASES, NEMOTRON_CASES, save_byte_tokenizer, small_config
+from test.support.combinations import mark_combinations
 from test.support.nki_emulator import provide_nki
 
 provide_nki()
@@ -18,6 +21,14 @@ provide_nki()
 # The same examples on every machine, without a limit of time.
 settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("package")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist
+def pytest_cmdline_main(config):
+    """Give each core a worker. Tests of named files run in this process: starting workers takes longer than most do."""
+    is_free = getattr(config.option, "numprocesses", 0) is None and not hasattr(config, "workerinput")
+    if is_free and all(Path(each).is_dir() for each in config.args):
+        config.option.numprocesses, config.option.dist = "auto", "worksteal"
 
 
 def pytest_configure(config):
@@ -30,6 +41,18 @@ def pytest_configure(config):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(variable, "1")
         cpu.has_fused_kernels()  # Compile them once, before the workers start.
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m
+def pytest_collection_modifyitems(items):
+    mark_combinations(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    """See `test/__init__.py`."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
