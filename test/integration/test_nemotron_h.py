@@ -17,11 +17,11 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS, StoredTensors
 from granite4_neuron.config.quantization import WeightScheme
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.ops import FORMATS
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, NemotronCase, nemotron_config
 from test.support.compressed_tensors import Scheme, compress
