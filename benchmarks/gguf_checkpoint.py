@@ -160,7 +160,9 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast
     writer.add_add_bos_token(tokenizer("").input_ids == [tokenizer.bos_token_id])
     writer.add_token_merges([" ".join(merge) for merge in about["model"]["merges"]])
     if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+        template = tokenizer.chat_template
+        named = isinstance(template, dict) and [{"name": name, "template": one} for name, one in template.items()]
+        writer.add_chat_template(named or template)
 
 
 def _write_placeholders(writer: gguf.GGUFWriter, vocab_size: int) -> None:

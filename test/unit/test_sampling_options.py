@@ -15,6 +15,7 @@ SETTINGS = {name for name, rule in SAMPLING_OPTIONS.items() if rule.is_setting}
 # Their values are not single numbers, or they are about reports and ends of texts.
 OTHERS = {"logit_bias", "stop", "stop_token_ids", "min_tokens", "logits_processors", "constraint"}
 OTHERS |= {"allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"}
+OTHERS |= {"suppress_tokens", "begin_suppress_tokens", "no_repeat_ngram_size"}
 # The penalties of OpenAI's API are options of `/set` in a chat, but of no command.
 NOT_OF_COMMANDS = {"frequency_penalty", "presence_penalty"}
 

@@ -113,7 +113,9 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
-        """Return the fields of generation_config.json, unchecked; none if there is no such file."""
+        """Return the fields of generation_config.json, or what a GGUF file has in its place, unchecked; none if there
+        are none.
+        """
 
     @abstractmethod
     def copy_texts_to(self, folder: Path) -> None:

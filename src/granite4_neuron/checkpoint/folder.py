@@ -36,6 +36,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def bundled_checkpoint() -> Path:
@@ -136,8 +137,10 @@ class FolderCheckpoint(Checkpoint):
 
     def copy_texts_to(self, folder: Path) -> None:
         """Implement `Checkpoint.copy_texts_to`."""
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        named_templates = (str(file.relative_to(self.folder)) for file in self.folder.glob(NAMED_TEMPLATES))
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *named_templates):
             if (self.folder / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(self.folder / name, folder / name)
 
     def _read_tokenizer(self) -> PreTrainedTokenizerFast:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
-from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.folder import CONFIG, NAMED_TEMPLATES
 from granite4_neuron.config import config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.terminal import bars_of_tqdm
@@ -34,10 +35,10 @@ def download(name: str, revision: str | None) -> Path:
         with bars_of_tqdm():
             # The config first, to avoid downloading the weights of a model that this package does not run.
             config_from_file(hf_hub_download(name, CONFIG, revision=revision, local_files_only=local))
-            folder = snapshot_download(
-                name, revision=revision, local_files_only=local, allow_patterns=_FILES, ignore_patterns=["*/*"]
-            )
-            return Path(folder)
+            find = partial(snapshot_download, name, revision=revision, local_files_only=local)
+            # In patterns of the hub * also stands for folders.
+            find(allow_patterns=[NAMED_TEMPLATES])
+            return Path(find(allow_patterns=_FILES, ignore_patterns=["*/*"]))
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
         raise UserError(

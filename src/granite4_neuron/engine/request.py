@@ -68,6 +68,8 @@ class Request(SamplingParams):
             "logit_bias": list(self.logit_bias or ()),
             "allowed_token_ids": list(self.allowed_token_ids or ()),
             "bad_words_ids": list(itertools.chain.from_iterable(self.bad_words_ids or ())),
+            "suppress_tokens": list(self.suppress_tokens or ()),
+            "begin_suppress_tokens": list(self.begin_suppress_tokens or ()),
         }
         for name, tokens in named.items():
             if tokens:

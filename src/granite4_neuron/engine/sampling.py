@@ -17,9 +17,11 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -366,8 +368,13 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         allowed = torch.tensor(list(params.allowed_token_ids))
         # Annotated to return lists, but used only as an index.
         processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))  # type: ignore[arg-type]
-    if params.bad_words_ids:
-        processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in params.bad_words_ids]))
+    if params.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(int(params.no_repeat_ngram_size)))
+    forbidden = [*(params.bad_words_ids or ()), *((token,) for token in params.suppress_tokens or ())]
+    if forbidden:
+        processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in forbidden]))
+    if params.begin_suppress_tokens:
+        processors.append(SuppressTokensAtBeginLogitsProcessor(list(params.begin_suppress_tokens), prompt_length))
     if params.frequency_penalty or params.presence_penalty:
         penalties = params.frequency_penalty or 0, params.presence_penalty or 0
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))

@@ -87,6 +87,10 @@ _setting = partial(option, is_setting=True)
 _warper = partial(_setting, from_checkpoint=True, turns_on_sampling=True)
 
 
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value >= 0
+
+
 def _are_ids(value: object) -> bool:
     return are_whole(value) and all(0 <= id < 2**63 for id in value)
 
@@ -104,8 +108,8 @@ def _are_phrases(value: object) -> bool:
     return is_list(value) and all(is_list(tokens) and tokens and _are_ids(tokens) for tokens in value)
 
 
-def _to_phrases(value: Sequence[Sequence[int]] = ()) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, value))
+def _to_phrases(value: Sequence[Sequence[int]] | None = None) -> tuple[tuple[int, ...], ...] | None:
+    return None if value is None else tuple(map(tuple, value))
 
 
 def _are_biases(value: object) -> bool:
@@ -144,6 +148,9 @@ class SamplingParams:
         them. None for all.
     bad_words_ids: lists of tokens, as in transformers' generate: the last token of a list is not chosen after the
         others.
+    suppress_tokens, begin_suppress_tokens: tokens that are never chosen, and that are not chosen first.
+    no_repeat_ngram_size: no this many tokens in a row are chosen that the prompt or the text has already; 0 for no such
+        rule.
     seed: of the sequence's random numbers; None for a different seed each time.
     stop: one string or several that end the text and are not part of it.
     stop_token_ids: tokens that end the sequence.
@@ -164,7 +171,7 @@ class SamplingParams:
     """
 
     temperature: float | None = _warper(lambda value: is_number(value) and value >= 0, "a number of at least 0")
-    top_k: int | None = _warper(lambda value: is_whole(value) and value >= 0, "a whole number of at least 0")
+    top_k: int | None = _warper(_is_count, "a whole number of at least 0")
     top_p: float | None = _warper(lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1")
     min_p: float | None = _warper(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
     repetition_penalty: float | None = _setting(
@@ -179,8 +186,13 @@ class SamplingParams:
         lambda value: _are_ids(value) and len(value) > 0, "a list or a set of token ids, at least one"
     )
     bad_words_ids: Sequence[Sequence[int]] | None = option(
-        _are_phrases, "a list of lists of token ids, none of them empty", convert=_to_phrases
+        _are_phrases, "a list of lists of token ids, none of them empty", convert=_to_phrases, from_checkpoint=True
     )
+    suppress_tokens: Collection[int] | None = option(_are_ids, "a list or a set of token ids", from_checkpoint=True)
+    begin_suppress_tokens: Collection[int] | None = option(
+        _are_ids, "a list or a set of token ids", from_checkpoint=True
+    )
+    no_repeat_ngram_size: int | None = option(_is_count, "a whole number of at least 0", from_checkpoint=True)
     seed: int | None = _setting(
         lambda value: is_whole(value) and 0 <= value < _NUM_SEEDS, "a whole number from 0 to 2**63 - 1"
     )
@@ -188,7 +200,7 @@ class SamplingParams:
         _are_texts, "a text or a list of texts, none of them empty", convert=_to_texts
     )
     stop_token_ids: Collection[int] | None = option(_are_ids, "a list or a set of token ids", convert=frozenset)
-    min_tokens: int | None = option(lambda value: is_whole(value) and value >= 0, "a whole number of at least 0")
+    min_tokens: int | None = option(_is_count, "a whole number of at least 0", from_checkpoint=True)
     logits_processors: Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] | None = option(
         _are_callable, "a list of functions of tokens and scores", convert=tuple
     )

@@ -146,10 +146,9 @@ NEMOTRON = AnswerFormat(ParameterCallStream, parameter_call_rules, thinks=True)
 
 
 def answer_format(tokenizer: PreTrainedTokenizerFast) -> AnswerFormat:
-    """Return the format of a checkpoint's answers, from its chat template: Nemotron's, if it shows calls so, or else
+    """Return the format of a checkpoint's answers, from its chat templates: Nemotron's, if one shows calls so, or else
     Granite's.
     """
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by name
-        template = template.get("default")
-    return NEMOTRON if isinstance(template, str) and "<function=" in template else GRANITE
+    templates = template.values() if isinstance(template, dict) else [template or ""]
+    return NEMOTRON if any("<function=" in each for each in templates) else GRANITE

@@ -192,7 +192,7 @@ class ConversationEncoder:
     def _render(self, variables: Mapping[str, Any]) -> str:
         given = {**self._tokenizer.special_tokens_map, **variables}
         try:
-            return self._renderer.render(_template(self._tokenizer), given)
+            return self._renderer.render(_template(self._tokenizer, variables.get("tools")), given)
         except chat_template.TemplateFailed as error:
             raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
 
@@ -235,10 +235,14 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return [_changed(each, change) for each in value] if is_list(value) else value
 
 
-def _template(tokenizer: PreTrainedTokenizerFast) -> str:
+def _template(tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]] | None) -> str:
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by name
-        template = template.get("default")
+    if isinstance(template, dict):  # several, by name; transformers chooses so
+        name = "tool_use" if tools is not None and "tool_use" in template else "default"
+        if name not in template:
+            names = ", ".join(sorted(template))
+            raise UserError(f"this checkpoint's tokenizer has the chat templates {names}, and none named default.")
+        template = template[name]
     if not isinstance(template, str) or not template:
         raise UserError("this checkpoint's tokenizer has no chat template; give a prompt without a conversation.")
     return template

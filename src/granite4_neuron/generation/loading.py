@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.devices.backends import BACKENDS, all_options, check_backend, check_values
-from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, are_whole, is_list, is_whole
-from granite4_neuron.engine.sampling_params import Option as SamplingOption
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.defaults import generation_config
 from granite4_neuron.runtime.declaration import Option
 from granite4_neuron.runtime.interface import Runtime
 
@@ -63,7 +62,8 @@ def load(
         mtp: of the backend "cpu", also load the model's layers for multi-token prediction, for `engine.MTPDrafter`.
         adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
-        remark: called with a sentence on the weights of a GGUF file that are not kept as they are.
+        remark: called with a sentence on the weights of a GGUF file that are not kept as they are, and with one on
+            settings of generation_config.json that are not used.
         others: further options of the backend, as its declaration names them; see `backends`.
 
     Raises:
@@ -97,7 +97,9 @@ def load(
     tokenizer = checkpoint.load_tokenizer()
     declared = BACKENDS[backend]
     options = {each.name: _as_torch(each, given.get(each.name, each.default)) for each in declared.options}
-    runtime = declared.load(checkpoint, _generation_config(checkpoint), progress=progress, remark=remark, **options)
+    runtime = declared.load(
+        checkpoint, generation_config(checkpoint, remark), progress=progress, remark=remark, **options
+    )
     return runtime, tokenizer
 
 
@@ -124,31 +126,3 @@ def _check_default_device() -> None:
             f"torch's default device is {torch.get_default_device()}; set it to cpu with torch.set_default_device, and "
             "give load the backend and the device to run on."
         )
-
-
-def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """Return a checkpoint's defaults for sampling and stopping; other fields of its generation config are not used.
-
-    Raises:
-        UserError: a field is outside its range.
-    """
-    stored = checkpoint.generation_config()
-    generation_config = GenerationConfig()
-    for name, rule in _GENERATION_FIELDS.items():
-        value = stored.get(name)
-        if value is not None:
-            rule.check(f"{checkpoint.path / GENERATION_CONFIG}: {name}", value)
-        # Also where it is None: transformers 4.57 would sample among 50 tokens by default.
-        setattr(generation_config, name, value)
-    if generation_config.eos_token_id is None:
-        generation_config.eos_token_id = checkpoint.config.eos_token_id
-    return generation_config
-
-
-_GENERATION_FIELDS = {
-    "do_sample": SamplingOption(lambda value: isinstance(value, bool), "true or false"),
-    "eos_token_id": SamplingOption(
-        lambda value: is_whole(value) or (is_list(value) and are_whole(value)), "a token id or a list of them"
-    ),
-    **{name: rule for name, rule in SAMPLING_OPTIONS.items() if rule.from_checkpoint},
-}

@@ -265,7 +265,7 @@ class SequenceMaker:
             stop_token_ids={*body.stop_token_ids, *(() if never_ends else self._stop_token_ids)},
             logprobs=body.num_logprobs,
             prompt_logprobs=body.num_prompt_logprobs,
-            bad_words_ids=self._bad_words(body.bad_words),
+            bad_words_ids=self._bad_words(body.bad_words) or None,
             priority=body.priority,
             cache_salt=body.cache_salt,
             adapter=body.model if body.model in self.adapters else None,

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 pytestmark = pytest.mark.versions
 
 NAME, REVISION = "somebody/some-model", "0123456789abcdef0123456789abcdef01234567"
+TEMPLATE = "{{ tools | tojson }}"
 PROGRAM = f"""
 import sys
 from granite4_neuron.checkpoint.opening import open_checkpoint
@@ -43,20 +45,23 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.asked.append(path)
         if path.startswith(f"/api/models/{NAME}/tree/"):
             entries = [
-                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
-                for file in sorted(self.folder.iterdir())
+                {"type": "file", "path": name, "size": (self.folder / name).stat().st_size, "oid": "0" * 40}
+                for name in self.names()
             ]
             return self.answer(json.dumps(entries).encode(), {})
         if path.startswith(f"/api/models/{NAME}"):
-            files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
+            files = [{"rfilename": name} for name in self.names()]
             return self.answer(json.dumps({"id": NAME, "sha": REVISION, "siblings": files}).encode(), {})
-        file = self.folder / path.rpartition("/")[2]
+        file = self.folder / path.removeprefix(f"/{NAME}/resolve/").partition("/")[2]
         if not path.startswith(f"/{NAME}/resolve/") or not file.is_file():
             self.send_error(404)
             return None
         data = file.read_bytes()
         tag = hashlib.sha256(data).hexdigest()
         return self.answer(data, {"ETag": f'"{tag}"', "X-Repo-Commit": REVISION})
+
+    def names(self):
+        return sorted(str(file.relative_to(self.folder)) for file in self.folder.rglob("*") if file.is_file())
 
     def answer(self, data, headers):
         self.send_response(200)
@@ -74,7 +79,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(texting_folder, tmp_path):
     """Yield (the environment for a process that asks the hub, the requests that it received)."""
     asked = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, texting_folder, asked))
+    folder = shutil.copytree(texting_folder, tmp_path / "repository")
+    for name in ("additional_chat_templates/tool_use.jinja", "original/other.jinja"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(TEMPLATE)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, asked))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     address = f"http://127.0.0.1:{server.server_port}"
@@ -97,6 +106,8 @@ def test_a_download(hub, texting_folder):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (folder / name).read_bytes() == (texting_folder / name).read_bytes()
     load_model(folder)
+    assert open_checkpoint(folder).load_tokenizer().chat_template["tool_use"] == TEMPLATE
+    assert not (folder / "original").exists()
     files = [path.rpartition("/")[2] for path in asked if "/resolve/" in path]
     assert files.index("config.json") < files.index("model.safetensors"), "the config tells whether the rest is wanted"
 
@@ -116,16 +127,12 @@ def test_a_revision(hub):
     assert not any("/main" in path for path in asked)
 
 
-def test_an_unsupported_model_is_not_downloaded(hub, texting_folder, tmp_path, monkeypatch):
+def test_an_unsupported_model_is_not_downloaded(hub, tmp_path):
     environment, asked = hub
-    config = texting_folder / "config.json"
-    before = config.read_text()
-    config.write_text(json.dumps({**json.loads(before), "model_type": "llama"}))
-    try:
-        command = [sys.executable, "-m", "granite4_neuron", "generate", "--model", NAME, "x"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    finally:
-        config.write_text(before)
+    config = tmp_path / "repository" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "llama"}))
+    command = [sys.executable, "-m", "granite4_neuron", "generate", "--model", NAME, "x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "model_type is 'llama'" in done.stderr
     assert not any(path.endswith("safetensors") for path in asked)
 

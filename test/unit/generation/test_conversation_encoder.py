@@ -1,5 +1,6 @@
 """Conversations become prompts in which only the template writes control tokens."""
 
+import copy
 import itertools
 import os
 import signal
@@ -43,6 +44,22 @@ def test_a_conversation_equals_transformers(encoder, tokenizer):
     assert encoder.encode(TALK) == expected
     marked = encoder._render({"messages": TALK, "add_generation_prompt": True})
     assert encoder._encode_rendered(marked, "\U000f0001") == expected, "also piece by piece"
+
+
+def test_named_templates_are_chosen_as_in_transformers(tokenizer):
+    several = copy.deepcopy(tokenizer)
+    several.chat_template = {
+        "default": tokenizer.chat_template,
+        "tool_use": "{{ tools[0].name }}: {{ messages[0].content }}",
+    }
+    with closing(ConversationEncoder(several)) as encoder:
+        for tools in (None, [{"name": "now"}]):
+            assert encoder.encode(TALK, tools=tools) == several.apply_chat_template(
+                TALK, tools=tools, add_generation_prompt=True, return_dict=False
+            )
+        several.chat_template = {"tool_use": "a", "rag": "b"}
+        with pytest.raises(UserError, match="has the chat templates rag, tool_use, and none named default"):
+            encoder.encode(TALK)
 
 
 def test_control_tokens_of_a_message_are_text(encoder, tokenizer):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
+from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
 from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
 from granite4_neuron.checkpoint.gguf.file import open_gguf
+from granite4_neuron.checkpoint.gguf.sampling import read_sampling
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,13 +91,18 @@ class GGUFCheckpoint(Checkpoint):
         return " ".join(remark for remark in remarks if remark is not None) or None
 
     def generation_config(self) -> dict[str, Any]:
-        """Implement `Checkpoint.generation_config`: a GGUF file has none."""
-        return {}
+        """Implement `Checkpoint.generation_config`: GGUF's recommended sampling, under its own names where
+        generation_config.json has none.
+        """
+        return read_sampling(self._file)
 
     def copy_texts_to(self, folder: Path) -> None:
         """Implement `Checkpoint.copy_texts_to`."""
         if self.has_tokenizer:
             self._read_tokenizer().save_pretrained(folder)
+        sampling = {name: value for name, value in self.generation_config().items() if "." not in name}
+        if sampling:
+            (folder / GENERATION_CONFIG).write_text(json.dumps(sampling, indent=2) + "\n")
 
     def _read_tokenizer(self) -> PreTrainedTokenizerFast:
         from granite4_neuron.checkpoint.gguf.tokenizer import read_tokenizer

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _KEY = "tokenizer.ggml"
+_TEMPLATE = "tokenizer.chat_template"
 # Types of tokens.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _SPLIT = (
@@ -70,9 +71,6 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         )
     tokens = _list(file, "tokens", str)
     types = _list(file, "token_type", int, len(tokens))
-    template = file.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise UserError(f"{file.path}: tokenizer.chat_template is {reprlib.repr(template)}, and must be a text.")
     backend = _backend(file, tokens, types, ignore_merges=words in AS_LLAMA_3)
     steps = WORDS[words]()
     backend.pre_tokenizer = steps[0] if len(steps) == 1 else Sequence(steps)
@@ -92,10 +90,23 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[bos])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=template,
+        chat_template=_templates(file),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in special.items() if token is not None},
     )
+
+
+def _templates(file: GGUFFile) -> str | dict[str, str] | None:
+    """Return the chat template, or several by name."""
+    names = file.get(f"{_TEMPLATE}s")  # of all but the default
+    others = names if isinstance(names, list) else []
+    keys = {"default": _TEMPLATE, **{str(name): f"{_TEMPLATE}.{name}" for name in others}}
+    templates = {name: file.get(key) for name, key in keys.items()}
+    for name, template in templates.items():
+        if template is not None and not isinstance(template, str):
+            raise UserError(f"{file.path}: {keys[name]} is {reprlib.repr(template)}, and must be a text.")
+    found = {name: template for name, template in templates.items() if template is not None}
+    return found.get("default") if found.keys() <= {"default"} else found
 
 
 def _backend(file: GGUFFile, tokens: list[str], types: list[int], ignore_merges: bool) -> Tokenizer:

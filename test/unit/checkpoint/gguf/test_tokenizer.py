@@ -47,6 +47,8 @@ CUTS = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
 }
 CUTS["pixtral"] = CUTS["dbrx"]
+NAMED = {"default": CHAT_TEMPLATE, "tool_use": "{{ tools }}"}
+TEMPLATES = {"dbrx": CHAT_TEMPLATE, "refact": NAMED, "gpt-2": {"rag": "{{ documents }}"}, "pixtral": None}
 SPECIAL = ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|pad|>"]
 TEXTS = [
     "",
@@ -72,7 +74,7 @@ def written(request, tmp_path_factory):
     tokenizer.train_from_iterator(TEXTS * 5 + ["the quick brown fox 2024 2025 " * 9], trainer)
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     names = dict(bos_token=SPECIAL[0], eos_token=SPECIAL[0], pad_token=SPECIAL[3])
-    original = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **names)
+    original = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATES[request.param], **names)
     folder = tmp_path_factory.mktemp("tokenizer") / "model"
     ids = dict(bos_token_id=0, eos_token_id=0, pad_token_id=3)
     save_model(random_model(small_config(vocab_size=512, layer_types=("mamba",), **ids, **DENSE)), folder)
@@ -88,7 +90,7 @@ def test_it_is_the_original(written):
     about, expected = (json.loads(one.backend_tokenizer.to_str()) for one in (tokenizer, original))
     assert about["added_tokens"] == expected["added_tokens"]
     assert tokenizer.get_vocab() == original.get_vocab()
-    assert len(tokenizer) == len(original) and tokenizer.chat_template == CHAT_TEMPLATE
+    assert len(tokenizer) == len(original) and tokenizer.chat_template == TEMPLATES[cut]
     assert tokenizer.special_tokens_map == {**original.special_tokens_map}
     assert tokenizer.all_special_ids == original.all_special_ids
 
