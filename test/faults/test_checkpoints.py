@@ -85,6 +85,15 @@ def tensors(change):
     return damage
 
 
+def of_mlx(folder):
+    """Damage: store the weights as MLX does, with another axis for the taps of convolutions."""
+    stored = load_file(folder / WEIGHTS)
+    for name in stored:
+        if name.endswith("conv1d.weight"):
+            stored[name] = stored[name].transpose(1, 2).contiguous()
+    save_file(stored, folder / WEIGHTS, {"format": "mlx"})
+
+
 def shards(change_index=None, change_folder=None):
     """Damage a checkpoint of several shards: `change_index` edits the weight_map, `change_folder` the folder."""
 
@@ -157,6 +166,7 @@ def swapped(weight_map):
         weight_map[name] = {names[0]: names[1], names[1]: names[0]}.get(file, file)
 
 
+MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
 TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
@@ -237,17 +247,31 @@ FAULTS = {
         "num_hidden_layers is 100000000, and can be at most",
     ),
     # Checkpoints quantized by other tools
-    "gptq": (values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantized ('gptq')"),
-    "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized ('fp8')"),
+    "gptq": (
+        values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}),
+        "are quantized by 'gptq', and only",
+    ),
+    "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized by 'fp8', and only"),
     "compressed-tensors, and no more": (
         values_of(CONFIG, quantization_config='"compressed-tensors"'),
         "quantized by compressed-tensors with no config_groups that say how",
     ),
     "quantized by us, and no more": (
         values_of(CONFIG, quantization_config='"granite4-neuron"'),
-        f"the weights are quantized as None, and must be as one of {', '.join(QUANTIZATIONS)}.",
+        f"the weights' quantization_config has the format None, and must have one of {', '.join(QUANTIZATIONS)}.",
     ),
-    "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized ('yes')"),
+    "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized by 'yes', and only"),
+    "MLX": (values_of(CONFIG, quantization=MLX, quantization_config=MLX), "are quantized by MLX, and only"),
+    "a tool without a name": (
+        values_of(CONFIG, quantization_config={"bits": 4}),
+        "are quantized by a tool that config.json does not name, and only",
+    ),
+    "MLX in bfloat16": (of_mlx, f"{WEIGHTS} are in MLX's format, which is not read; take the model that MLX converted"),
+    "ModelOpt": (
+        values_of("hf_quant_config.json", quantization={"quant_algo": "FP8", "exclude_modules": ["lm_head"]}),
+        "are quantized by NVIDIA's ModelOpt in FP8, and only",
+    ),
+    "ModelOpt, and no more": (text_of("hf_quant_config.json", "{}"), "are quantized by NVIDIA's ModelOpt, and only"),
     # Tokenizers
     "a tokenizer of a later version": (
         text_of("tokenizer.json", '{"version": "9.0", "model": {"type": "FromTheFuture"}}'),

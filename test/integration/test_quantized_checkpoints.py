@@ -161,7 +161,7 @@ class TestRefusals:
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"]["format"] = "int3"
         (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match="quantized as 'int3', and must be as one of int4, int8"):
+        with pytest.raises(UserError, match="has the format 'int3', and must have one of int4, int8"):
             load_model(folder)
 
     def test_weights_of_another_format_are_refused(self, folder):

@@ -42,6 +42,21 @@ def spelled(name: str, arguments: str) -> str:
     return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
 
 
+# As dense Granite 4.2 models have it: calls and thoughts as Nemotron's, each on lines of their own, in ChatML.
+GRANITE_THINKING_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}
+    {{- '\\n</tools>\\nCall one as <tool_call>\\n<function=name>\\n</function>\\n</tool_call>.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '\\n</think>\\n' }}{% endif %}
+{%- endif %}"""
+
 NEMOTRON_TEMPLATE = """\
 {%- for tool in tools or [] %}{{- '<|system|>' + tool.function.name + '<|end|>' }}{% endfor %}
 {%- for message in messages %}

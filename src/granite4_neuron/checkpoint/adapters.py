@@ -100,6 +100,8 @@ def _read_config(file: Path) -> dict[str, Any]:
             f"{file} has init_lora_weights {reprlib.repr(how)}, which changes the base model's weights; save the "
             "adapter with PEFT's path_initial_model_for_weight_conversion."
         )
+    if about.get("target_parameters"):
+        raise UserError(_adapts_experts(file, "target_parameters " + reprlib.repr(about["target_parameters"])))
     known = {*_FIELDS, *_WITHOUT_EFFECT, "init_lora_weights", "alora_invocation_tokens"}
     for name, value in about.items():
         if name not in known and value not in (None, False, "none", [], {}):
@@ -168,9 +170,15 @@ def _not_of_this_model(file: Path, name: str, config: ModelConfig) -> str:
     if match is None:
         return f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."
     weight = StoredNames(config).part_of(f"{match[1]}.weight").name
+    if ".experts" in match[1] or ("block_sparse_moe." in weight and "router" not in weight):
+        return _adapts_experts(file, match[1])
     if weight in parameters(config) or weight == HEAD:
         return f"{file} adapts {match[1]}, which is not supported; adapters may change only {_PROJECTIONS}."
     return f"{file} adapts {match[1]}, which this model does not have; the adapter is of another model."
+
+
+def _adapts_experts(file: Path, what: str) -> str:
+    return f"{file} adapts routed experts ({what}), which is not supported; adapters may change only {_PROJECTIONS}."
 
 
 def _checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:

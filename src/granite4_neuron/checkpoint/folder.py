@@ -15,7 +15,7 @@ from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS, StoredTens
 from granite4_neuron.config import ModelConfig, config_from_dict
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import NO_MTP
-from granite4_neuron.config.quantization import quantization_in
+from granite4_neuron.config.quantization import not_read_quantized, quantization_in
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+MODELOPT = "hf_quant_config.json"  # of NVIDIA's quantizer, which need not write to config.json
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -61,6 +62,8 @@ class FolderCheckpoint(Checkpoint):
         values = read_object(file)
         self.config = config_from_dict(values, source=str(file))
         self.quantization = quantization_in(values)
+        if self.quantization is None and (folder / MODELOPT).exists():
+            raise not_read_quantized(_modelopt(folder / MODELOPT))
 
     @cached_property
     def tensors(self) -> StoredTensors:
@@ -148,3 +151,10 @@ class FolderCheckpoint(Checkpoint):
         from granite4_neuron.checkpoint.tokenizer import read_tokenizer
 
         return read_tokenizer(self.folder)
+
+
+def _modelopt(file: Path) -> str:
+    """Return what the file says of the quantization, as a part of a sentence."""
+    about = read_object(file).get("quantization")
+    algorithm = about.get("quant_algo") if isinstance(about, dict) else None
+    return "NVIDIA's ModelOpt" + (f" in {algorithm}" if isinstance(algorithm, str) else "")

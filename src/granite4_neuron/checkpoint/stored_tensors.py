@@ -154,6 +154,10 @@ class StoredTensors:
 
     def _add(self, file: Path) -> None:
         with open_tensors(file, framework="np") as tensors:
+            if (tensors.metadata() or {}).get("format") == "mlx":
+                raise UserError(
+                    f"the weights in {file} are in MLX's format, which is not read; take the model that MLX converted."
+                )
             for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
                 self._files[stored_name] = file.relative_to(self.folder)
                 if (purpose := self._names.purpose_of_left_out(stored_name)) is not None:

@@ -1,4 +1,4 @@
-"""Reads configs of GraniteForCausalLM, IBM's dense models: Granite 3.x and 4.1.
+"""Reads configs of GraniteForCausalLM, IBM's dense models: Granite 3.x, 4.1 and 4.2.
 
 Such a model is a Granite 4 with attention in all layers, with rotary positions and without experts.
 """

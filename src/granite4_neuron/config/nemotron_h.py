@@ -181,8 +181,11 @@ class NemotronHConfig(ModelConfig):
         return f"{'backbone' if where == 'model' else where}.layers.{number}.{stored}.{ending}"
 
     def published_name(self, stored_name: str) -> str:
-        """Implement `ModelConfig.published_name`: in memory transformers 5.x has another prefix."""
-        return stored_name.replace("model.", "backbone.", 1) if stored_name.startswith("model.") else stored_name
+        """Implement `ModelConfig.published_name`: in memory transformers 5.x has another prefix, and in files of 5.3 to
+        5.17 the embedding has another name.
+        """
+        name = stored_name.replace("model.", "backbone.", 1) if stored_name.startswith("model.") else stored_name
+        return "backbone.embeddings.weight" if name == "backbone.embedding.weight" else name
 
     def parts(self, layer_type: str) -> LayerParts:
         """Implement `ModelConfig.parts`."""

@@ -55,23 +55,30 @@ def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
         UserError: they are quantized in a way that this package does not read.
     """
     about = values.get("quantization_config")
+    if values.get("quantization") is not None:  # MLX repeats it under the other name
+        raise not_read_quantized("MLX")
     if about is None:
         return None
     method = about.get("quant_method") if isinstance(about, dict) else about
     if method == COMPRESSED_TENSORS:
         return _compressed_tensors(about)
     if method != _OURS:
-        raise UserError(
-            f"the weights are quantized ({reprlib.repr(method)}), and only checkpoints that convert --quantize or "
-            f"{COMPRESSED_TENSORS} wrote are read quantized; take the model that this one was made from, and quantize "
-            "it on loading."
-        )
+        raise not_read_quantized("a tool that config.json does not name" if method is None else reprlib.repr(method))
     format = about.get("format") if isinstance(about, dict) else None
     if format not in QUANTIZATIONS:
         raise UserError(
-            f"the weights are quantized as {reprlib.repr(format)}, and must be as one of {', '.join(QUANTIZATIONS)}."
+            f"the weights' quantization_config has the format {reprlib.repr(format)}, and must have one of "
+            f"{', '.join(QUANTIZATIONS)}."
         )
     return StoredQuantization(format)
+
+
+def not_read_quantized(tool: str) -> UserError:
+    """Return the refusal of weights that this tool has quantized."""
+    return UserError(
+        f"the weights are quantized by {tool}, and only checkpoints that convert --quantize or {COMPRESSED_TENSORS} "
+        "wrote are read quantized; take the model that this one was made from, and quantize it on loading."
+    )
 
 
 def _compressed_tensors(about: Any) -> StoredQuantization:

@@ -163,6 +163,14 @@ FAULTS = {
         renamed("base_model.model.model.layers.0.block_sparse_moe.router.layer.lora_A.weight"),
         "router.layer, which is not supported; adapters may change only q_proj",
     ),
+    "routed experts": (
+        renamed("base_model.model.model.layers.0.block_sparse_moe.experts.lora_A.weight"),
+        "adapts routed experts (model.layers.0.block_sparse_moe.experts), which is not supported; adapters may change",
+    ),
+    "routed experts by parameters": (
+        about(target_parameters=["experts.gate_up_proj"]),
+        "adapts routed experts (target_parameters ['experts.gate_up_proj']), which is not supported",
+    ),
     "another size": (
         tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 65)})),
         "of shape [4, 65] instead of [4, 64]; the adapter is of another model",

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.answer_formats import GRANITE, NEMOTRON, Thought, answer_format
+from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 from granite4_neuron.generation.parameter_calls import ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import (
@@ -24,7 +25,12 @@ from granite4_neuron.generation.tool_calls import (
     pieces_of,
 )
 from test.support.checkpoints import save_byte_tokenizer
-from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE, with_parameters
+from test.support.tool_template import (
+    GRANITE_THINKING_TEMPLATE,
+    NEMOTRON_TEMPLATE,
+    TOOL_TEMPLATE,
+    with_parameters,
+)
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
@@ -240,6 +246,7 @@ def test_results_do_not_depend_on_the_cuts(parts, lengths, is_thinking):
         (TOOL_TEMPLATE, GRANITE),
         (None, GRANITE),
         ({"default": NEMOTRON_TEMPLATE}, NEMOTRON),
+        ({"default": "{{ messages }}", "tool_use": NEMOTRON_TEMPLATE}, NEMOTRON),
     ],
 )
 def test_the_format_of_a_template(tmp_path, template, expected):
@@ -247,6 +254,26 @@ def test_the_format_of_a_template(tmp_path, template, expected):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tokenizer.chat_template = template
     assert answer_format(tokenizer) is expected
+
+
+def test_granite_thinks(tmp_path):
+    """The template writes an end of line behind the mark, and the model writes two behind its thought."""
+    save_byte_tokenizer(tmp_path, GRANITE_THINKING_TEMPLATE)
+    with closing(ConversationEncoder(PreTrainedTokenizerFast.from_pretrained(tmp_path))) as encoder:
+        talk = [{"role": "user", "content": "What <think>?"}]
+        thinks = {
+            enabled: encoder.is_thinking_after(encoder.encode(talk, chat_template_kwargs={"enable_thinking": enabled}))
+            for enabled in (True, False)
+        }
+        assert thinks == {True: True, False: False}
+        for text, pieces in {
+            f"\nRome.\n</think>\n\nI look.\n{ROME}": ["Rome.", "I look.", "weather"],
+            "I see\n</think>\n\nSun.": ["I see", "Sun."],
+        }.items():
+            for size in (1, 5, len(text)):
+                found = of_parts([text[at : at + size] for at in range(0, len(text), size)], is_thinking=True)
+                shown = [each.name if isinstance(each, CallStart) else each.text.rstrip() for each in found]
+                assert [each for each in shown if not each.startswith("{")] == pieces
 
 
 ROME = with_parameters("weather", city="Rome", days="3")
