@@ -137,6 +137,7 @@ class TestKeys:
         assert turns(talk) > num_turns
         assert not complaints(talk.written[before:])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(2))
     def test_random_input_does_not_end_the_chat(self, talk, seed):
         chance, before = random.Random(seed), len(talk.written)

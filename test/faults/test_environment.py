@@ -135,7 +135,7 @@ class TestStreams:
         assert "there is no prompt" in sentence(done.returncode, done.stdout, done.stderr)
 
     @needs_full
-    @pytest.mark.slow  # the benchmark runs to its end
+    @pytest.mark.exhaustive  # the benchmark runs to its end
     def test_the_benchmark_cannot_write_its_numbers(self):
         script = Path(__file__).parents[2] / "benchmark_latency.py"
         options = "--prompt-length 5 --output-length 2 --repeats 1 --warmup 0 --json /dev/full"

@@ -258,7 +258,7 @@ def test_only_one_process_writes_a_file(run, tmp_path, capsys):
     assert "another process is writing" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_twenty_kills_lose_no_line(tmp_path, texting_folder):
     given = write_lines(tmp_path / "in.jsonl", [request(number, *BODIES[number % 7]) for number in range(4000)])
     output, moments = tmp_path / "out.jsonl", random.Random(3)

@@ -69,7 +69,7 @@ def workers_of(process):
     return [each for each in process.children(recursive=True) if each.name().startswith("ray::MapWorker")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_any_number_of_workers_gives_the_same_bytes(address, tmp_path, texting_folder, capsys):
     """Also if one of them is killed, and if the run continues one that was cut off."""
     given, model = tmp_path / "in.jsonl", ["--model", str(texting_folder)]

@@ -64,7 +64,7 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quantized_weights_beside_busy_processes(tmp_path):
     options = ("--quantize", "int8", "--busy", "1", "--json", tmp_path / "numbers.json")
     done = run(*SMALL, "--prompt-length", "9", *options)
@@ -117,7 +117,7 @@ class TestLlamaCpp:
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
         return tmp_path
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_in_turns(self, programs):
         numbers = programs / "numbers.json"
         options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")
@@ -128,7 +128,7 @@ class TestLlamaCpp:
         assert theirs["first_token_ms"] == 1000 and theirs["token_ms_p50"] == pytest.approx(10)
         assert [sample["token_ms"] for sample in theirs["samples"]] == pytest.approx([10, 10])
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_its_failure_is_reported(self, programs):
         options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")
         done = run(*SMALL, "--prompt-length", "7", *options)
@@ -154,7 +154,9 @@ class TestLlamaCpp:
     "arguments, expected",
     [
         (("--speculate", "ngram:3"), "of 4 tokens"),
-        pytest.param(("--draft-model", bundled_checkpoint(), "--draft-tokens", "2"), "100%", marks=pytest.mark.slow),
+        pytest.param(
+            ("--draft-model", bundled_checkpoint(), "--draft-tokens", "2"), "100%", marks=pytest.mark.exhaustive
+        ),
         (("--kept-prompt",), "from the file"),
     ],
     ids=["n-gram", "draft model", "kept prompt"],

@@ -8,7 +8,7 @@ from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
-@pytest.mark.slow  # it compiles with inductor
+@pytest.mark.exhaustive  # it compiles with inductor
 def test_rows(monkeypatch, capsys):
     monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**FEW_LAYERS))
     assert device_logits.main(["--random-weights", "h-350m", "--batch-size", "1", "3", "--tokens", "2"]) == 0

@@ -8,6 +8,7 @@ from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
+@pytest.mark.slow
 def test_rows(monkeypatch, capsys):
     monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")
     monkeypatch.setattr(device_steps, "published_config", lambda name: small_config(**FEW_LAYERS))
@@ -32,6 +33,7 @@ def test_rows(monkeypatch, capsys):
         ]
 
 
+@pytest.mark.slow
 def test_one_launch_a_token(monkeypatch, capsys):
     monkeypatch.setattr(device_steps, "published_config", lambda name: small_config(**DENSE, **FEW_LAYERS))
     monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")

@@ -8,7 +8,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from benchmarks.planning import server as planned_server
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_predicted_beside_served(capsys):
     assert planned_server.main(["--num-requests", "2", "--max-num-seqs", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -182,7 +182,7 @@ def test_a_planted_bug_changes_tokens(monkeypatch, expected, plant):
     assert sum(count > 0 for count in changed) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_40000_tokens_of_prompt():
     """Memory grows by the cache of the attention layers and no more, and the text continues."""
     program = """

@@ -217,7 +217,7 @@ class TestOperatorsThatRan:
         } <= set(names)
         assert not any("single_token_scan" in name for name in names)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_hidden_states_of_graphs(self, texting_folder):
         model = load_model(texting_folder)
         compiled = torch_device.TorchRuntime(model, GenerationConfig(), [128], compiler="eager")

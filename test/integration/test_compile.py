@@ -44,7 +44,9 @@ def where(start, tokens, lengths=None):
     return positions, torch.full((2,), tokens) if lengths is None else torch.tensor(lengths)
 
 
-@pytest.mark.parametrize("name", ["moe", pytest.param("two_groups", marks=pytest.mark.slow), "attention_only_rope"])
+@pytest.mark.parametrize(
+    "name", ["moe", pytest.param("two_groups", marks=pytest.mark.exhaustive), "attention_only_rope"]
+)
 @torch.inference_mode()
 def test_each_kind_of_step_is_one_graph(name):
     model = random_model(NAMED[name].config())

@@ -76,6 +76,7 @@ def done(tmp_path_factory):
     return folder, run.stdout + run.stderr, log.read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_each_command_runs_or_says_what_is_missing(done):
     _, _, lines = done
     missing = re.compile(
@@ -94,6 +95,7 @@ def test_each_command_runs_or_says_what_is_missing(done):
     assert len(on_neuron) == 8 and all(missing.search(line) for line in on_neuron), on_neuron
 
 
+@pytest.mark.slow
 def test_the_tests_it_names_exist(done):
     folder, printed, _ = done
     for file, test in (
@@ -105,6 +107,7 @@ def test_the_tests_it_names_exist(done):
     assert "command not found" not in printed and "No such file" not in printed, printed
 
 
+@pytest.mark.slow
 def test_the_archive_holds_the_results(done):
     with tarfile.open(done[0] / "results.tgz") as archive:
         assert {"results/machine.txt", "results/real_models.txt", "results/vllm.txt"} <= set(archive.getnames())
@@ -112,5 +115,6 @@ def test_the_archive_holds_the_results(done):
         assert "h-350m on trn2.3xlarge" in archive.extractfile("results/real_models.txt").read().decode()
 
 
+@pytest.mark.slow
 def test_plan_counts_the_graphs_that_the_page_promises(done):
     assert "To compile: 4 graphs" in (done[0] / "results/real_models.txt").read_text()

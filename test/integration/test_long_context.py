@@ -78,7 +78,7 @@ class TestErrors:
         pytest.param(MAMBA, torch.float32, id="mamba-float32"),
         pytest.param(MAMBA, torch.bfloat16, id="mamba-bfloat16"),
         pytest.param(ATTENTION, torch.float32, id="attention-float32"),
-        pytest.param(ATTENTION, torch.bfloat16, marks=pytest.mark.slow, id="attention-bfloat16"),
+        pytest.param(ATTENTION, torch.bfloat16, marks=pytest.mark.exhaustive, id="attention-bfloat16"),
     ],
 )
 class TestErrorsOfGraphs:

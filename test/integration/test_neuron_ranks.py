@@ -49,7 +49,7 @@ def test_the_probes_process_group(run):
     assert done.stdout.count('"verdict": "equal"') == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generate(run, capsys):
     """The text is the CPU's."""
     assert main(GENERATE[2:]) == 0
@@ -57,7 +57,7 @@ def test_generate(run, capsys):
     assert (done.returncode, done.stdout, cores) == (0, capsys.readouterr().out, ["core0", "core1"]), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("command", "used"),
     [
@@ -84,7 +84,7 @@ load(backend="torch", device="neuron", tp_degree=2)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("command", "variables", "sentence"),
     [

@@ -25,7 +25,7 @@ TESTS = (
 )
 
 
-@pytest.mark.slow  # it compiles all kernels
+@pytest.mark.exhaustive  # it compiles all kernels
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 def test_a_module_and_a_header_make_a_format(tmp_path):
     original, copy = Path(granite4_neuron.__file__).parent, tmp_path / "granite4_neuron"

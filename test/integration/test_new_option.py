@@ -121,6 +121,7 @@ def answers(run):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 class TestSamplingOption:
     def test_the_command_line_has_it(self, answers):
         assert "--typicality" in answers["help"] and answers["typical text"] != answers["text"]
@@ -138,6 +139,7 @@ class TestSamplingOption:
         assert answers["is of checkpoints"]
 
 
+@pytest.mark.slow
 class TestCpuOption:
     def test_load_has_it(self, answers):
         assert answers["spare cores"] == 2
@@ -147,6 +149,7 @@ class TestCpuOption:
         assert "spare_cores is an option of the backend cpu; the backend here is xla." in answers["another backend"]
 
 
+@pytest.mark.slow
 def test_only_the_pages_test_notices_them(run):
     """A test reports that the pages lack the sampling option. The other tests of options pass."""
     tests = [ROOT / "test" / "unit" / name for name in ("test_sampling_options.py", "test_backends.py")]

@@ -85,7 +85,8 @@ def folder(random_checkpoints):
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(4, marks=pytest.mark.exhaustive)],
 )
 def device(request, device_code_path, folder):  # noqa: F811
     from granite4_neuron.devices.neuron.nxdi import NeuronRuntime

@@ -12,17 +12,24 @@ X86 = "c++"
 ARM = "aarch64-linux-gnu-g++"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler, processor, capability",
     [
-        pytest.param(X86, ("-march=x86-64-v3",), "AVX2", marks=pytest.mark.slow, id="AVX2"),
-        pytest.param(X86, ("-march=skylake-avx512",), "AVX512", marks=pytest.mark.slow, id="AVX-512 without bfloat16"),
-        pytest.param(X86, ("-march=cooperlake",), "AVX512", marks=pytest.mark.slow, id="AVX-512 with bfloat16"),
+        pytest.param(X86, ("-march=x86-64-v3",), "AVX2", marks=pytest.mark.exhaustive, id="AVX2"),
         pytest.param(
-            X86, ("-march=sapphirerapids",), "AVX512", marks=pytest.mark.slow, id="AVX-512 with permutations of bytes"
+            X86, ("-march=skylake-avx512",), "AVX512", marks=pytest.mark.exhaustive, id="AVX-512 without bfloat16"
+        ),
+        pytest.param(X86, ("-march=cooperlake",), "AVX512", marks=pytest.mark.exhaustive, id="AVX-512 with bfloat16"),
+        pytest.param(
+            X86,
+            ("-march=sapphirerapids",),
+            "AVX512",
+            marks=pytest.mark.exhaustive,
+            id="AVX-512 with permutations of bytes",
         ),
         pytest.param(X86, ("-march=sapphirerapids", "-DGRANITE4_AMX"), "AVX512", id="AMX"),
-        pytest.param(X86, ("-march=x86-64",), "DEFAULT", marks=pytest.mark.slow, id="x86 without AVX"),
+        pytest.param(X86, ("-march=x86-64",), "DEFAULT", marks=pytest.mark.exhaustive, id="x86 without AVX"),
         pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
     ],
 )

@@ -44,6 +44,7 @@ def planted(tmp_path_factory):
 
 
 class TestProcesses:
+    @pytest.mark.slow
     def test_each_step_prints_a_line(self, planted):
         output, steps = planted
         assert {name: step["result"] for name, step in steps.items()} == {
@@ -168,7 +169,7 @@ class TestSteps:
         assert len({step.name for step in STEPS}) == len(STEPS)
         assert all(callable(pkgutil.resolve_name(step.function)) for step in STEPS)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("name", STEPS_OF_RANKS)
     def test_ranks(self, name, monkeypatch):
         """These steps start processes, so each runs in a process of its own here too."""

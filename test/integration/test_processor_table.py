@@ -24,7 +24,7 @@ def tables(capsys, *arguments):
     return cells[2:second], cells[second + 2 :]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measures(capsys):
     small = ("--prompt-length", "9", "--output-length", "3", "--batch-size", "1", "--repeats", "1", "--threads", "1")
     (speed,), ((batch, step),) = tables(capsys, *small, "--formats", "lossless12")

@@ -27,7 +27,7 @@ FAST = [("h-small", 4, DECODE, (0, 3)), ("h-tiny", 2, COMMIT, (0, 1)), ("nano", 
 CASES = [
     *FAST,
     *(
-        pytest.param(name, degree, kind, range(degree), marks=pytest.mark.slow)
+        pytest.param(name, degree, kind, range(degree), marks=pytest.mark.exhaustive)
         for name in CONFIGS
         for degree in (2, 4)
         for kind in TOKENS
@@ -78,6 +78,7 @@ def test_a_rank_as_a_constant_is_seen(monkeypatch):
     assert first != second
 
 
+@pytest.mark.slow
 def test_the_report_counts_collectives(monkeypatch):
     """Collectives are counted, and a layer with more of them than it needs is a finding."""
     monkeypatch.setattr(LayerParts, "count", 1)
@@ -91,6 +92,7 @@ def test_the_report_counts_collectives(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_the_report_of_layers_of_one_part():
     """Each kind of layer has its weights and one all-reduce; routers stay in float32; nothing breaks a rule."""
     config = nemotron_config()

@@ -9,6 +9,7 @@ from benchmarks.serving import hostile_clients
 from benchmarks.serving.soak import Load, soak
 
 
+@pytest.mark.slow
 def test_all_texts_are_right_and_nothing_is_left(monkeypatch):
     monkeypatch.setattr(hostile_clients, "LONGEST_STALL", 1)
     report = soak(Load(num_requests=120, num_clients=16, num_hostile=2))

@@ -43,14 +43,14 @@ from test.support.stepping import random_tokens, run_cuts
 CUTS = [40, 1, 7, 1, 1, 30]
 MODELS = [
     pytest.param(2, {}, id="moe, 2 ranks"),
-    pytest.param(4, {}, marks=pytest.mark.slow, id="kv heads replicated, 4 ranks"),
+    pytest.param(4, {}, marks=pytest.mark.exhaustive, id="kv heads replicated, 4 ranks"),
     pytest.param(
         2,
         dict(mamba_n_groups=2, mamba_proj_bias=True, attention_bias=True, position_embedding_type="rope"),
-        marks=pytest.mark.slow,
+        marks=pytest.mark.exhaustive,
         id="groups split, biases, rope",
     ),
-    pytest.param(2, dict(tie_word_embeddings=False, **DENSE), marks=pytest.mark.slow, id="untied dense"),
+    pytest.param(2, dict(tie_word_embeddings=False, **DENSE), marks=pytest.mark.exhaustive, id="untied dense"),
 ]
 
 
@@ -108,12 +108,12 @@ class TestSplitRuntime:
     def cpu(cls):
         return CPURuntime(random_model(cls.CONFIG), GenerationConfig(top_k=None))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_steps(self, split, cpu):
         for expected, logits in zip(run_steps(cpu, STEPS, 5, 200), run_steps(split, STEPS, 5, 200), strict=True):
             assert (logits - expected).abs().max() <= 1e-4
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_two_states_at_once_are_kept_apart(self, split, cpu):
         """The ranks tell states apart, also after one state is freed."""
         runs = {}
@@ -129,7 +129,7 @@ class TestSplitRuntime:
         for expected, logits in zip(runs[cpu], runs[split], strict=True):
             assert (logits - expected).abs().max() <= 1e-4
 
-    @pytest.mark.slow  # four ranks do the same below
+    @pytest.mark.exhaustive  # four ranks do the same below
     def test_verification_and_copy(self, split, cpu):
         runs = {}
         for runtime in (cpu, split):
@@ -143,7 +143,7 @@ class TestSplitRuntime:
         for expected, logits in zip(runs[cpu], runs[split], strict=True):
             assert (logits - expected).abs().max() <= 1e-4
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_drafts_change_no_text(self, split, cpu):
         prompts = [random_tokens(self.CONFIG.vocab_size, length, seed=length).tolist() for length in (5, 40, 16)]
         prompts.append(prompts[0] * 6)
@@ -157,7 +157,7 @@ class TestSplitRuntime:
 
         assert tokens(split, NgramDrafter(1, 3)) == tokens(cpu, None)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_refused_call_leaves_the_ranks_in_step(self, split):
         """A refused call leaves the ranks in step."""
         state = split.allocate(1, 60)
@@ -197,7 +197,7 @@ class TestSplitRuntime:
         assert same[0] == other[0] and same[1] != other[1]
         assert str(split.fingerprint).startswith(facts_digest(*same))
 
-    @pytest.mark.slow  # four ranks do the same below
+    @pytest.mark.exhaustive  # four ranks do the same below
     def test_a_prefix_hit_changes_no_text(self, split, cpu):
         prompts = [[5, 6, 7, 8] * 10 + [end] for end in (1, 2, 3)]
         texts = []
@@ -242,6 +242,7 @@ class _Recorded:
         return max(errors), len(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -361,18 +362,21 @@ except KeyboardInterrupt:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_an_interrupt_while_ranks_end_leaves_no_rank(self):
         """A rank that waits for another within a step does not notice that it should end."""
         command = [sys.executable, "-c", INTERRUPTED_END]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.stdout == "interrupted\n" and done.returncode == 0, done.stderr
 
+    @pytest.mark.slow
     def test_only_rank_0_handles_signals_to_all_processes(self):
         """`serve` finishes its requests after such a signal, and needs its ranks until then."""
         command = [sys.executable, "-c", SIGNALS_TO_ALL]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, start_new_session=True)
         assert done.stdout == "True\n" and done.returncode == 0, done.stderr
 
+    @pytest.mark.slow
     def test_a_rank_that_dies_during_steps_ends_the_process(self):
         done = subprocess.run([sys.executable, "-c", DEAD_RANK], capture_output=True, text=True, timeout=300)
         assert done.returncode == 1 and done.stdout == ""
@@ -387,6 +391,7 @@ class TestCommand:
         ]
         assert done.returncode == 0 and "Traceback" not in done.stderr
 
+    @pytest.mark.slow
     def test_an_interrupt_while_ranks_start_ends_them_silently(self):
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
         options = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -408,6 +413,7 @@ class TestCommand:
         assert process.returncode == 1
         assert "the process of rank 1 has failed, and the others cannot continue without it" in errors
 
+    @pytest.mark.slow
     def test_ranks_end_with_the_command(self):
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -416,8 +422,9 @@ class TestCommand:
         process.wait()
         rank.wait(timeout=60)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "starting"])
-    @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+    @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL])
     def test_no_file_outlives_the_processes(self, number, is_loaded, tmp_path):
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         environment = os.environ | {"TMPDIR": str(tmp_path)}
@@ -430,6 +437,7 @@ class TestCommand:
         rank.wait(timeout=60)
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.slow
     def test_a_program_without_a_guard_is_told_so(self, tmp_path):
         """Each rank imports the program's main module, and would load a model there again."""
         (tmp_path / "program.py").write_text(WITHOUT_GUARD)
@@ -441,6 +449,7 @@ class TestCommand:
             'module again; call load below `if __name__ == "__main__":` there.\n'
         )
 
+    @pytest.mark.slow
     def test_an_unknown_network_interface_is_reported(self):
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "nosuch"}

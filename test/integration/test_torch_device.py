@@ -32,8 +32,8 @@ from test.support.graph_contract import (
     SlotContract,
     StepContract,
     VerifyContract,
+    exhaustive_except,
     run_steps,
-    slow_except,
 )
 from test.support.neuron_compiler import Recorder
 from test.support.verification import LONGEST, streams, verified_error
@@ -64,19 +64,19 @@ class OnLayers:
 
 
 class TestSteps(OnLayers, StepContract):
-    @pytest.mark.parametrize("case", slow_except("moe"))
+    @pytest.mark.parametrize("case", exhaustive_except("moe"))
     def test_logits_equal_the_cpu_runtimes(self, backend, case):
         super().test_logits_equal_the_cpu_runtimes(backend, case)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_sequence_of_nan_stays_alone(self, backend):
         super().test_a_sequence_of_nan_stays_alone(backend)
 
-    @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
     def test_a_step_leaves_other_slots_alone(self, backend, dtype):
         super().test_a_step_leaves_other_slots_alone(backend, dtype)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_all_logits(self, backend):
         super().test_all_logits(backend)
 
@@ -86,33 +86,34 @@ class TestDecode(OnLayers, DecodeContract):
 
 
 class TestSlots(OnLayers, SlotContract):
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
         super().test_snapshots_are_those_of_the_cpu(backend, runtime, begun)
 
 
 class TestVerify(OnLayers, VerifyContract):
-    @pytest.mark.parametrize("changes", [{}, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["moe", "dense"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("changes", [{}, pytest.param(DENSE, marks=pytest.mark.exhaustive)], ids=["moe", "dense"])
     def test_whatever_is_accepted(self, backend, changes):
         super().test_whatever_is_accepted(backend, changes)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_verification_changes_no_recurrent_state(self, backend):
         super().test_a_verification_changes_no_recurrent_state(backend)
 
 
 class TestEngine(OnLayers, EngineContract):
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_hit_gives_the_bits_of_a_run_without(self, backend, model):
         super().test_a_hit_gives_the_bits_of_a_run_without(backend, model)
 
     @pytest.mark.parametrize(
-        "kind", ["n-gram", *(pytest.param(f"{kind} model", marks=pytest.mark.slow) for kind in ("same", "other"))]
+        "kind", ["n-gram", *(pytest.param(f"{kind} model", marks=pytest.mark.exhaustive) for kind in ("same", "other"))]
     )
     def test_speculation_prints_the_cpus_texts(self, backend, model, kind):
         super().test_speculation_prints_the_cpus_texts(backend, model, kind)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_both_add_a_constant_number_of_graphs(self, backend, model):
         super().test_both_add_a_constant_number_of_graphs(backend, model)
 
@@ -121,7 +122,7 @@ class TestOneText(OneTextContract):
     @pytest.fixture(
         params=[
             LAYER,
-            pytest.param(INDUCTOR, marks=pytest.mark.slow),
+            pytest.param(INDUCTOR, marks=pytest.mark.exhaustive),
             pytest.param(CUDA, marks=needs_gpu),
         ],
         ids=["cpu", "inductor", "cuda"],
@@ -130,13 +131,14 @@ class TestOneText(OneTextContract):
         return request.param
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestOneGraphOfTheModel(VerifyContract, DecodeContract):
     @pytest.fixture(params=["model", "2"])
     def backend(self, request):
         return backend_of(compiler="aot_eager", graphs=request.param)
 
 
+@pytest.mark.slow
 def test_inductor():
     """inductor's kernels add in another order, so the tolerance is larger."""
     cpu, ours = INDUCTOR.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
@@ -155,9 +157,9 @@ FORMS_OF_STATE = list(zip(KV_WRITES, (False, True, False), strict=True))
 @pytest.mark.parametrize(
     ("name", "kv_write", "prefill_by_view"),
     [
-        *(pytest.param("moe", *form, marks=pytest.mark.slow) for form in FORMS_OF_STATE),
+        *(pytest.param("moe", *form, marks=pytest.mark.exhaustive) for form in FORMS_OF_STATE),
         *(
-            pytest.param("attention_only_rope", *form, marks=[pytest.mark.slow] if form[0] == "index" else [])
+            pytest.param("attention_only_rope", *form, marks=[pytest.mark.exhaustive] if form[0] == "index" else [])
             for form in FORMS_OF_STATE
         ),
     ],
@@ -185,8 +187,8 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("prefill_scan", "compiler"),
         [
-            pytest.param("ssd", "aot_eager", marks=pytest.mark.slow),
-            pytest.param("scan", "inductor", marks=pytest.mark.slow),
+            pytest.param("ssd", "aot_eager", marks=pytest.mark.exhaustive),
+            pytest.param("scan", "inductor", marks=pytest.mark.exhaustive),
         ],
     )
     def test_logits(self, prefill_scan, compiler):
@@ -196,7 +198,7 @@ class TestKernels:
         for expected, logits in zip(expected_logits, run_steps(ours, STEPS, 5, 200, backend.poison), strict=True):
             assert (logits - expected).abs().max() <= backend.tolerance
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_verification(self):
         backend = backend_of(compiler="aot_eager", decode_kernel="nki")
         cpu, ours = backend.runtimes(lambda: random_model(small_config(**DENSE, **KERNEL_SIZES)))
@@ -222,7 +224,7 @@ class TestKernels:
         assert kernels("prefill") == ["conv1d_prefill", "ssd_chunk_scan"]
         assert kernels("decode") == ["mamba_decode"]
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_the_experts_kernel_of_few_tokens(self):
         """The kernel runs decode and prompts of one bucket, with its own layout of weights. The CPU has no kernel."""
         backend = backend_of(compiler="aot_eager", experts_decode="kernel")
@@ -247,8 +249,8 @@ class TestOperatorsOfAGPU:
         [
             ("moe", 1),
             ("dense", 2),
-            pytest.param("moe", 2, marks=pytest.mark.slow),
-            pytest.param("dense", 1, marks=pytest.mark.slow),
+            pytest.param("moe", 2, marks=pytest.mark.exhaustive),
+            pytest.param("dense", 1, marks=pytest.mark.exhaustive),
         ],
     )
     def test_logits(self, name, sequences):
@@ -317,8 +319,8 @@ class TestGraphs:
         # Graphs for prompts of 16 and 64 tokens, the two heads, decode, draws, verification of 4 tokens, and commit.
         # An attention layer has two of each, for the two lengths of the cache.
         [
-            pytest.param("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1, marks=pytest.mark.slow),
-            pytest.param("model", 100, 2 * 3 + 2 + 1 + 1 + 1 + 1, marks=pytest.mark.slow),
+            pytest.param("layer", 1200, 2 * 4 + 2 + 5 + 1 + 5 + 1, marks=pytest.mark.exhaustive),
+            pytest.param("model", 100, 2 * 3 + 2 + 1 + 1 + 1 + 1, marks=pytest.mark.exhaustive),
         ],
         ids=["layer", "model"],
     )
@@ -360,6 +362,7 @@ class TestGraphs:
 
 
 class TestCommands:
+    @pytest.mark.slow
     def test_generate(self, capsys):
         """The bundled model, in its dtype, on inductor."""
         texts = []

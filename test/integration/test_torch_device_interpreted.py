@@ -60,7 +60,7 @@ CONFIGS = {"granite": lambda: small_config(**FEW_LAYERS), "nemotron": nemotron_c
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_logits(family, sequences, kernels):
     """Prompts run, then decode of all sequences and of one. Memory that was never written is NaN."""
     cpu, ours = LAYER.runtimes(lambda: random_model(CONFIGS[family]()))
@@ -79,7 +79,7 @@ def test_logits(family, sequences, kernels):
     assert mixers | experts | prompts | {operators.add_product, score_tokens} <= kernels
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verified_tokens_have_the_bits_of_decode(family, dtype, kernels, monkeypatch):

@@ -220,7 +220,7 @@ def test_a_prompt_may_be_far_longer_than_any_graph():
     assert compilations() - before == len(caches) + 1  # one more for decode
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_end_of_a_context_of_131072_tokens():
     """The state holds random numbers, because running all the tokens before would take a minute."""
     length, chunk = 131072, 512
@@ -299,6 +299,6 @@ def test_the_alias_tables_of_compiled_graphs_are_the_stated_ones(tmp_path):
     assert wrong_aliases(tmp_path, "right") == set()
 
 
-@pytest.mark.parametrize("variant", [pytest.param("one is dropped", marks=pytest.mark.slow), "another order"])
+@pytest.mark.parametrize("variant", [pytest.param("one is dropped", marks=pytest.mark.exhaustive), "another order"])
 def test_wrong_aliases_are_seen(variant, tmp_path):
     assert wrong_aliases(tmp_path, variant) == {"prefill"}

@@ -1,35 +1,47 @@
-"""Which cases of a test with several parameters run by default."""
+"""Which cases of a test with several parameters are run, and when."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 
 def mark_combinations(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of each test `slow`, except a few which together have each value of each parameter."""
+    """Leave a few cases of each test, which together have each value of each parameter, as they are. Mark those that
+    together have each pair of values `slow`, and the rest `exhaustive`.
+    """
     tests = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+        if hasattr(item, "callspec") and item.get_closest_marker("exhaustive") is None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        seen: set[tuple[int, str]] = set()
-        rest = cases
-        # First the cases all of whose values are new, then those with fewer new ones.
-        for least in range(len(_values(cases[0])), 0, -1):
-            others = []
-            for case in rest:
-                if len(_values(case) - seen) >= least:
-                    seen |= _values(case)
-                else:
-                    others.append(case)
-            rest = others
-        for case in rest:
-            case.add_marker(pytest.mark.slow)
+        plain = [case for case in cases if case.get_closest_marker("slow") is None]
+        first = _covering(plain, 1)
+        with_pairs = _covering([case for case in cases if case not in first], 2, first)
+        for case in cases:
+            if case not in first:
+                case.add_marker("slow" if case in with_pairs else "exhaustive")
 
 
-def _values(case: pytest.Item) -> set[tuple[int, str]]:
-    """Return the id of each parameter's value, with the parameter's number."""
-    return set(enumerate(case.callspec._idlist))
+def _covering(cases: Iterable[pytest.Item], size: int, covered: Sequence[pytest.Item] = ()) -> list[pytest.Item]:
+    """Return the cases that are needed to have all combinations of `size` values, besides those that are covered."""
+    seen = set().union(*(_combinations(case, size) for case in covered))
+    needed, rest = [], list(cases)
+    most = len(_combinations(rest[0], size)) if rest else 0
+    # First the cases all of whose combinations are new, then those with fewer new ones.
+    for least in range(most, 0, -1):
+        for case in [each for each in rest if len(_combinations(each, size) - seen) >= least]:
+            if len(new := _combinations(case, size) - seen) >= least:
+                seen |= new
+                needed.append(case)
+                rest.remove(case)
+    return needed
+
+
+def _combinations(case: pytest.Item, size: int) -> set[tuple[tuple[int, str], ...]]:
+    """Return all combinations of the ids of so many parameters' values; of all parameters, if there are fewer."""
+    values = list(enumerate(case.callspec._idlist))
+    return set(itertools.combinations(values, min(size, len(values))))

@@ -92,10 +92,10 @@ def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: N
     return logits
 
 
-def slow_except(*names: str) -> list:
-    """Return all cases as parameters and mark the others slow: the named ones cover all parts of graphs."""
+def exhaustive_except(*names: str) -> list:
+    """Return all cases as parameters and mark the others exhaustive: the named ones cover all parts of graphs."""
     return [
-        pytest.param(case, marks=[] if case.name in names else [pytest.mark.slow], id=case.name)
+        pytest.param(case, marks=[] if case.name in names else [pytest.mark.exhaustive], id=case.name)
         for case in (*CASES, NEMOTRON_CASES[0])
     ]
 
@@ -103,7 +103,7 @@ def slow_except(*names: str) -> list:
 class StepContract:
     """Steps have the CPU runtime's logits, from poisoned state, and leave other slots alone."""
 
-    @pytest.mark.parametrize("case", slow_except("moe", "rope", "mamba_only"))
+    @pytest.mark.parametrize("case", exhaustive_except("moe", "rope", "mamba_only"))
     def test_logits_equal_the_cpu_runtimes(self, backend, case):
         """The models have one layer of each kind; the bundled model has several."""
         kinds = tuple(dict.fromkeys(case.config().layer_types))

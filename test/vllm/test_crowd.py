@@ -141,7 +141,7 @@ def check(engine, result):
     assert not wrong
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_texts_among_others_are_those_of_each_alone(checkpoint, tmp_path, name):
     model, drafts, acceptance, options = {**FAST, **SLOW}[name]
     one = engine(checkpoint(model), model, drafts, acceptance, options)

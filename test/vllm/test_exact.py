@@ -68,7 +68,7 @@ FAMILY = (
 
 
 def cases(names):
-    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow], id=name) for name in names]
+    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.exhaustive], id=name) for name in names]
 
 
 def selected(request, test):
@@ -147,7 +147,7 @@ def test_several_processes(served_by_several, greedy, prompts, name):
     check(served_by_several[name], greedy, [prompts[number] for number in FEW], PROCESSES[name])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_within_rounding(folder, prompts, tmp_path):
     """With tensor parallelism the layers around the mixer are vLLM's, whose products depend on the number of rows."""
     engines = {
@@ -181,7 +181,7 @@ def test_texts_of_the_family_are_greedy(family, name):
     check(results[name], Greedy(folders[name]), prompts[: len(ALL)], EVERYTHING)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_texts_of_replicas_are_greedy(folder, tmp_path):
     """A model without experts has replicas. vLLM cannot spread experts over a CPU's processes, and an error says so."""
     dense = random_checkpoint("dense", tmp_path)

@@ -89,7 +89,7 @@ def test_seeded_texts_do_not_depend_on_others(served):
     assert len({tuple(text) for text in (*alone, *together)}) > len(ALL)  # the others have no fixed text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plain_torch_gives_the_same_without_a_compiler(folder, greedy, prompts, tmp_path):
     """Plain torch computes the same, and one line says so."""
     options = dict(enable_prefix_caching=True, speculative_config=NGRAM)
@@ -139,7 +139,7 @@ def register():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_unknown_vllm_starts_without_speculation_only(folder, greedy, prompts, tmp_path):
     """vLLM's own mixer is right without speculation. With speculation it would be wrong, so no engine starts."""
     engines = {"plain": {}, "n-gram": dict(speculative_config=NGRAM)}

@@ -126,7 +126,7 @@ def test_one_of_two_neighbours(value, dtype, position):
     assert rounded in (low, high)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_states_of_slow_heads_do_not_drift(capsys):
     """20,000 tokens run through heads that forget at most a thousandth of their state per token.
 

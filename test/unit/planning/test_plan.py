@@ -251,7 +251,7 @@ def test_default_graphs_of_prompts(longest, buckets):
     assert default_context_buckets(2048) == [128, 512, 1024, 2048]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_estimate_of_temporaries_covers_what_xla_counts():
     """One layer of each kind needs as much as a step of all layers, because layers run one after another."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
@@ -367,9 +367,9 @@ def test_graphs_of_a_pytorch_device(capsys):
     "layer_types, length, verified_tokens",
     [
         (("mamba", "attention"), 900, 3),
-        pytest.param(("mamba", "attention"), 3000, 5, marks=pytest.mark.slow),
-        pytest.param(("mamba", "mamba"), 3000, 5, marks=pytest.mark.slow),
-        pytest.param(("attention", "attention"), 3000, 0, marks=pytest.mark.slow),
+        pytest.param(("mamba", "attention"), 3000, 5, marks=pytest.mark.exhaustive),
+        pytest.param(("mamba", "mamba"), 3000, 5, marks=pytest.mark.exhaustive),
+        pytest.param(("attention", "attention"), 3000, 0, marks=pytest.mark.exhaustive),
         (("mamba", "moe", "attention", "mlp"), 900, 3),
     ],
 )

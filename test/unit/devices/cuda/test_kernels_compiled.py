@@ -224,7 +224,7 @@ def test_tokens_of_several_sequences(config, compiled):
 def tiles_of_products():
     """Return all tiles for 16-bit numbers as parameters. Those between the largest and the smallest are marked slow."""
     largest, *others, smallest = products._TILES
-    return [largest, smallest, *(pytest.param(tile, marks=pytest.mark.slow) for tile in others)]
+    return [largest, smallest, *(pytest.param(tile, marks=pytest.mark.exhaustive) for tile in others)]
 
 
 @pytest.mark.parametrize("tile", tiles_of_products(), ids=str)

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.versions
 pytest.importorskip("triton", reason="Triton is not installed")
 __all__ = ["products_of_bfloat16", "seed"]  # fixtures
 BFLOAT16 = torch.bfloat16
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BFLOAT16, marks=pytest.mark.slow)], ids=str)
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(BFLOAT16, marks=pytest.mark.exhaustive)], ids=str
+)
 # For tests that compare bits: float32 shows another order of sums; on a GPU bfloat16 tests wgmma.
 OF_BITS = BFLOAT16 if DEVICE == "cuda" else torch.float32
 # Triton's interpreter truncates where a GPU rounds.
@@ -185,7 +187,7 @@ class TestAttention:
         ("slots", "dtype"),
         [
             ([2, 1, 3], torch.float32),
-            *(pytest.param(each, BFLOAT16, marks=pytest.mark.slow) for each in ([2, 1, 3], None)),
+            *(pytest.param(each, BFLOAT16, marks=pytest.mark.exhaustive) for each in ([2, 1, 3], None)),
         ],
         ids=str,
     )

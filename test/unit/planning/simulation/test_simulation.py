@@ -203,7 +203,7 @@ def test_the_time_of_snapshots_counts():
     assert [with_copies.gaps.percentile(percent) for percent in (50, 100)] == [11 + 1 + 2, 11 + 1 + 5]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_processes_give_the_same_results(monkeypatch):
     monkeypatch.setattr(replicas, "_WORTH_PROCESSES", 1)
     arrivals, fleets = drawn_traffic(5, 30), [(2, False), (2, True)]
