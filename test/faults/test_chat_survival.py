@@ -186,6 +186,7 @@ class TestKeys:
         talk.wait_for("stopped.", start)
         assert turns(talk) == num_turns
 
+    @pytest.mark.slow
     def test_a_dumb_terminal_gets_no_escape_sequences(self, chat):
         at = chat(question=None, is_ready="leaves.\n> ", TERM="dumb")
         at.type(QUESTION)
@@ -194,6 +195,7 @@ class TestKeys:
         at.type(b"\x04")
         assert at.ended() == 0 and "\x1b" not in at.written.partition("/help")[2]
 
+    @pytest.mark.slow
     def test_an_error_of_the_line_editor_does_not_end_the_chat(self, chat):
         """The text typed before the error stays, and further keys work."""
         program = (
@@ -248,6 +250,7 @@ class TestKept:
         assert main(["chat", "--max-tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith("Be brief.\n")
 
+    @pytest.mark.slow
     def test_a_closed_terminal_keeps_the_conversation(self, chat, tmp_path):
         at = chat()
         at.hang_up()
@@ -255,6 +258,7 @@ class TestKept:
         (file,) = (tmp_path / "state" / "granite4-neuron").glob("chat_*.json")
         assert json.loads(file.read_text())[0]["content"] == QUESTION.decode().strip()
 
+    @pytest.mark.slow
     def test_an_error_of_the_program_keeps_the_conversation(self, chat):
         program = (
             "import sys\n"
@@ -270,6 +274,7 @@ class TestKept:
         _, messages = kept_in(at)
         assert len(messages) == 2 and "ZeroDivisionError: planted" in at.written
 
+    @pytest.mark.slow
     def test_it_is_kept_elsewhere_if_no_folder_can_be_made(self, chat, tmp_path):
         at = chat()
         shutil.rmtree(tmp_path / "state")
@@ -281,6 +286,7 @@ class TestKept:
         file, _ = kept_in(at)
         os.remove(file)
 
+    @pytest.mark.slow
     def test_an_empty_chat_and_a_normal_exit_keep_nothing(self, chat, tmp_path):
         at = chat(question=None)
         at.process.terminate()

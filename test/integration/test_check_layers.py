@@ -189,12 +189,14 @@ class TestOperatorsThatRan:
         layers = ["decoder", "feed_forward", "mamba_layer", "mamba_mixer"]
         assert sorted(operators_of_layers(runtime, "mamba")) == [f"devices.cpu.layers.{name}" for name in layers]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("graphs", ["layer", "model"])
     def test_graphs(self, graphs, monkeypatch):
         runtime = self.torch_runtime(monkeypatch, graphs=graphs)
         names = operators_of_layers(runtime, "mamba")
         assert {"devices.graphs.mamba._chunked", "devices.graphs.mamba._single_token", "ops.moe.mlp"} <= set(names)
 
+    @pytest.mark.slow
     def test_token_kernels(self, monkeypatch):
         runtime = self.torch_runtime(monkeypatch, GPU)
         mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))

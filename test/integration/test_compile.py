@@ -45,7 +45,12 @@ def where(start, tokens, lengths=None):
 
 
 @pytest.mark.parametrize(
-    "name", ["moe", pytest.param("two_groups", marks=pytest.mark.exhaustive), "attention_only_rope"]
+    "name",
+    [
+        "moe",
+        pytest.param("two_groups", marks=pytest.mark.exhaustive),
+        pytest.param("attention_only_rope", marks=pytest.mark.slow),
+    ],
 )
 @torch.inference_mode()
 def test_each_kind_of_step_is_one_graph(name):

@@ -1,15 +1,19 @@
 """Many requests with faults at random places. benchmarks/engine/faults.py runs any number of them."""
 
+import pytest
+
 from benchmarks.engine.faults import fuzz
 
 
-def test_a_fault_changes_no_other_text():
-    report = fuzz(2000)
+@pytest.mark.parametrize("number", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_fault_changes_no_other_text(number):
+    report = fuzz(number)
     assert not report.wrong, report.wrong[:3]
-    assert report.compared > 600 and report.failed > 300 and report.mixed > 30, report
-    assert len(report.faults) > 15 and report.faults.total() > 600, report.faults
+    assert report.compared > 0.3 * number and report.failed > 0.15 * number and report.mixed > 0, report
+    assert len(report.faults) > 10 and report.faults.total() > 0.3 * number, report.faults
 
 
+@pytest.mark.slow
 def test_a_fault_changes_no_other_text_on_an_asynchronous_device():
     report = fuzz(250, on_device=True)
     assert not report.wrong, report.wrong[:3]
@@ -17,6 +21,7 @@ def test_a_fault_changes_no_other_text_on_an_asynchronous_device():
     assert report.drawn > 300 and report.undecided > 50, report
 
 
+@pytest.mark.slow
 def test_a_fault_changes_no_other_text_with_multi_token_prediction():
     report = fuzz(600, mtp=True)
     assert not report.wrong, report.wrong[:3]

@@ -82,6 +82,7 @@ class TestErrors:
     ],
 )
 class TestErrorsOfGraphs:
+    @pytest.mark.slow
     def test_of_torch(self, kind, dtype, layers):
         check(lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager"), layers, kind, dtype)
 
@@ -161,6 +162,7 @@ class TestMoreThan32Bits:
         logits = runtime.step(state, [Row(slot, start, tokens[:40])], all_logits=True)[0]
         return torch.cat([logits, runtime.step(state, [Row(slot, start + 40, tokens[40:])])])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["fused", "torch"])
     def test_keys_and_values(self, kernels):
         config = small_config(**WIDE_ATTENTION, max_position_embeddings=CONTEXT)

@@ -71,7 +71,7 @@ ALL = ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
 # Each form of graphs with one of the models: a second takes long to trace, and has the same parts.
 CASES = [
     Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model")),
-    Case("experts-layer", experts(), ("prefill 512", *ALL)),
+    pytest.param(Case("experts-layer", experts(), ("prefill 512", *ALL)), marks=pytest.mark.slow, id="experts-layer"),
     # Prefill writes rows of the cache, and reads and writes recurrent state by slot; decode writes all of the cache.
     Case(
         "select",

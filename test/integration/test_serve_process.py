@@ -45,7 +45,10 @@ def hangups_are_heard():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGINT))],
+)
 def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
     with serve_process() as (process, address), httpx.Client(timeout=60) as client, httpx.Client() as idle:
         assert idle.get(f"{address}/health").status_code == 200
@@ -84,6 +87,7 @@ def limits(soft, hard):
     return ["bash", "-c", f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"', "bash"]
 
 
+@pytest.mark.slow
 def test_connections_leave_descriptors_for_other_work():
     """Further connections are closed at once, with one line in the log per minute, and the server goes on."""
     with serve_process(before=limits(200, 300)) as (process, address):
@@ -104,6 +108,7 @@ def test_connections_leave_descriptors_for_other_work():
     assert said[1].startswith("Connections are closed as soon as they are made, 1 since the last such line")
 
 
+@pytest.mark.slow
 def test_it_outlives_its_terminal_under_nohup():
     with serve_process(before=["nohup"]) as (process, address):
         process.send_signal(signal.SIGHUP)
@@ -113,6 +118,7 @@ def test_it_outlives_its_terminal_under_nohup():
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait():
     with serve_process() as (process, address), httpx.Client(timeout=60) as client:
         body = {**LONG, "max_tokens": 8000}

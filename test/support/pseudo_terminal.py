@@ -27,6 +27,11 @@ _RICH = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\r")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+def _begin() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests run under nohup
+
+
 class PseudoTerminal:
     """Runs a program with a pseudo-terminal as its standard streams and its controlling terminal.
 
@@ -48,7 +53,7 @@ class PseudoTerminal:
             env={**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environment},
             cwd=cwd,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_begin,
         )
         os.close(theirs)
         self._reader = threading.Thread(target=self._read, daemon=True)

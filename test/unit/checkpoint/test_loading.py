@@ -200,6 +200,7 @@ def test_a_folder_in_use_is_not_written_to(saved):
     assert sorted(file.name for file in folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     """Files may not grow past 100 kB here. The write fails in the middle, as with a full disk."""
     program = f"""
@@ -234,6 +235,7 @@ def test_the_slices_of_all_ranks_in_order():
     assert rank_slices("model.layers.1.input_layernorm.weight", key, config, 4) is key
 
 
+@pytest.mark.slow
 def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
     """The peak is near the model's size also if the checkpoint is converted to float32 while it is read."""
     save_model(random_model(large_config(), dtype=torch.bfloat16), tmp_path / "model")

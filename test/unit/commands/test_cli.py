@@ -387,11 +387,13 @@ class TestCheck:
             assert part in output
         assert output.count("100.0%") >= 4 and "R-ratio" not in output and "not passed" not in output
 
+    @pytest.mark.slow
     def test_bfloat16_is_compared_with_transformers_own_error(self, run, texting_folder):
         status, output, _ = run("check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16")
         assert status == 0 and "transformers in this dtype" in output
         assert "transformers in bfloat16" in output and re.search(r"R-ratio 0\.\d\d: passed \(", output)
 
+    @pytest.mark.slow
     def test_int8_is_judged_by_its_top_tokens(self, run, texting_folder, monkeypatch):
         command = ("check", "--model", texting_folder, "--tokens", 5, "--quantize", "int8")
         status, output, _ = run(*command)
@@ -587,6 +589,7 @@ def test_threads(run, texting_folder):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_under_standard_output(texting_folder):
     command = [sys.executable, "-m", "granite4_neuron.commands.cli", "generate", "--model", str(texting_folder), "text"]
@@ -597,6 +600,7 @@ def test_a_full_disk_under_standard_output(texting_folder):
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_causes_no_error(texting_folder):
     """This happens with `granite4-neuron generate ... | head -c 1`."""
     command = [sys.executable, "-m", "granite4_neuron.commands.cli", "generate", "--model", str(texting_folder), "text"]

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from granite4_neuron import UserError
@@ -54,7 +54,6 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(arrivals=arrivals, num_sequences=st.integers(1, 4), prompts_first=st.booleans())
 def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequences, prompts_first):
     engine = Engine(ChunkRuntime(model), num_sequences, prompts_first=prompts_first)

@@ -483,6 +483,7 @@ print(*found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["unlimited", "8192", "1024"])
 def test_a_deep_grammar_overflows_no_stack_of_this_process(tokenizer, limit):
     """Under any limit of the shell, a grammar that overflows the stack does so in the process that tries it."""

@@ -363,6 +363,7 @@ def test_graphs_of_a_pytorch_device(capsys):
     assert "--token-buckets belongs to --backend nxdi" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer_types, length, verified_tokens",
     [

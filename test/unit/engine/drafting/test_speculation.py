@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from granite4_neuron import UserError
@@ -376,9 +376,10 @@ cases = Counter()
 
 
 @pytest.mark.parametrize(
-    ("model", "kinds"), [("granite", (None, *KINDS)), ("nemotron, mtp", ("mtp",))], indirect=["model"]
+    ("model", "kinds"),
+    [("granite", (None, *KINDS)), pytest.param("nemotron, mtp", ("mtp",), marks=pytest.mark.slow)],
+    indirect=["model"],
 )
-@settings(max_examples=150, deadline=None)
 @given(
     arrivals=arrivals,
     num_sequences=st.integers(1, 4),

@@ -40,6 +40,7 @@ def test_bound_processors(environment, processors):
     assert bound_processors(environment) == processors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there are no two processors"

@@ -80,6 +80,7 @@ def numbers_of(name, weight):
     return stored.values, scales, numbers[:, : weight.shape[1]].numpy(), scales.view(len(weight), -1).numpy(), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [32, 33, 50, 96, 768])
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_number_of_vectors_has_the_order_of_amx(products, name, columns):
@@ -95,6 +96,7 @@ def test_any_number_of_vectors_has_the_order_of_amx(products, name, columns):
         np.testing.assert_array_equal(y.numpy(), expected[:count], err_msg=f"{count} vectors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("weight, x", [(1e-39, 1.0), (1.0, 1e-39), (1e-39, 1e30), (1e30, 1e-39), (1e-30, 1e-9)])
 def test_subnormal_numbers_count_as_zeros(products, weight, x, count):

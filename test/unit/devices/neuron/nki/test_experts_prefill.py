@@ -139,6 +139,7 @@ class TestExperts:
         others = torch.arange(150) != 7
         assert torch.equal(y[others], expected[others]) and y[7].isnan().all()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tp_degree", [1, 4])
     @pytest.mark.parametrize("name", MOES)
     def test_family(self, name, tp_degree):

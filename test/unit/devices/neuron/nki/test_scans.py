@@ -131,6 +131,7 @@ class TestScans:
             outputs.append(y)
         check((torch.cat(outputs, 1), states), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tp_degree", [1, 4])
     @pytest.mark.parametrize("name", HYBRIDS)
     def test_family(self, name, tp_degree):
@@ -199,6 +200,7 @@ class TestBudgets:
         assert counts[1] - counts[0] <= 90
         assert counts[1] / 2 <= 90  # setup included
 
+    @pytest.mark.slow
     def test_tensor_tensor_scan_of_1024_tokens(self):
         """The published kernel has 8,192 scans and 65,000 VectorE instructions. These are at most a twentieth, and
         grow with length.
