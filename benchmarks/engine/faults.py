@@ -5,24 +5,26 @@
     python -m benchmarks.engine.faults --on-device
     python -m benchmarks.engine.faults --mtp
 
-Requests of many kinds (greedy and sampled, with stop strings, log-probabilities, grammars and adapters) run on the
-bundled model in float32, with drafts, a prefix cache and its folder. Some bring code that fails. Others run while a
-call of the runtime, the drafter, the sampler, the tokenizer or the writer of the folder raises, before or after its
-work, or while an interrupt comes at a random line of the engine. Sometimes an engine is dropped as it is, and another
-one goes on with its prefix cache and its drafter.
+Requests of many kinds (greedy and sampled, with stop strings, log-probabilities, grammars and adapters, and with every
+pair of sampling options) run on the bundled model in float32, with drafts, a prefix cache and its folder. Some bring
+code that fails. Others run while a call of the runtime, the drafter, the sampler, the tokenizer or the writer of the
+folder raises, before or after its work, or while an interrupt comes at a random line of the engine. Sometimes an engine
+is dropped as it is, and another one goes on with its prefix cache and its drafter.
 
 With --mtp the model is a small Nemotron model with random weights, which drafts with its own layers for multi-token
 prediction.
 
-It counts texts that differ, errors of sequences without a fault, and resources in use at the end. Then all kinds run
-once more from the same prefix cache.
+It counts texts that differ, texts with a token that the options forbid, errors of sequences without a fault, and
+resources in use at the end. Then all kinds run once more from the same prefix cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import logging
+import math
 import random
 import sys
 import tempfile
@@ -54,7 +56,7 @@ from granite4_neuron.devices.cpu.runtime import CPUMTPLayers, CPURuntime
 from granite4_neuron.engine import Constraint, DraftModel, Engine, MTPDrafter, Output, PrefixCache, Request
 from granite4_neuron.engine.drafting.drafters import Drafter, DraftRequest, NgramDrafter, SeenTokens
 from granite4_neuron.engine.prefix.folder import PrefixFolder
-from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.sampling import NoTokenLeft, Sampler
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
@@ -330,12 +332,14 @@ class Expected:
     tokens: Sequence[int]
     text: str
     reason: str
+    error: str | None
     logprobs: Sequence[Any]
 
     @classmethod
     def of(cls, outputs: Sequence[Output]) -> Expected:
         tokens, logprobs = [each.token for each in outputs], [each.logprob for each in outputs]
-        return cls(tokens, "".join(each.text for each in outputs), outputs[-1].finish_reason, logprobs)
+        last = outputs[-1]
+        return cls(tokens, "".join(each.text for each in outputs), last.finish_reason, last.error, logprobs)
 
 
 class Fuzz:
@@ -373,8 +377,11 @@ class Fuzz:
                 self._drafters.append(UnreliableDrafter(each, self._chance, self._faults))
         self._folder = PrefixFolder(folder, _FOLDER_BYTES, self._runtime)
         self._cache = PrefixCache(self._runtime, _CACHE_BYTES, 16, at_branches=True, folder=self._folder)
-        self._requests = list(_requests(self._tokenizer, model.config.vocab_size))
+        vocab_size = model.config.vocab_size
+        self._requests = list(_requests(self._tokenizer, vocab_size, self._chance))
         self._expected = [self._alone(request) for request in self._requests]
+        for request, expected in zip(self._requests, self._expected, strict=True):
+            self._check(_follows_rules(request, expected, vocab_size), f"{expected} breaks the rules of {request}")
         if on_device:
             self._add_kinds_that_run_ahead()
         self._engine = self._new_engine()
@@ -516,7 +523,8 @@ class Fuzz:
             run.outputs.append(output)
             if output.finish_reason is not None:
                 self._compare(running.pop(output.id))
-                errors += [output.error] if output.error is not None and not run.fails else []
+                is_due = run.fails or output.error == self._expected[run.kind].error
+                errors += [] if is_due else [output.error]
         failed, self._faults.may_end = self._faults.may_end, 0
         most = self._may_end_later + failed
         self._check(len(errors) <= most, f"{len(errors)} sequences ended, and {most} may: {errors}")
@@ -525,7 +533,7 @@ class Fuzz:
 
     def _compare(self, run: _Run) -> None:
         expected, last = self._expected[run.kind], run.outputs[-1]
-        if last.error is None:
+        if last.error == expected.error:
             self.report.compared += 1
             self._check(Expected.of(run.outputs) == expected, f"{Expected.of(run.outputs)} and not {expected}")
             return
@@ -564,7 +572,8 @@ class Fuzz:
             return request, False
         failing = Failing(self._chance.randrange(NEW_TOKENS), self._chance.choice(self._wrong_results()))
         if request.constraint is not None or self._chance.random() < 0.5:
-            return replace(request, logits_processors=[lambda tokens, scores: failing(scores)]), True
+            processors = [*(request.logits_processors or ()), lambda tokens, scores: failing(scores)]
+            return replace(request, logits_processors=processors), True
         place = self._chance.choice(("fork", "mask", "accept", "count_allowed", "forced"))
         return replace(request, constraint=FailingConstraint(place, failing)), True
 
@@ -590,7 +599,7 @@ class _Run:
     outputs: list[Output] = field(default_factory=list)
 
 
-def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[Request]:
+def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int, chance: random.Random) -> Iterator[Request]:
     """Return requests of all kinds."""
     grammars = Grammars(tokenizer, vocab_size)
     options: list[dict[str, Any]] = [
@@ -613,7 +622,99 @@ def _requests(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Iterator[R
         for place, start in enumerate(_STARTS):
             text = (_SHARED if (number + place) % 2 else "") + start
             yield Request(tokenizer.encode(text), NEW_TOKENS + place, **option)
+    for option in _pairs(tokenizer, vocab_size, grammars, chance):
+        yield Request(tokenizer.encode(chance.choice(_STARTS)), NEW_TOKENS, **option)
     grammars.close()
+
+
+def _pairs(
+    tokenizer: PreTrainedTokenizerFast, vocab_size: int, grammars: Grammars, chance: random.Random
+) -> Iterator[dict[str, Any]]:
+    """Return options with which every pair of options occurs, and some others beside it. Most of their tokens are of
+    texts that the grammars force.
+    """
+    end = tokenizer.eos_token_id
+    forced = tokenizer.encode(" assignment statement")
+    one, other = forced[0], forced[-1]
+    regex = "( assignment| the)( statement){2}s?"
+    values: dict[str, Sequence[Any]] = {
+        "temperature": (0, 0.8, 1e-40, 1e-300, 1e300),
+        "top_k": (1, 20),
+        "top_p": (1e-9, 0.6),
+        "min_p": (0.1, 1.0),
+        "repetition_penalty": (1.3, 1e-300, 1e300),
+        "frequency_penalty": (2, -2),
+        "presence_penalty": (2, -2),
+        "logit_bias": ({one: 100}, {other: -100, end: 100}),
+        "allowed_token_ids": ([end], [*forced, end], forced, range(vocab_size - 300)),
+        "bad_words_ids": ([[one]], [[one, other]], [[other, other], [end]]),
+        "suppress_tokens": ([one], [other, end]),
+        "begin_suppress_tokens": ([one], [end]),
+        "no_repeat_ngram_size": (1, 2, 3),
+        "stop": (" statement", ["the", "ss"]),
+        "stop_token_ids": ([end], [end, other], []),
+        "min_tokens": (2, 9),
+        "logprobs": (0, 2),
+        "prompt_logprobs": (1,),
+        "logits_processors": ([_no_even_token], [_half]),
+        "constraint": (
+            grammars.constraint("regex", regex),
+            grammars.constraint("json", _LONG_NAMES),
+            grammars.constraint("lark", 'start: " assignment" " statement"? <|end_of_text|>'),
+        ),
+    }
+    for pair in itertools.combinations(values, 2):
+        names = {*pair, *(name for name in values if chance.random() < 0.15)}
+        yield {name: chance.choice(values[name]) for name in values if name in names} | {"seed": chance.randrange(99)}
+
+
+def _no_even_token(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    scores[:, ::2] = -math.inf
+    return scores
+
+
+def _half(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores / 2
+
+
+def _follows_rules(request: Request, expected: Expected, vocab_size: int) -> bool:
+    """Return whether every token of a text is one that `engine.token_rules` describes, and whether an error means that
+    there is none.
+    """
+    new: list[int] = []
+    for token in expected.tokens:
+        allowed = _allowed(request, new, vocab_size)
+        if token not in allowed if token is not None else allowed:
+            return False
+        new.append(token)
+    return True
+
+
+def _allowed(request: Request, new: Sequence[int], vocab_size: int) -> set[int]:
+    by_constraint = set(range(vocab_size))
+    if request.constraint is not None:
+        constraint = request.constraint.fork()
+        for token in new:
+            constraint.accept(token)
+        try:
+            by_constraint = set(constraint.mask(torch.zeros(vocab_size)).isfinite().nonzero().flatten().tolist())
+        except NoTokenLeft:
+            return set()
+    early = set(request.stop_token_ids or ()) if len(new) < (request.min_tokens or 0) else set()
+    if request.constraint is not None and by_constraint <= early:
+        early = set()
+    tokens = [*request.tokens, *new]
+    bad = {last for *before, last in request.bad_words_ids or () if tokens[len(tokens) - len(before) :] == before}
+    bad |= {*(request.suppress_tokens or ()), *(() if new else request.begin_suppress_tokens or ())}
+    allowed = by_constraint - early - bad
+    if size := request.no_repeat_ngram_size:
+        seen = {tuple(tokens[end - size : end]) for end in range(size, len(tokens) + 1)}
+        allowed = {token for token in allowed if (*tokens[len(tokens) - size + 1 :], token) not in seen}
+    if request.allowed_token_ids is not None:
+        allowed &= set(request.allowed_token_ids)
+    if _no_even_token in (request.logits_processors or ()):
+        allowed = {token for token in allowed if token % 2}
+    return allowed
 
 
 def _is_plain(request: Request) -> bool:

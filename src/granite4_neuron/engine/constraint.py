@@ -18,7 +18,8 @@ class Constraint(Protocol):
         """Return a copy that advances independently."""
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a copy of logits [vocab_size] in which those of tokens that may not follow are -inf.
+        """Return a copy of logits [vocab_size] in which those of tokens that may not follow are -inf. Which these
+        are does not depend on the logits; the engine gives zeros.
 
         Raises:
             NoTokenLeft: no token may follow, or finding one takes too long.
@@ -33,5 +34,5 @@ class Constraint(Protocol):
     def forced(self, most: int) -> Sequence[int]:
         """Return the next tokens that have no alternative, `most` at most.
 
-        They only save time: it is never wrong to return fewer, or none.
+        They only save time: it is never wrong to return fewer, or none. Each must be the only one in its mask.
         """

@@ -10,30 +10,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.engine.sampling_params import SamplingParams, is_list, is_whole
+from granite4_neuron.engine.token_rules import TokenRules
 from granite4_neuron.errors import UserError, described
 from granite4_neuron.runtime.interface import MOST_TOP_K, Draw
 
 NOT_FINITE = "no token can be chosen: the model's logits are not finite."
+_NOTHING_LEFT = (
+    "no token can be chosen: the request's options (a grammar or another constraint, allowed_token_ids, bad_words, "
+    "min_tokens, logits_processors) together allow none."
+)
 _CONSTRAINT = "the request's constraint"
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class RequestFault(UserError):
@@ -60,7 +61,10 @@ def _blamed_on(what: str) -> Iterator[None]:
 
 
 class Sampler:
-    """Chooses the next token of one sequence, greedily or by sampling, with transformers' logits processors.
+    """Chooses the next token of one sequence, greedily or by sampling, among those that its `TokenRules` allow.
+
+    Biases and penalties change the model's logits first; then tokens that may not come next get -inf; then the
+    request's processors run, and what only sampling needs. This is the order of transformers' generate.
 
     Args:
         params: the options, with the checkpoint's defaults.
@@ -68,14 +72,14 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, prompt_length: int):
-        self._processors = _logits_processors(params, prompt_length)
-        # A processor may write to the scores, which others read as logits.
-        self._copies = bool(params.logits_processors)
+        self._rules = TokenRules(params, prompt_length)
+        self._changes = _changes(params, prompt_length)
+        self._processors = LogitsProcessorList(map(_RequestsProcessor, params.logits_processors or ()))
+        self._warpers = _warpers(params)
         self._constraint = _fork(params.constraint)
         self._certain: list[int] = []  # the tokens that the constraint forces, as far as they are known
-        self._takes_forced = all(isinstance(each, _LEAVE_THE_ONLY_TOKEN) for each in self._processors)
         self._is_greedy = params.temperature == 0
-        options = 1 if params.temperature is None else params.temperature, params.top_k or 0, params.top_p or 1
+        options = _temperature(params), params.top_k or 0, params.top_p or 1
         self._options = Draw(*options, params.min_p or 0, torch.empty(0))
         self._noise: deque[torch.Tensor] = deque()  # of the next choices, in order
         self._generator = torch.Generator()
@@ -87,14 +91,17 @@ class Sampler:
     @property
     def takes_likeliest(self) -> bool:
         """Whether the token is always the one with the model's highest logit, or the first of equal ones."""
-        return self._is_greedy and not self._processors and self._constraint is None
+        return self._is_greedy and self._is_free
 
     @property
     def is_drawn(self) -> bool:
         """Whether the token is drawn with temperature, top_k, top_p and min_p alone, which a `Draw` describes."""
-        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-        can_be_said = not self._is_greedy and self._options.top_k <= MOST_TOP_K
-        return can_be_said and self._constraint is None and all(isinstance(each, kinds) for each in self._processors)
+        return not self._is_greedy and self._options.top_k <= MOST_TOP_K and self._is_free
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether all tokens may come next, and no option changes logits."""
+        return self._constraint is None and not (self._rules.forbid_any or self._changes or self._processors)
 
     def draw(self, ahead: int, vocab_size: int) -> Draw:
         """Return how a device is to draw the token that comes after `ahead` others, if `is_drawn`."""
@@ -111,6 +118,8 @@ class Sampler:
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [vocab_size] with -inf for tokens that the constraint forbids; without one, the same tensor.
 
+        If it allows one token, the logits decide nothing, and that token gets 0: it may also be forced, without logits.
+
         Raises:
             NoTokenLeft: the constraint forbids all tokens.
             RequestFault: the constraint fails.
@@ -118,9 +127,13 @@ class Sampler:
         """
         if self._constraint is None:
             return logits
-        _check_finite(logits)
+        zeros = torch.zeros_like(logits)
         with _blamed_on(_CONSTRAINT):
-            masked = _checked(self._constraint.mask(logits.clone()), logits)
+            allowed = _checked(self._constraint.mask(zeros.clone()), logits) > -math.inf
+        count = np.count_nonzero(allowed.numpy())
+        if count > 1:
+            _check_finite(logits)
+        masked = torch.where(allowed, logits if count > 1 else zeros, -math.inf)
         if not are_finite(masked):
             raise NoTokenLeft("no token can be chosen: the request's constraint allows none.")
         return masked
@@ -139,14 +152,17 @@ class Sampler:
                 raise UserError(f"of {len(drafts)} tokens it allows {reprlib.repr(count)}")
             return drafts[:count]
 
-    def certain(self, most: int, vocab_size: int) -> Sequence[int]:
+    def certain(self, tokens: Sequence[int], most: int, vocab_size: int) -> Sequence[int]:
         """Return at most `most` tokens that will be chosen next whatever the logits, because the constraint allows no
-        others.
+        others, and the other rules allow these. Processors see the scores of every token, so with them there are none.
+
+        Args:
+            tokens: the sequence so far, prompt included.
 
         Raises:
             RequestFault: the constraint fails.
         """
-        if self._constraint is None or not self._takes_forced or most < 1:
+        if self._constraint is None or self._processors or most < 1:
             return ()
         if not self._certain:
             with _blamed_on(_CONSTRAINT):
@@ -154,7 +170,10 @@ class Sampler:
                 are_tokens = is_list(forced) and all(is_whole(token) and 0 <= token < vocab_size for token in forced)
                 if not are_tokens or len(forced) > most:
                     raise UserError(f"the tokens that it forces are {reprlib.repr(forced)}")
-                self._certain = list(forced)
+            for token in forced:
+                if not self._rules.allows(token, [*tokens, *self._certain]):
+                    break
+                self._certain.append(token)
         return self._certain[:most]
 
     def take_certain(self, vocab_size: int) -> int:
@@ -176,7 +195,7 @@ class Sampler:
             tokens: the sequence so far, prompt included.
 
         Raises:
-            NoTokenLeft: the logits are finite, but after applying the options none is.
+            NoTokenLeft: the request's options allow no token.
             RequestFault: a logits processor or the constraint fails.
             UserError: the logits are not finite.
         """
@@ -192,15 +211,8 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         scores = self._scores(logits, tokens)
-        likeliest = _argmax(scores)
-        if not math.isfinite(scores[likeliest]):
-            _check_finite(logits)
-            raise NoTokenLeft(
-                "no token can be chosen: under the request's sampling options the logits are not finite; a temperature "
-                "or repetition_penalty further from 0, more allowed tokens or fewer bad words would keep them so."
-            )
         if self._is_greedy:
-            return likeliest
+            return _argmax(scores)
         quotients = scores.softmax(-1).div_(self.noise(0, len(scores)))
         self._noise.popleft()
         return _argmax(quotients)
@@ -231,12 +243,27 @@ class Sampler:
         return forked
 
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Apply the options to logits [vocab_size]. A token is drawn from the softmax of the result."""
-        if not self._processors:
+        """Apply the options to logits [vocab_size]. A token is drawn from the softmax of the result, and the highest
+        number of it is finite.
+
+        Raises: see `choose`.
+        """
+        _check_finite(logits)  # before options can be blamed
+        if self._is_free and self._is_greedy:
             return logits
-        _check_finite(logits)  # before a processor can be blamed
+        scores = logits[None]
         input_ids = cast(torch.LongTensor, torch.tensor([tokens]))  # transformers' name for int64
-        return self._processors(input_ids, logits[None].clone() if self._copies else logits[None])[0]
+        if self._changes:
+            scores = self._changes(input_ids, scores).clamp(_FLOAT32.min, _FLOAT32.max)
+        if not self._is_free:
+            by_constraint = None if self._constraint is None else logits.numpy() > -math.inf
+            allowed = torch.from_numpy(self._rules.allowed(by_constraint, tokens, len(logits)))
+            scores = torch.where(allowed, scores, -math.inf)
+            if self._processors:
+                scores = torch.where(allowed, self._processors(input_ids, scores), -math.inf)
+            if not are_finite(scores[0]):
+                raise NoTokenLeft(_NOTHING_LEFT)
+        return self._warpers(input_ids, scores)[0]
 
 
 class _RequestsProcessor(LogitsProcessor):
@@ -255,8 +282,9 @@ class _RequestsProcessor(LogitsProcessor):
         """
         with _blamed_on(self._name):
             result = _checked(self._processor(input_ids, scores), scores)
-            if math.isnan(result[0, _argmax(result[0])]):
-                raise UserError("it returned NaN")
+            highest = float(result[0, _argmax(result[0])])
+            if math.isnan(highest) or highest == math.inf:
+                raise UserError("it returned NaN" if math.isnan(highest) else "it returned infinity")
             return result
 
 
@@ -287,25 +315,24 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-class MinNewTokensUnlessComplete(MinNewTokensLengthLogitsProcessor):
-    """Forbids tokens that would end a text too early, unless a structure is complete and nothing else may follow."""
+class DifferenceTemperatureWarper(LogitsProcessor):
+    """Divides each score's difference to the highest one, so that no temperature leaves all of them infinite.
+
+    Args:
+        temperature: one of float32's normal numbers.
+    """
+
+    def __init__(self, temperature: float):
+        self._temperature = temperature
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        processed = super().__call__(input_ids, scores)
-        return scores if processed.isneginf().all() else processed
+        """Return the quotients.
 
-
-# None of them forbids a token that is the only one allowed.
-_LEAVE_THE_ONLY_TOKEN = (
-    MinNewTokensUnlessComplete,
-    SequenceBiasLogitsProcessor,
-    OccurrencePenaltyLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-)
+        Args:
+            input_ids: [batch_size, tokens].
+            scores: [batch_size, vocab_size]; the highest is finite.
+        """
+        return (scores - scores.amax(-1, keepdim=True)) / self._temperature
 
 
 def _fork(constraint: Constraint | None) -> Constraint | None:
@@ -351,40 +378,40 @@ def _argmax(logits: torch.Tensor) -> int:
     return int(logits.numpy().argmax())
 
 
-def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
-    """Return processors for the options that have an effect, in the order of transformers' generate.
+def _normal(value: float) -> float:
+    """Return the number, or the nearest normal number above 0 of float32, in which scores are."""
+    return min(max(float(value), _FLOAT32.tiny), _FLOAT32.max)
 
-    Biases and penalties come first, because they are added to the model's own logits.
-    """
+
+def _temperature(params: SamplingParams) -> float:
+    """Return the temperature to sample with; any number for a greedy sequence."""
+    return 1.0 if params.temperature is None else _normal(params.temperature)
+
+
+def _changes(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
+    """Return processors for the options that change the model's own logits, in the order of transformers' generate."""
     processors = LogitsProcessorList()
-    if params.min_tokens and params.stop_token_ids:
-        stops = list(params.stop_token_ids)
-        processors.append(MinNewTokensUnlessComplete(prompt_length, int(params.min_tokens), stops))
     if params.logit_bias:
         biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
         # Annotated to take lists, but with a list transformers 4.57 refuses the token 0.
         processors.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]  # it takes a dictionary too
-    if params.allowed_token_ids is not None:
-        allowed = torch.tensor(list(params.allowed_token_ids))
-        # Annotated to return lists, but used only as an index.
-        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))  # type: ignore[arg-type]
-    if params.no_repeat_ngram_size:
-        processors.append(NoRepeatNGramLogitsProcessor(int(params.no_repeat_ngram_size)))
-    forbidden = [*(params.bad_words_ids or ()), *((token,) for token in params.suppress_tokens or ())]
-    if forbidden:
-        processors.append(NoBadWordsLogitsProcessor([list(tokens) for tokens in forbidden]))
-    if params.begin_suppress_tokens:
-        processors.append(SuppressTokensAtBeginLogitsProcessor(list(params.begin_suppress_tokens), prompt_length))
     if params.frequency_penalty or params.presence_penalty:
         penalties = params.frequency_penalty or 0, params.presence_penalty or 0
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))
     if params.repetition_penalty not in (None, 1):
-        processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
-    processors += map(_RequestsProcessor, params.logits_processors or ())
+        processors.append(RepetitionPenaltyLogitsProcessor(_normal(params.repetition_penalty)))
+    return processors
+
+
+def _warpers(params: SamplingParams) -> LogitsProcessorList:
+    """Return processors for the options that only sampling needs, in the order of transformers' generate. Each leaves
+    the likeliest token.
+    """
+    processors = LogitsProcessorList()
     if params.temperature == 0:
         return processors
     if params.temperature not in (None, 1):
-        processors.append(TemperatureLogitsWarper(float(params.temperature)))
+        processors.append(DifferenceTemperatureWarper(_temperature(params)))
     if params.top_k not in (None, 0):
         processors.append(TopKLogitsWarper(params.top_k))
     if params.top_p not in (None, 1):

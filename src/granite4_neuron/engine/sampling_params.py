@@ -163,6 +163,8 @@ class SamplingParams:
     constraint: limits which tokens may follow (see `engine.Constraint`). It applies before any other option changes
         logits and before log-probabilities of new tokens are computed. Each sequence advances a copy of it.
 
+    Which tokens the options allow together is decided by `token_rules.TokenRules`.
+
     An option that is None takes the checkpoint's value if there is one (see `with_defaults`); otherwise it has no
     effect.
 

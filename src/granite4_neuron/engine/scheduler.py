@@ -241,7 +241,7 @@ class Scheduler:
         for sequence in sequences:
             with self._live.guard(sequence):
                 most = sequence.most_certain(longest, self._prefixes.interval)
-                counts[sequence.id] = len(sequence.sampler.certain(most, vocab_size))
+                counts[sequence.id] = len(sequence.sampler.certain(sequence.tokens, most, vocab_size))
         if not any(counts.values()):
             return
         if not self._runtime.packs_rows or self._drafting.drafter is not None:  # rows are padded

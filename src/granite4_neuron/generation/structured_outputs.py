@@ -76,6 +76,7 @@ class GrammarConstraint:
         self._after_thought = after_thought
         self._seconds_left = _TEXT_SECONDS
         self._accepted: list[int] = []  # tokens that the matcher does not have yet
+        self._has_ended = False  # whether the text is complete and has its end token
 
     def fork(self) -> GrammarConstraint:
         """See `Constraint.fork`."""
@@ -84,6 +85,7 @@ class GrammarConstraint:
         forked = GrammarConstraint(matcher, self._end, self._thread, self._after_thought)
         forked._seconds_left = self._seconds_left
         forked._accepted = list(self._accepted)
+        forked._has_ended = self._has_ended
         return forked
 
     def after_thought(self, ends_thought: str) -> GrammarConstraint:
@@ -102,6 +104,8 @@ class GrammarConstraint:
         bits = self._run(self._matcher.compute_bitmask, b"")
         if self._seconds_left <= 0:
             raise NoTokenLeft("the grammar takes too much processor time; use a simpler or less ambiguous one.")
+        if self._has_ended:
+            raise NoTokenLeft("the grammar allows no further token (its text has ended).")
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").view(bool)
         if self._matcher.is_error() or not allowed.any():
             raise NoTokenLeft(f"the grammar allows no further token ({error_of(self._matcher) or 'none spells it'}).")
@@ -118,7 +122,7 @@ class GrammarConstraint:
         """See `Constraint.count_allowed`."""
         if self._thread is not None:
             return 0  # the matcher would hold Python's lock, and an ambiguous grammar takes seconds for some tokens
-        return self._run(lambda: self._matcher.validate_tokens(list(tokens)), 0)
+        return self._run(lambda: 0 if self._has_ended else self._matcher.validate_tokens(list(tokens)), 0)
 
     def forced(self, most: int) -> Sequence[int]:
         """See `Constraint.forced`."""
@@ -132,7 +136,7 @@ class GrammarConstraint:
         """
         matcher = self._matcher
         tokens: list[int] = []
-        while len(tokens) < most:
+        while len(tokens) < most and not self._has_ended:
             following = matcher.compute_ff_tokens()[:1]
             if not following and matcher.is_stopped() and not matcher.is_error():
                 return [*tokens, self._end]
@@ -142,7 +146,16 @@ class GrammarConstraint:
                 matcher = matcher.deep_copy()
             matcher.consume_tokens(following)
             tokens += following
+            if following == [self._end] and matcher.is_stopped():
+                break
         return tokens
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            is_complete = self._matcher.is_stopped()  # only an end token may follow
+            if not is_complete:
+                self._matcher.consume_token(token)
+            self._has_ended = token == self._end and self._matcher.is_stopped()
 
     def _run(self, work: Callable[[], Result], otherwise: Result) -> Result:
         """Return the result of the matcher's work, or `otherwise` if no time is left for it."""
@@ -151,8 +164,7 @@ class GrammarConstraint:
         accepted, self._accepted = self._accepted, []
 
         def advance_and_work() -> Result:
-            if accepted:
-                self._matcher.consume_tokens(accepted)
+            self._advance(accepted)
             return work()
 
         if self._thread is None:

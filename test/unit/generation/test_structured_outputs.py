@@ -1,6 +1,7 @@
 """Texts that follow a schema, a regular expression, choices or a grammar, on a random model with one token per byte."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -428,6 +429,69 @@ def test_a_complete_structure_ends_a_text_before_min_tokens(runtime, tokenizer, 
         constraint = grammars.constraint("regex", pattern)
         text = generate(runtime, tokenizer, "x", constraint=constraint, min_tokens=20, max_tokens=30, ignore_eos=False)
         assert len(text) == length
+
+
+A, B, C, E = (ord(letter) - ord("!") + 6 for letter in "abce")  # six special tokens come first
+NOTHING_LEFT = "options (a grammar or another constraint, allowed_token_ids, bad_words, min_tokens, logits_processors)"
+# A grammar, other options, the text, and a part of the error behind it.
+OPTIONS_THAT_MEET = {
+    "bad words": ("abcdefgh", dict(bad_words_ids=[[E]]), "abcd", NOTHING_LEFT),
+    "bad words in a row": ("aabcdefg", dict(bad_words_ids=[[A, A, B]]), "aa", NOTHING_LEFT),
+    "allowed tokens": ("[ab]bcdefgh", dict(allowed_token_ids=[END, C]), "", NOTHING_LEFT),
+    "allowed tokens, min_tokens": (None, dict(allowed_token_ids=[END], min_tokens=5), "", NOTHING_LEFT),
+    "only stop tokens, min_tokens": (None, dict(stop_token_ids=range(300), min_tokens=5), "", NOTHING_LEFT),
+    "an end that is not allowed": ("a{1,9}", dict(allowed_token_ids=[A], min_tokens=20), "a" * 9, NOTHING_LEFT),
+    "an end before min_tokens": ("a{1,9}", dict(allowed_token_ids=[A, END], min_tokens=20), "a" * 9, None),
+    "an end that is bad": ("abc", dict(bad_words_ids=[[END]]), "abc", NOTHING_LEFT),
+    "an end that is no stop token": ("abcdef", dict(stop_token_ids=[]), "abcdef<|end|>", "its text has ended"),
+    "an end after a choice": ("ab?b?", dict(stop_token_ids=[], bad_words_ids=[[B]]), "a<|end|>", "its text has ended"),
+    "an end that the grammar names": ("lark", dict(stop_token_ids=[]), "ab<|end|>", "its text has ended"),
+    "a temperature near 0": ("[ab]bcdefgh", dict(temperature=1e-40, bad_words_ids=[[A]]), "bbcdefgh", None),
+    "a temperature below all": ("abcdefgh", dict(temperature=1e-300, repetition_penalty=1e-300), "abcdefgh", None),
+    "a temperature above all": ("[ab]bcdefgh", dict(temperature=1e300, bad_words_ids=[[A]]), "bbcdefgh", None),
+    "a penalty above all": (
+        "[ab]bcdefgh",
+        dict(repetition_penalty=1e300, bad_words_ids=[[A]]),
+        "bbcdefgh",
+        None,
+    ),
+    "a processor": ("abcdefgh", dict(logits_processors=[lambda tokens, scores: scores / 2]), "abcdefgh", None),
+    "a processor that forbids": (
+        "abcdefgh",
+        dict(logits_processors=[lambda tokens, scores: scores.index_fill(1, torch.tensor([E]), -math.inf)]),
+        "abcd",
+        NOTHING_LEFT,
+    ),
+}
+
+
+def test_options_that_meet_a_grammar(model, runtime, tokenizer, grammars):
+    """One by one, forced, from a prefix cache and with drafts: the rules are the same, and so is the error."""
+    cutting = CPURuntime(model, GenerationConfig(top_k=None))
+    cutting.tokens_per_step = 3
+    for name, (pattern, options, text, error) in OPTIONS_THAT_MEET.items():
+        constraint = None
+        if pattern == "lark":
+            constraint = grammars.constraint("lark", 'start: "ab" <|end|>')
+        elif pattern is not None:
+            constraint = grammars.constraint("regex", pattern)
+        options = {"stop_token_ids": [END], "seed": 1, **options}
+        request = Request(tokenizer.encode("x"), 60, constraint=constraint, **options)
+        cached = Engine(cutting, 1, prefix_cache=PrefixCache(cutting, None, 3))
+        for engine, by_masks in (
+            (Engine(runtime, 1), True),
+            (Engine(runtime, 1), False),
+            (cached, False),
+            (cached, False),
+            (Engine(runtime, 1, drafter=NgramDrafter(1, 2)), False),
+        ):
+            masked = None if constraint is None else ByMasks(constraint)
+            id = engine.add(replace(request, constraint=masked) if by_masks else request)
+            outputs = run(engine)[id]
+            found = tokenizer.decode([output.token for output in outputs if output.token not in (None, END)])
+            found += "<|end|>" * (sum(output.token == END for output in outputs) - (error is None))
+            assert (name, found, outputs[-1].finish_reason) == (name, text, "stop" if error is None else "error")
+            assert error is None or (error in outputs[-1].error and outputs[-1].is_requests_fault)
 
 
 def test_a_compilation_can_be_stopped(grammars):

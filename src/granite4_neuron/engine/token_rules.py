@@ -1,0 +1,95 @@
+"""Which tokens a request's options allow. Nothing else decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from granite4_neuron.engine.sampling_params import SamplingParams
+
+
+class TokenRules:
+    """Decides which tokens may come next. All other options only choose among these, and always leave one.
+
+    A token may come next if every rule allows it. No rule wins over another, with one exception:
+
+    * `constraint`: tokens that may follow, a stop token where its text may end.
+    * `allowed_token_ids`: these.
+    * `bad_words_ids`: not the last token of a list, behind the others of it.
+    * `suppress_tokens`, `begin_suppress_tokens`: not these, and not these first.
+    * `no_repeat_ngram_size`: not the last of so many tokens in a row that the prompt or the text has already.
+    * `min_tokens`: no stop token before this many new ones; except where the constraint allows nothing but stop tokens,
+      because its text is complete.
+    * `logits_processors`: tokens with scores above -inf. They see the scores of tokens that the other rules allow, and
+      cannot allow others.
+
+    If no token is left, the sequence ends with `NoTokenLeft`. So a token that is the constraint's only one comes next,
+    or none does, whatever the logits and all other options are; see `allows`.
+
+    Args:
+        params: the options, of which `constraint` and `logits_processors` are applied by `Sampler`.
+        prompt_length: how many of the sequence's tokens are the prompt's.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_length: int):
+        self._allowed = None if params.allowed_token_ids is None else frozenset(map(int, params.allowed_token_ids))
+        self._bad_words = [(list(before), last) for *before, last in params.bad_words_ids or ()]
+        self._suppressed = frozenset(params.suppress_tokens or ())
+        self._not_first = frozenset(params.begin_suppress_tokens or ())
+        self._ngram_size = params.no_repeat_ngram_size or 0
+        self._prompt_length = prompt_length
+        self._stops = frozenset(params.stop_token_ids or ()) if params.min_tokens else frozenset()
+        self._min_tokens = params.min_tokens or 0
+
+    @property
+    def forbid_any(self) -> bool:
+        """Whether they may ever forbid a token, beside the constraint and processors."""
+        lists = self._bad_words, self._suppressed, self._not_first, self._stops
+        return self._allowed is not None or self._ngram_size > 0 or any(map(bool, lists))
+
+    def allowed(self, by_constraint: np.ndarray | None, tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+        """Return the tokens that may come next, before processors: [vocab_size], bool.
+
+        Args:
+            by_constraint: those that the constraint allows, the same; None without one.
+            tokens: the sequence so far, prompt included.
+        """
+        result = np.ones(vocab_size, bool) if by_constraint is None else by_constraint.copy()
+        if len(tokens) - self._prompt_length < self._min_tokens:
+            result[_within(vocab_size, self._stops)] = False
+            if by_constraint is not None and not result.any():
+                result = by_constraint.copy()
+        if self._allowed is not None:
+            others = np.ones(vocab_size, bool)
+            others[_within(vocab_size, self._allowed)] = False
+            result[others] = False
+        result[_within(vocab_size, self._forbidden(tokens))] = False
+        return result
+
+    def allows(self, token: int, tokens: Sequence[int]) -> bool:
+        """Return whether a token may come next if it is the only one that the constraint allows.
+
+        Args:
+            tokens: the sequence so far, prompt included.
+        """
+        return (self._allowed is None or token in self._allowed) and token not in self._forbidden(tokens)
+
+    def _forbidden(self, tokens: Sequence[int]) -> set[int]:
+        """Return the tokens that other rules than `constraint`, `allowed_token_ids` and `min_tokens` forbid."""
+        bad_ends = {last for before, last in self._bad_words if list(tokens[len(tokens) - len(before) :]) == before}
+        first = self._not_first if len(tokens) == self._prompt_length else ()
+        return bad_ends.union(self._suppressed, first, self._repeated(tokens))
+
+    def _repeated(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield what followed earlier occurrences of the last tokens, one less than `no_repeat_ngram_size`."""
+        length = self._ngram_size - 1
+        if 0 <= length <= len(tokens):
+            last = tokens[len(tokens) - length :]
+            for end in range(length, len(tokens)):
+                if tokens[end - length : end] == last:
+                    yield tokens[end]
+
+
+def _within(vocab_size: int, tokens: Iterable[int]) -> list[int]:
+    return [token for token in tokens if token < vocab_size]
