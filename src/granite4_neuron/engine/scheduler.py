@@ -6,6 +6,9 @@ the weights are read once for all.
 
 Elsewhere, and with a drafter, a step is either a chunk of prompts or decode, which may have drafts: a chunk beside
 single tokens would be padded to a rectangle. The two alternate; several chunks may run in a row if there is time.
+
+A short prompt does not wait behind a long one: every other step of prompts begins with the one that has the fewest
+tokens left, and the others with the one that came first, which so has half of the steps at least.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ class Scheduler:
         self._drafting = drafting
         self._prompts_first = prompts_first
         self._prompts_are_next = True
+        self._shortest_is_next = False
         self._clock = clock
         self._pace = Pace(max_gap, clock)
         self._others_wait = False  # whether sequences wait for their next token while a step of prompts alone runs
@@ -173,19 +177,20 @@ class Scheduler:
         return ScheduledStep(sequences, rows, prefill.prompt_rows)
 
     def _prefill(self, prompts: Sequence[RunningSequence], most: int) -> ScheduledStep:
-        """Take one chunk of the first prompt, and chunks of other prompts that fit into the step.
+        """Take one chunk of the first prompt in turn, and chunks of other prompts that fit into the step.
 
         Args:
             most: the most tokens, for a runtime that packs rows; other runtimes take whole chunks.
         """
         chosen: list[RunningSequence] = []
         rows: list[Row] = []
-        for sequence in prompts:
+        begun = [sequence for sequence in prompts if sequence.has_begun]  # which run soon, if not in this step
+        for sequence in self._in_turn(prompts):
             # No further token fits. Later sequences wait; they may find more in the prefix cache by then.
             room = self._room(rows, most)
             if len(rows) == self._runtime.rows_per_step or room < 1 or not self._may_share(sequence, chosen):
                 break
-            if self._prefixes.is_worth_waiting(sequence, chosen):
+            if self._prefixes.is_worth_waiting(sequence, [*begun, *chosen]):
                 continue
             self._begin(sequence)
             if sequence.id not in self._live.running or not sequence.is_prompt:
@@ -199,6 +204,15 @@ class Scheduler:
             rows.append(sequence.next_row(cut))
         all_logits = any(sequence.reports_prompt for sequence in chosen)
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
+
+    def _in_turn(self, prompts: Sequence[RunningSequence]) -> Sequence[RunningSequence]:
+        """Return prompts in the order in which they may be in a step. How much of a prompt is cached is known once it
+        has begun, so that others come first.
+        """
+        self._shortest_is_next = not self._shortest_is_next
+        if self._shortest_is_next or self._prompts_first:
+            return prompts
+        return sorted(prompts, key=lambda each: (each.has_begun, len(each.request.tokens) - each.stored))
 
     def _room(self, rows: Sequence[Row], most: int) -> int:
         """Return how many tokens another row may have in a step with these rows."""

@@ -49,6 +49,28 @@ def test_a_long_prompt_is_cut_at_the_chunk(runtime):
     assert [len(row.tokens) for row in step.rows] == [CHUNK] and step.all_logits
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_short_prompt_does_not_wait_behind_a_long_one_and_does_not_starve_it(runtime, is_cached):
+    """Short prompts come for ever: each has its token soon, and the long one still has every other step of prompts."""
+    cache = PrefixCache(runtime, 2**24, CHUNK) if is_cached else None
+    engine = Engine(runtime, 3, prefix_cache=cache)
+    long = engine.add(Request([1] * (10 * CHUNK), 2))
+    engine.add(Request([2] * 5, 100))  # decodes all the time
+    came, waits, steps, first = {}, [], 0, None
+    while first is None:
+        steps += 1
+        if len(came) == len(waits):
+            came[engine.add(Request([3, steps % 7, 4], 1))] = steps
+        for output in engine.step():
+            if output.id in came:
+                waits.append(steps - came[output.id])
+            elif output.id == long:
+                first = steps
+        assert steps < 100
+    assert max(waits) <= 4 and len(waits) > 5
+    assert first <= 2 * 2 * 10 + 2, "half of the steps are decode, and half of the others are its own"
+
+
 def test_requests_wait_for_a_slot_in_order(runtime):
     engine = Engine(runtime, 2)
     ids = [engine.add(Request([1], 8)) for _ in range(4)]
@@ -123,7 +145,7 @@ class TestStepsOfBoth:
             engine.add(Request([1] * length, 8))
         engine.step()
         engine.step()
-        assert shapes(packing) == [[5, 4, 7], [1, 1, 3, 1]], "in order of arrival"
+        assert shapes(packing) == [[5, 4, 7], [1, 1, 1, 3]], "in the second step the shortest is first"
 
     def test_pieces_are_as_long_as_there_is_time(self, packing):
         """The first prompt has whole chunks, since there are no others."""
