@@ -19,6 +19,8 @@ from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.closed_objects import close_objects
+from granite4_neuron.generation.equal_schemas import equal_schema
+from granite4_neuron.generation.schema_faults import place_of_fault
 from granite4_neuron.generation.schema_references import has_endless_reference
 from granite4_neuron.system.sandbox.budgeted_thread import BudgetedThread, OverBudget
 from granite4_neuron.system.sandbox.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
@@ -248,8 +250,36 @@ class Grammars:
         try:
             grammar = self._process.convert("lark" if kind in ("choice", "structural_tag") else kind, text, stop)
         except GrammarFailed as error:
-            raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
+            fault = self._fault(_object(value, ""), error, stop) if kind == "json" else str(error).rstrip(".")
+            raise UserError(f"{_NAMES[kind]} cannot be used ({fault}).") from None
         return self._compiled(kind, grammar, ends_thought)
+
+    def why_not(self, schema: Mapping[str, Any], stop: Stop | None = None) -> str | None:
+        """Return why texts cannot follow a JSON schema, and which part of it is the cause; None if they can.
+
+        Raises:
+            Stopped: `stop` was set.
+        """
+        try:
+            text = schema_text(schema, "it")
+            if len(text) > _MOST_CHARACTERS:
+                return f"it has {len(text):,} characters"
+            self._process.convert("json", text, stop)
+        except UserError as error:
+            return str(error).rstrip(".")
+        except GrammarFailed as error:
+            return self._fault(schema, error, stop)
+        return None
+
+    def _fault(self, schema: Mapping[str, Any], error: GrammarFailed, stop: Stop | None) -> str:
+        def error_alone(part: Mapping[str, Any]) -> str | None:
+            try:
+                self._process.convert("json", schema_text(part, "it"), stop)
+            except (GrammarFailed, UserError) as found:
+                return str(found)
+            return None
+
+        return place_of_fault(schema, str(error), error_alone)
 
     def _compiled(self, kind: Kind, grammar: str, ends_thought: str | None) -> GrammarConstraint:
         """Compile a grammar in llguidance's format; see `constraint`."""
@@ -292,8 +322,8 @@ class Grammars:
 
 
 def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_whitespace: bool = True) -> str:
-    """Return a JSON schema as a text, with this package's options for llguidance, and no others. Its objects are closed
-    as `close_objects` does it.
+    """Return a JSON schema as a text, with this package's options for llguidance, and no others. It is written as
+    `equal_schema` does it, and its objects are closed as `close_objects` does it.
 
     Args:
         name: of the schema, in messages.
@@ -306,7 +336,7 @@ def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_white
     given = _object(schema, name)
     try:
         plain = json.loads(json.dumps(given))
-        closed = close_objects(plain)
+        closed = close_objects(equal_schema(plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON ({error}).") from None
     if has_endless_reference(plain):

@@ -1,0 +1,132 @@
+"""Writes JSON schemas without keywords that llguidance does not take, where these say nothing more than the rest, or
+where other keywords say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from granite4_neuron.generation.schema_references import VALUES, target_of
+
+Schema = Mapping[str, Any]
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+# Of a string; any other is a note for people, as JSON Schema has it.
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)
+_NOTES = {"title", "description", "examples", "default", "deprecated", "$comment"}
+
+_TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_DATE = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
+_PICTURES = r"\p{Extended_Pictographic}\p{Regional_Indicator}\x{20E3}"
+_PARTS_OF_PICTURES = r"\p{Extended_Pictographic}\p{Emoji_Component}"
+# Patterns with look-around that zod and pydantic write, and what says the same without.
+PATTERNS: Mapping[str, str] = {
+    # zod's email, before its version 4.6
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    # zod's duration
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|{_DATE}(?:T{_TIME})?|T{_TIME})$"
+    ),
+    # zod's emoji
+    r"^(?=[\s\S]*[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3])"
+    r"[\p{Extended_Pictographic}\p{Emoji_Component}]+$": (
+        rf"^[{_PARTS_OF_PICTURES}]*[{_PICTURES}][{_PARTS_OF_PICTURES}]*$"
+    ),
+    # pydantic's Decimal, in its versions 2.11 to 2.13
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+}
+
+
+def equal_schema(schema: Schema) -> dict[str, Any]:
+    """Return a schema for which the same values are valid.
+
+    Raises:
+        RecursionError: the schema is nested too deep.
+    """
+    return {name: _of_keyword(name, value, schema) for name, value in _of_keywords(schema, schema).items()}
+
+
+def _equal(part: Any, whole: Schema) -> Any:
+    if isinstance(part, list):
+        return [_equal(each, whole) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    if part.get("not") in ({}, True) and isinstance(part.get("not"), (Mapping, bool)):
+        return False
+    return {name: _of_keyword(name, value, whole) for name, value in _of_keywords(part, whole).items()}
+
+
+def _of_keyword(name: str, value: Any, whole: Schema) -> Any:
+    if name in VALUES:
+        return value
+    if name in _BY_NAME and isinstance(value, Mapping):
+        return {key: _equal(each, whole) for key, each in value.items()}
+    return _equal(value, whole)
+
+
+def _of_keywords(part: Schema, whole: Schema) -> dict[str, Any]:
+    """Return a part with other keywords of its own; the parts in it stay as they are."""
+    equal = dict(part)
+    named = equal.get("format")
+    if isinstance(named, str) and named not in _FORMATS:
+        del equal["format"]
+        if named.startswith("uuid"):  # of one version
+            equal["format"] = "uuid"
+    if isinstance(equal.get("pattern"), str):
+        equal["pattern"] = PATTERNS.get(equal["pattern"], equal["pattern"])
+    _without_names(equal, whole)
+    if "uniqueItems" in equal and (not equal["uniqueItems"] or _has_one_item(equal)):
+        del equal["uniqueItems"]
+    if equal.get("unevaluatedProperties") in (False, True, {}):  # objects are closed, see `closed_objects`
+        del equal["unevaluatedProperties"]
+    if "contains" not in equal:
+        equal.pop("minContains", None)
+        equal.pop("maxContains", None)
+    if "if" not in equal or not equal.keys() & {"then", "else"}:
+        for name in ("if", "then", "else"):
+            equal.pop(name, None)
+    for name in ("dependentRequired", "dependentSchemas"):
+        if equal.get(name) == {}:
+            del equal[name]
+    return equal
+
+
+def _without_names(part: dict[str, Any], whole: Schema) -> None:
+    """Remove `propertyNames`, or say the same by other keywords, if there are such."""
+    names = part.get("propertyNames")
+    target = target_of(names.get("$ref"), whole) if isinstance(names, Mapping) else None
+    names = target or names
+    if names is True:
+        del part["propertyNames"]
+    if not isinstance(names, Mapping):
+        return
+    said = {name: value for name, value in names.items() if name not in _NOTES}
+    if said.pop("type", "string") != "string":
+        return
+    if said.get("format") not in _FORMATS or "pattern" in said:
+        said.pop("format", None)
+    others = part.get("additionalProperties", {})
+    if not said:
+        del part["propertyNames"]
+    elif said.keys() in ({"enum"}, {"const"}) and "patternProperties" not in part:
+        allowed = said.get("enum", [said.get("const")])
+        if not isinstance(allowed, list) or not all(isinstance(name, str) for name in allowed):
+            return
+        known = part.get("properties", {})
+        part["properties"] = {name: known.get(name, others) for name in allowed}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+    elif said.keys() == {"pattern"} and not part.keys() & {"properties", "patternProperties"}:
+        part["patternProperties"] = {said["pattern"]: others}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+
+
+def _has_one_item(part: Schema) -> bool:
+    most = part.get("maxItems")
+    return isinstance(most, int) and most <= 1
