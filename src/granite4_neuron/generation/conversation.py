@@ -246,7 +246,7 @@ class Conversation:
         if last is None or last.system != self.system or self._is_cut_by_text(last):
             return tokens
         # The same part of the conversation as the template and the tokenizer spell it.
-        spelled = [*self._encoder.encode(messages[:-1], **self._shown), *self._encoder.encode_text(last.answer)]
+        spelled = [*self._encoder.encode(messages[:-1], **self._shown), *self._encoder.encode_answer(last.answer)]
         if tokens[: len(spelled)] != spelled:
             return tokens  # the template changes what was said before
         ended = last.generated[-1] in self._stop_token_ids
@@ -263,9 +263,12 @@ class Conversation:
         for end in range(first + 2, len(messages) + 1, 2):
             prompt = self._encoder.encode(messages[: end - 1], **self._shown)
             user, answer = (message["content"] for message in messages[end - 2 : end])
+            generated = self._encoder.encode_text(answer)
             if self._encoder.is_thinking_after(prompt):
-                answer = f"{messages[end - 1].get('reasoning_content', '')}\n{END_THOUGHT}\n{answer}"
-            generated = [*self._encoder.encode_text(answer), *sorted(self._stop_token_ids)[:1]]
+                thought = f"{messages[end - 1].get('reasoning_content', '')}\n{END_THOUGHT}"
+                generated = [*self._encoder.encode_answer(thought), *self._encoder.encode_text(f"\n{answer}", False)]
+                answer = f"{thought}\n{answer}"
+            generated += sorted(self._stop_token_ids)[:1]
             turns.append(Turn(system, user, answer, prompt, generated, "stop"))
         return system, turns
 

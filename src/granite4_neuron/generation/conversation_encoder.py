@@ -16,11 +16,13 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.answer_formats import END_THOUGHT, answer_format
+from granite4_neuron.generation.answer_formats import BEGIN_THOUGHT, END_THOUGHT, answer_format
 from granite4_neuron.generation.structured_outputs import GrammarConstraint
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.system.sandbox import chat_template
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
+_MARK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _MOST_LEVELS = 100  # of lists and objects
 
 
@@ -49,8 +51,9 @@ class ConversationEncoder:
 
     format: of answers.
 
-    In a conversation only the template writes control tokens: in messages, their spelling is ordinary text. A template
-    that cuts pieces out of a message could still assemble the spelling of one; none of the family's templates does.
+    In a conversation only the template writes control tokens: in messages, their spelling is ordinary text. Control
+    tokens are all special tokens, and marks such as `<tool_call>` that tokenizers have beside them. A template that
+    cuts pieces out of a message could still assemble the spelling of one; none of the family's templates does.
 
     Raises:
         UserError: at the first conversation, if the tokenizer has no chat template.
@@ -60,11 +63,16 @@ class ConversationEncoder:
         self._tokenizer = tokenizer
         self._as_text = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._as_text.encode_special_tokens = True
-        added = tokenizer.added_tokens_decoder
-        self._control_ids = {token.content: id for id, token in added.items() if token.special}
+        added = tokenizer.added_tokens_decoder.items()
+        self._control_ids = {
+            token.content: id for id, token in added if token.special or _MARK.fullmatch(token.content)
+        }
+        self._as_text.add_special_tokens(list(self._control_ids))  # they are in the vocabulary, and become special
         self._control_tokens = sorted(self._control_ids, key=len, reverse=True)
         # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
+        of_answers = [mark for mark in (END_THOUGHT, OPEN, CLOSE) if mark in self._control_ids]
+        self._answer_pattern = re.compile("|".join(map(re.escape, of_answers)) or r"(?!)")
         self._renderer = chat_template.Renderer()
         self.format = answer_format(tokenizer)
         # The last grammar, and the one that begins after a thought.
@@ -85,6 +93,18 @@ class ConversationEncoder:
             return list(encode_beside_others(self._as_text, text, add_special_tokens))
         return encode(self._tokenizer, text, add_special_tokens)
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Encode a text of the model, in which the marks of its thoughts and calls are control tokens, and others not.
+
+        Raises:
+            UserError: as `encode_text`.
+        """
+        tokens, end = [], 0
+        for match in self._answer_pattern.finditer(text):
+            tokens += [*self.encode_text(text[end : match.start()], False), self._control_ids[match[0]]]
+            end = match.end()
+        return [*tokens, *self.encode_text(text[end:], not tokens)]
+
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -99,7 +119,7 @@ class ConversationEncoder:
 
         Args:
             messages: each with a "role" and a "content"; of an assistant also with "tool_calls", whose arguments are
-                objects.
+                objects, and "reasoning_content", or a "content" that begins with the thought and its mark.
             tools: as OpenAI describes them: {"type": "function", "function": {"name", "description", "parameters"}}.
             documents: to answer from. IBM's templates show each as JSON, such as {"doc_id", "title", "text"}.
             chat_template_kwargs: further variables of the template.
@@ -113,7 +133,8 @@ class ConversationEncoder:
         """
         for message in messages:
             check_text(message.get("content"), "the message")
-        variables = {**(chat_template_kwargs or {}), "messages": list(messages), "tools": tools, "documents": documents}
+        shown = list(map(_with_thought, messages)) if self.format.thinks else list(messages)
+        variables = {**(chat_template_kwargs or {}), "messages": shown, "tools": tools, "documents": documents}
         _check_levels(variables)
         texts = "".join(texts_of(variables))
         check_text(texts, "the conversation")
@@ -195,6 +216,15 @@ class ConversationEncoder:
             return self._renderer.render(_template(self._tokenizer, variables.get("tools")), given)
         except chat_template.TemplateFailed as error:
             raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
+
+
+def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose thought is a field of its own. A template could not find the mark in its text any more."""
+    content = message.get("content") or ""
+    if message.get("role") != "assistant" or message.get("reasoning_content") or END_THOUGHT not in content:
+        return message
+    thought, _, said = content.partition(END_THOUGHT)
+    return {**message, "reasoning_content": thought.replace(BEGIN_THOUGHT, "").strip(), "content": said.lstrip()}
 
 
 def _check_levels(variables: Mapping[str, Any]) -> None:
