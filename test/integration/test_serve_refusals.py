@@ -31,15 +31,19 @@ def post(server):
 
 
 @pytest.mark.parametrize("path, params", [("completions", CompletionParams), ("chat/completions", ChatParams)])
-def test_every_field_of_openais_is_known_or_refused_by_name(post, path, params):
-    known = (CompletionBody if path == "completions" else ChatBody).model_fields
+def test_every_field_of_openais_is_known_or_named(post, path, params):
+    body = CompletionBody if path == "completions" else ChatBody
+    known, unsupported = body.model_fields, body.unsupported
     required = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
     unknown = [name for name in params.__annotations__ if name not in known]
-    assert known.keys() > {"user", "logit_bias"}
+    assert known.keys() > {"logit_bias"} and unsupported.keys() & set(unknown)
     for name in unknown:
-        answer = post(path, {**required, name: "x"})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
-        assert name in answer.json()["error"]["message"]
+        answer = post(path, {**required, name: "x", "max_tokens": 1})
+        if name in unsupported:
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+            assert name in answer.json()["error"]["message"]
+        else:
+            assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == name
         assert post(path, {**required, name: None, "max_tokens": 1}).status_code == 200, "null is nothing"
 
 
@@ -60,7 +64,6 @@ BAD = {
     "a limit below -1": ({"max_tokens": -2}, "max_tokens: input should be greater than or equal to -1"),
     "top_k below -1": ({"top_k": -2}, "top_k is -2, and must be"),
     "a seed below -1": ({"seed": -2}, "seed is -2, and must be"),
-    "many tokens": ({"max_tokens": 512}, "max_tokens is 512, and behind a prompt of"),
     "no tokens": ({"max_tokens": 0}, "max_tokens: it may be 0 only with echo"),
     "temperature": ({"temperature": -1}, "temperature is -1.0, and must be"),
     "NaN": (b'{"prompt": "x", "temperature": NaN}', "temperature: input should be a finite number"),
@@ -84,9 +87,8 @@ BAD = {
     "more than can wait": ({"n": 100}, "asks for 100 texts; this server takes 20 at most"),
     "stop": ({"stop": [""]}, "stop: it must be a text or a list"),
     "logprobs": ({"logprobs": True}, "logprobs: input should be a valid integer"),
-    "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options: it is only for stream: true"),
     "best_of": ({"n": 2, "best_of": 3}, "best_of: it must be equal to n"),
-    "suffix": ({"suffix": "x"}, 'suffix: this server supports only ""'),
+    "suffix": ({"suffix": "x"}, "suffix: this server does not support it"),
     "many stop tokens": ({"stop_token_ids": [1] * 129}, "stop_token_ids: list should have at most 128"),
     "a huge stop token": ({"stop_token_ids": [10**30]}, "stop_token_ids is [10000"),
     "min_tokens": ({"max_tokens": 8, "min_tokens": 9}, "min_tokens is 9, and must be at most max_tokens, 8"),
@@ -108,7 +110,6 @@ BAD = {
         "json_schema and grammar exclude each other",
     ),
     "a sampler of llama-server": ({"mirostat": 2}, "mirostat: this server supports only 0"),
-    "an option of a stream": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is a field that"),
 }
 
 
@@ -124,25 +125,19 @@ def test_bad_conversations_are_refused(post):
     for body, message in (
         ({"messages": []}, "messages: list should have at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: input should be 'system', 'user', "),
-        ({"messages": [{"role": "user"}]}, "messages.0: it must have a content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: it must be"),
-        ({"messages": [{**user, "annotations": "x"}]}, "messages.0.annotations: input should be a valid"),
+        ({"messages": [{"role": "user"}]}, "messages.0: a message of the role user must have a content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "weight": 1}]}]},
-            "messages.0.content: it must be",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            'no part of the type "image_url", because its',
         ),
-        ({"messages": [{**user, "weight": 1}]}, "messages.0.weight is a field that this server does not support"),
-        ({"messages": [user], "store": True}, "store: this server supports only false"),
-        ({"messages": [user], "store": 0}, "store: this server supports only false"),
+        ({"messages": [user, {**user, "prefix": True}]}, "messages.1.prefix: this server does not support it"),
+        ({"messages": [user], "skip_special_tokens": 1}, "skip_special_tokens: this server supports only true"),
         ({"messages": [user], "modalities": ["text", "audio"]}, 'modalities: this server supports only ["text"]'),
-        ({"messages": [user], "length_penalty": 0.8}, "length_penalty: this server supports only 1"),
-        ({"messages": [user], "verbosity": "high"}, 'verbosity: this server supports only "medium"'),
         (
             {"messages": [user], "continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message: it goes on with the last message",
         ),
         ({"messages": [user], "top_logprobs": 1}, "top_logprobs: it is only for logprobs: true"),
-        ({"messages": [user], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens: it is the old name"),
     ):
         answer = post("chat/completions", body)
         assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
@@ -161,10 +156,11 @@ def test_a_trailing_slash_is_not_redirected(server):
 
 
 def test_very_long_names_are_cut(post):
-    for body in ({"prompt": "x", "model": "m" * 10**6}, {"prompt": "x", "m" * 10**6: 1}):
-        answer = post("completions", body)
-        assert answer.status_code in (400, 404) and len(answer.content) < 2000
-        assert "mmm...mmm" in answer.json()["error"]["message"]
+    answer = post("completions", {"prompt": "x", "model": "m" * 10**6})
+    assert answer.status_code == 404 and len(answer.content) < 2000
+    assert "mmm...mmm" in answer.json()["error"]["message"]
+    answer = post("completions", {"prompt": "x", "m" * 10**6: 1, "max_tokens": 1})
+    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
 
 
 def test_other_hosts_are_refused(server):
@@ -182,7 +178,10 @@ def test_other_hosts_are_refused(server):
     ):
         for path in ("/health", "/v1/models", "/nothing"):
             answer = httpx.get(server.address + path, headers={"Host": host})
-            assert answer.status_code == 403 and f"host is {host}, and must be" in answer.json()["error"]["message"]
+            assert answer.status_code == 403
+            assert re.search(
+                f"host is {re.escape(host)}, and must be .*--allowed-hosts", answer.json()["error"]["message"]
+            )
 
 
 def page(server, origin, site=None):

@@ -31,7 +31,7 @@ from granite4_neuron.commands.serve import (
     PREFIX_CACHE,
     check_extra,
     max_model_len,
-    served_name,
+    served_names,
     served_prefix_cache,
 )
 from granite4_neuron.devices.torch.backend import kind_of_device
@@ -73,7 +73,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(batch)
     add_adapters(batch, "a request names it as its model")
     batch.add_argument(
-        "--served-model-name", metavar="NAME", help="name of the model in requests (default: the last part of --model)"
+        "--served-model-name",
+        nargs=1,
+        metavar="NAME",
+        help="name of the model in requests (default: the last part of --model)",
     )
     prompts = batch.add_argument_group("lines with a prompt (requests have their own options)")
     add_chat(
@@ -186,7 +189,7 @@ def new_batch(options: argparse.Namespace) -> Batch:
     from granite4_neuron.serving.batch.forms import Prompts
 
     checkpoint, adapters = model_checkpoint(options), adapters_of(options)
-    model = served_name(options, checkpoint, adapters)
+    [model] = served_names(options, checkpoint, adapters)
     runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters, mtp=drafts_with_mtp(options))
     max_length = max_model_len(options, runtime)
     if options.max_num_seqs is None:

@@ -102,7 +102,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     model = serve.add_argument_group("model")
     model.add_argument(
-        "--served-model-name", metavar="NAME", help="name of the model for clients (default: the last part of --model)"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model for clients (default: the last part of --model); answers and metrics have the first",
     )
     add_revision(model)
     add_adapters(model, "a request names it as its model")
@@ -121,6 +124,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=[],
         metavar="ORIGIN",
         help="web pages that may use the server from a browser, such as https://example.org; null for files, * for all",
+    )
+    pages.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        type=str.lower,
+        default=[],
+        metavar="NAME",
+        help="names by which requests may call a server that listens on this machine only and has no key, such as "
+        "host.docker.internal, beside localhost and its address; a web page could get at it by any other",
     )
     limits = serve.add_argument_group("limits")
     limits.add_argument(
@@ -146,6 +158,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     limits.add_argument(
         "--max-body", default="4MiB", metavar="SIZE", help="the longest body of a request (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--timeout-keep-alive",
+        type=at_least(0),
+        default=5,
+        metavar="SECONDS",
+        help="how long a connection stays open between two requests (default: %(default)s)",
     )
     limits.add_argument(
         "--shutdown-timeout",
@@ -186,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         checkpoint = model_checkpoint(options)
-        model = served_name(options, checkpoint, adapters)
+        model, *aliases = served_names(options, checkpoint, adapters)
         runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters, mtp=drafts_with_mtp(options))
         if options.allow_runtime_lora_updating:
             require(runtime, "adapters")
@@ -210,13 +229,15 @@ def run(options: argparse.Namespace) -> int:
             model=model,
             api_key=key,
             # A client with the key may use any name for the server, such as that of a proxy.
-            hosts=None if is_open or key is not None else own_names(options.host),
+            hosts=None if is_open or key is not None else own_names(options.host) | set(options.allowed_hosts),
             max_body=max_body,
             allowed_origins=options.allowed_origins,
             has_page=not options.no_page,
             updates_adapters=options.allow_runtime_lora_updating,
             shutdown_timeout=options.shutdown_timeout,
             on_start=on_start,
+            aliases=aliases,
+            keep_alive=options.timeout_keep_alive,
         )
         engine.warm_up()
         # A full collection would delay all requests by a third of a second; objects that exist by now stay.
@@ -248,16 +269,17 @@ def _api_key(options: argparse.Namespace) -> str | None:
     return key
 
 
-def served_name(options: argparse.Namespace, checkpoint: Checkpoint, adapters: Collection[str]) -> str:
-    """Return the model's name in requests.
+def served_names(options: argparse.Namespace, checkpoint: Checkpoint, adapters: Collection[str]) -> list[str]:
+    """Return the model's names in requests.
 
     Raises:
-        UserError: an adapter has the same.
+        UserError: an adapter has one of them.
     """
-    model = options.served_model_name or Path(options.model or checkpoint.path).name
-    if model in adapters:
-        raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
-    return model
+    names = list(dict.fromkeys(options.served_model_name or [Path(options.model or checkpoint.path).name]))
+    for name in names:
+        if name in adapters:
+            raise UserError(f"the model and an adapter are both named {name}; --served-model-name names the model.")
+    return names
 
 
 def max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:

@@ -120,6 +120,11 @@ class Output:
     prompt: PromptReport | None = None
     stop_string: str | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text ends here although the model did not end it."""
+        return self.finish_reason == "length" or self.stop_string is not None
+
 
 @dataclass
 class GenerationStats:

@@ -54,6 +54,7 @@ class AnswerStream:
         self.is_plain = new_calls is None and not is_thinking
         self.is_thinking = is_thinking
         self._held = ""  # what may be the beginning of `END_THOUGHT`
+        self._is_cut = False
         self._space = ""  # after the thought up to now
         self._has_begun = False  # the thought
         self._follows_thought = False
@@ -62,8 +63,9 @@ class AnswerStream:
         """Add a part of the answer; return what is now certain."""
         return self._add(text, is_last=False)
 
-    def finish(self) -> list[Piece | Thought]:
-        """Return what was held back; call it when nothing follows."""
+    def finish(self, is_cut: bool = False) -> list[Piece | Thought]:
+        """See `PieceStream.finish`."""
+        self._is_cut = is_cut
         return self._add("", is_last=True)
 
     def _add(self, text: str, is_last: bool) -> list[Piece | Thought]:
@@ -73,19 +75,20 @@ class AnswerStream:
         if self._follows_thought:
             text = text.lstrip()
             self._follows_thought = not text
-        return [*self._stream.add(text), *(self._stream.finish() if is_last else ())]
+        return [*self._stream.add(text), *(self._stream.finish(self._is_cut) if is_last else ())]
 
     def _in_thought(self, text: str, is_last: bool) -> list[Piece | Thought]:
         text = self._held + text
         at = text.find(END_THOUGHT)
-        certain = at if at >= 0 else len(text) - (0 if is_last else possible_start(text, [END_THOUGHT]))
+        is_end = is_last and not self._is_cut
+        certain = at if at >= 0 else len(text) - (0 if is_end else possible_start(text, [END_THOUGHT]))
         pieces, self._held = self._stream.add(text[:certain]), text[certain:]
         if any(isinstance(piece, CallStart) for piece in pieces):
             self.is_thinking = False
             return [*self._as_thought(pieces), *self._in_answer(self._held, is_last)]
         if at < 0 and not is_last:
             return self._as_thought(pieces)
-        thought = self._as_thought([*pieces, *self._stream.finish()])
+        thought = self._as_thought([*pieces, *self._stream.finish(self._is_cut and at < 0)])
         if at < 0:
             return thought
         self.is_thinking, self._follows_thought, self._stream = False, True, self._new_stream()
@@ -107,7 +110,7 @@ class _TextStream:
     def add(self, text: str) -> list[Content]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Content]:
+    def finish(self, is_cut: bool = False) -> list[Content]:
         return []
 
 

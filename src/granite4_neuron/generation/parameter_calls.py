@@ -12,7 +12,7 @@ Rome
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import regex
@@ -34,7 +34,9 @@ from granite4_neuron.generation.tool_calls import (
 END_THOUGHT = "</think>"
 _END_OF_VALUE, _END_OF_CALL = "</parameter>", "</function>"
 _NAME = r"[^<>\n]+"
-_HEAD = regex.compile(rf"\s*<function=({_NAME})>")
+_FUNCTION = "<function="
+_HEAD = regex.compile(rf"\s*{_FUNCTION}({_NAME})>")
+_BARE_HEAD = regex.compile(rf"({_NAME})>")  # behind `_FUNCTION`
 _MARK = regex.compile(rf"\s*(?:<parameter=(?P<name>{_NAME})>(?:\n|(?=.))|{_END_OF_CALL})", regex.DOTALL)
 _TEXT = frozenset({"string"})
 # As Python writes them, which templates show of earlier calls.
@@ -49,7 +51,11 @@ class ParameterCallStream(ToolCallStream):
     A call begins where its function's name has been read, as in `ToolCallStream`, and several may share an `OPEN`. A
     value that is not a text by the tool's schema is what it is in JSON, if that is of the right type, and otherwise a
     text. `END_THOUGHT` behind a call is not part of the text, because a thought ends where a call in it begins.
+
+    Models also write a call of a known tool without `OPEN`, and one in Granite's format.
     """
+
+    _opening = (OPEN, _FUNCTION)
 
     def __init__(self, tools: Sequence[Tool]):
         super().__init__()
@@ -71,13 +77,32 @@ class ParameterCallStream(ToolCallStream):
     def _in_call(self) -> list[Piece] | None:
         if head := _HEAD.match(self._held, partial=not self._is_whole):
             return self._begin(head)
+        if self._held.lstrip().startswith("{"):
+            return super()._in_call()
+        if self._is_cut_head():
+            return self._leave_out()
         self._step, self._follows_call = self._in_text, False
         return [Content(self._space + OPEN)]
+
+    def _step_behind(self, mark: str) -> Callable[[], list[Piece] | None]:
+        return self._in_call if mark == OPEN else self._in_bare_call
+
+    def _in_bare_call(self) -> list[Piece] | None:
+        head = _BARE_HEAD.match(self._held, partial=True)
+        if head and ((not head.partial and head[1] in self._tools) or (head.partial and not self._is_whole)):
+            return self._begin(head)
+        if head and head.partial and self._is_cut:
+            return self._leave_out()
+        self._step, self._follows_call = self._in_text, False
+        return [Content(self._space + _FUNCTION)]
 
     def _after_call(self) -> list[Piece] | None:
         if head := _HEAD.match(self._held, partial=not self._is_whole):
             return self._begin(head)
-        return super()._after_call()
+        return self._leave_out() if self._held and self._is_cut_head() else super()._after_call()
+
+    def _is_cut_head(self) -> bool:
+        return self._is_cut and _HEAD.match(self._held, partial=True) is not None
 
     def _begin(self, head: regex.Match[str]) -> list[Piece] | None:
         if head.partial:

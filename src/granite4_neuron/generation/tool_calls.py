@@ -69,11 +69,16 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _call_of(text: str) -> ToolCall | None:
-    """Return the call that an object in JSON describes, with its members in any order; None if it describes none."""
+    """Return the call that an object in JSON describes, with its members in any order; None if it describes none. The
+    arguments are an object, or one in a text.
+    """
     try:
         match json.loads(text):
             case {"name": str(name), "arguments": dict(arguments), **others} if not others:
                 return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+            case {"name": str(name), "arguments": str(arguments), **others} if not others:
+                if isinstance(json.loads(arguments), dict):
+                    return ToolCall(name, arguments)
     except (ValueError, RecursionError):
         pass
     return None
@@ -109,15 +114,20 @@ class PieceStream(Protocol):
     def add(self, text: str) -> list[Any]:
         """Add a part of the answer; return what is now certain."""
 
-    def finish(self) -> list[Any]:
-        """Return what was held back; call it when nothing follows."""
+    def finish(self, is_cut: bool = False) -> list[Any]:
+        """Return what was held back; call it when nothing follows.
+
+        Args:
+            is_cut: whether the model did not end the answer. Then a mark that has begun, or a call before its name is
+                complete, is left out; otherwise it is text.
+        """
 
 
-def pieces_of(text: str, stream: PieceStream) -> list[Any]:
-    """Return all pieces of a whole answer."""
+def pieces_of(text: str, stream: PieceStream, is_cut: bool = False) -> list[Any]:
+    """Return all pieces of a whole answer; see `PieceStream.finish`."""
     # In parts, because each step copies what is held.
     pieces = [piece for start in range(0, len(text), _PART) for piece in stream.add(text[start : start + _PART])]
-    return [*pieces, *stream.finish()]
+    return [*pieces, *stream.finish(is_cut)]
 
 
 class _ObjectScan:
@@ -151,12 +161,15 @@ class ToolCallStream:
 
     What it finds does not depend on the pieces. A call begins where its name has been read and its arguments begin:
     then it is one even if its arguments turn out to be malformed or are cut off, or `CLOSE` is missing. Anything else
-    behind `OPEN` is text, but for a whole object with these members in another order.
+    behind `OPEN` is text, but for a whole object with these members in another order, or with the arguments in a text.
     """
+
+    _opening: Sequence[str] = (OPEN,)
 
     def __init__(self) -> None:
         self._held = ""
         self._is_whole = False  # whether nothing follows what is held
+        self._is_cut = False  # and whether the model did not end it
         self._step = self._in_text
         self._space = ""  # before the call that has begun
         self._object = _ObjectScan()
@@ -172,9 +185,9 @@ class ToolCallStream:
             pieces += found
         return [piece for piece in pieces if isinstance(piece, CallStart) or piece.text]
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back; call it when nothing follows."""
-        self._is_whole = True
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """See `PieceStream.finish`."""
+        self._is_whole, self._is_cut = True, is_cut
         return self.add("")
 
     def _take(self, length: int) -> str:
@@ -187,21 +200,29 @@ class ToolCallStream:
     def _in_text(self) -> list[Piece] | None:
         if self._follows_call:
             self._held = self._held.lstrip()
-        at = self._held.find(OPEN)
-        if at < 0:
+        found = [(at, mark) for mark in self._opening if (at := self._held.find(mark)) >= 0]
+        if not found:
             certain = self._held
-            if not self._is_whole:
+            begun = possible_start(certain, self._opening)
+            if not self._is_whole or (self._is_cut and begun):
                 # Space before a call is not part of the text.
-                certain = certain[: len(certain) - possible_start(certain, [OPEN])].rstrip()
+                certain = certain[: len(certain) - begun].rstrip()
+            if self._is_cut:
+                self._held = certain
             if not certain:
                 return None
             self._follows_call = False
             return [Content(self._take(len(certain)))]
-        text = self._take(at + len(OPEN))[:at]
+        at, mark = min(found)
+        text = self._take(at + len(mark))[:at]
         self._follows_call = self._follows_call and not text
         self._space = text[len(text.rstrip()) :]
-        self._step, self._object, self._scanned = self._in_call, _ObjectScan(), 0
+        self._step, self._object, self._scanned = self._step_behind(mark), _ObjectScan(), 0
         return [Content(text.rstrip())]
+
+    def _step_behind(self, mark: str) -> Callable[[], list[Piece] | None]:
+        """Return the step that follows one of the marks with which a call may begin."""
+        return self._in_call
 
     def _in_call(self) -> list[Piece] | None:
         head = _HEAD.match(self._held)
@@ -214,12 +235,19 @@ class ToolCallStream:
             self._scanned, has_ended = self._object.end(self._held, self._scanned)
             if not has_ended and not self._is_whole:
                 return None
+            if not has_ended and self._is_cut:
+                return self._leave_out()
             if has_ended and (call := _call_of(self._held[: self._scanned])) is not None:
                 self._take(self._scanned)
                 self._step, self._may_have_brace = self._after_call, False
                 return [CallStart(call.name), Arguments(call.arguments)]
         self._step, self._follows_call = self._in_text, False
         return [Content(self._space + OPEN)]
+
+    def _leave_out(self) -> list[Piece]:
+        """Leave out the beginning of a call that is cut off before its name is complete."""
+        self._held, self._step, self._follows_call = "", self._in_text, False
+        return []
 
     def _in_arguments(self) -> list[Piece] | None:
         length, has_ended = self._object.end(self._held, 0)

@@ -20,13 +20,14 @@ from granite4_neuron.serving.text_times import TextTimes
 from granite4_neuron.system.sandbox.budgeted_thread import with_stack
 
 Batch = list[tuple[int, Output]]
+PAUSE_SECONDS = 5
 
 
 class Generation:
     """The running sequences of one request to the server. It belongs to the event loop.
 
-    Iterating over it gives the outputs of each engine step: pairs of a sequence's number, from 0, and its output. It
-    raises the error if the engine refuses the request.
+    Iterating over it gives the outputs of each engine step: pairs of a sequence's number, from 0, and its output; and
+    none, if none has come for `PAUSE_SECONDS`. It raises the error if the engine refuses the request.
 
     Args:
         requests: the sequences, `choices` for each prompt.
@@ -48,7 +49,11 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[Batch]:
         ended = 0
         while ended < len(self.requests):
-            batch = await self.batches.get()
+            pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self.batches.put_nowait, [])
+            try:
+                batch = await self.batches.get()
+            finally:
+                pause.cancel()
             if isinstance(batch, Exception):
                 raise batch
             ended += sum(output.finish_reason is not None for _, output in batch)

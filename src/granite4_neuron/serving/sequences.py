@@ -105,8 +105,8 @@ class SequenceMaker:
         Without `max_tokens`, each gets `DEFAULT_COMPLETION_TOKENS` new tokens, or as many as there is room for.
 
         Raises:
-            RequestError, UserError: there are too many prompts and choices, a prompt is empty, outside the vocabulary
-                or too long, or more new tokens are asked for than there is room for.
+            RequestError, UserError: there are too many prompts and choices, or a prompt is empty, outside the
+                vocabulary or too long.
         """
         self._check_number(len(body.prompt) * body.n)
         for prompt in body.prompt:
@@ -122,7 +122,7 @@ class SequenceMaker:
             tokens = self._truncated(whole, body, body.max_tokens)
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
             max_tokens = self._max_tokens(len(tokens), which, *asked)
-            request = Request(tokens, max_tokens, **options)
+            request = Request(tokens, max_tokens, **_with_room(options, max_tokens, body.max_tokens))
             requests += self._requests(request, which, body.n)
         return Prepared(requests, structure)
 
@@ -133,11 +133,12 @@ class SequenceMaker:
         self._check_number(body.n)
         asked = body.max_completion_tokens or body.max_tokens
         tokens, which = self._truncated(self.chat_tokens(body), body, asked), body.called("messages")
-        max_tokens = self._max_tokens(len(tokens), which, asked, asked_by=body.called("max_tokens"))
+        max_tokens = self._max_tokens(len(tokens), which, asked)
         ends_thought = END_THOUGHT if self._encoder.is_thinking_after(tokens) else None
         structure = self._chat_structure(body, ends_thought)
         options = self._options(body, structure)
         shows_marks = (body.may_call_tools and {OPEN, CLOSE} <= self._special) or ends_thought in self._special
+        options = _with_room(options, max_tokens, asked)
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
         return Prepared(self._requests(request, which, body.n), structure)
 
@@ -275,23 +276,16 @@ class SequenceMaker:
         request.check(self._vocab_size, which)
         return [request.with_seed_offset(number) for number in range(choices)]
 
-    def _max_tokens(
-        self,
-        prompt_length: int,
-        which: str,
-        asked: int | None,
-        default: int | None = None,
-        asked_by: str = "max_tokens",
-    ) -> int:
-        """Return how many new tokens to generate. For 0, one token is generated and not shown.
+    def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
+        """Return how many new tokens to generate, at most as many as there is room for. For 0, one token is generated
+        and not shown.
 
         Args:
             which: the field of the prompt.
             asked: by the request; None for `default`, or for as many as there is room for.
-            asked_by: the field that asks.
 
         Raises:
-            RequestError: 400, there is not enough room.
+            RequestError: 400, there is no room for a new token.
         """
         longest, most = self.limits.max_length, self.limits.max_tokens
         if prompt_length >= longest:
@@ -299,13 +293,11 @@ class SequenceMaker:
                 f"{_LONG}: {which} has {prompt_length} tokens, and at least one new one must fit", which
             )
         room = min(longest - prompt_length, most or longest)
-        if asked is not None and asked > room:
-            if room == most:
-                raise RequestError(400, f"{asked_by} is {asked}; this server allows {most} (--max-tokens).", asked_by)
-            raise self._too_long(
-                f"{asked_by} is {asked}, and behind a prompt of {prompt_length} tokens at most {room} new ones fit",
-                asked_by,
-            )
-        if asked is None:
-            return room if default is None else min(room, default)
-        return max(1, asked)
+        wanted = default if asked is None else max(1, asked)
+        return room if wanted is None else min(room, wanted)
+
+
+def _with_room(options: dict[str, Any], max_tokens: int, asked: int | None) -> dict[str, Any]:
+    """Return options of a text of at most `max_tokens`: where more are asked for, its `min_tokens` are cut, too."""
+    least = options["min_tokens"]
+    return {**options, "min_tokens": min(least, max_tokens)} if least and max_tokens < (asked or 0) else options

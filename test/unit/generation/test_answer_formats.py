@@ -200,7 +200,10 @@ THREE_DAYS = [CallStart("weather"), Arguments('{"days": 3}')]
         (f"{OPEN}\n<function=weather>\n<parameter=days>\n1", [CallStart("weather"), Arguments('{"days": 1')]),
         (f"{OPEN}\n<function=weather>\n<param", [CallStart("weather"), Arguments("{")]),
         (f"so {OPEN}\n<function=wea", [Content(f"so {OPEN}\n<function=wea")]),
-        (f'{OPEN}\n{{"name": "time", "arguments": {{}}}}', [Content(f'{OPEN}\n{{"name": "time", "arguments": {{}}}}')]),
+        (f'{OPEN}\n{{"name": "time", "arguments": {{}}}}\n{CLOSE} and', [*NOW, Content("and")]),
+        (f'{OPEN}{{"arguments": "{{}}", "name": "time"}}', NOW),
+        (f"Hm.\n<function=time>\n</function>\n{CLOSE} and", [Content("Hm."), *NOW, Content("and")]),
+        ("so <function=other>x", [Content("so <function=other>x")]),
     ],
 )
 def test_calls_that_are_incomplete_or_malformed(text, expected):
@@ -208,6 +211,27 @@ def test_calls_that_are_incomplete_or_malformed(text, expected):
     for cut in range(len(text)):
         assert of_parts([text[:cut], text[cut:]]) == expected
     assert of_parts(text) == expected
+
+
+@pytest.mark.parametrize(
+    "format, head",
+    [
+        (GRANITE, f'{OPEN}\n{{"name": "weather", "argum'),
+        (NEMOTRON, f"{OPEN}\n<function=weather"),
+        (NEMOTRON, "<function=weather"),
+        (NEMOTRON, f'{OPEN}{{"name"'),
+    ],
+)
+def test_a_call_that_is_cut_off_in_its_head_is_no_text(format, head):
+    for end in range(1, len(head) + 1):
+        text = f"Hm.\n{head[:end]}"
+        assert joined(pieces_of(text, format.stream(TOOLS), is_cut=True)) == [Content("Hm.")]
+        divided = format.stream(TOOLS)
+        pieces = [piece for part in text for piece in divided.add(part)]
+        assert joined([*pieces, *divided.finish(is_cut=True)]) == [Content("Hm.")]
+    assert joined(pieces_of("a < b", format.stream(TOOLS), is_cut=True)) == [Content("a < b")]
+    assert of("why </thi", is_thinking=True) == [Thought("why </thi")]
+    assert joined(pieces_of("why </thi", stream(True), is_cut=True)) == [Thought("why")]
 
 
 PARTS = [

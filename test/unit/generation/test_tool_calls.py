@@ -90,7 +90,7 @@ MALFORMED = {
     "no JSON": f"a {OPEN}x{CLOSE} b",
     "no name": f'{OPEN}{{"arguments": {{}}}}{CLOSE}',
     "a number as name": f'{OPEN}{{"name": 5, "arguments": {{}}}}{CLOSE}',
-    "a text as arguments": f'{OPEN}{{"name": "f", "arguments": "{{}}"}}{CLOSE}',
+    "a text as arguments": f'{OPEN}{{"name": "f", "arguments": "today"}}{CLOSE}',
     "a list": f"{OPEN}[]{CLOSE}",
     "a member too many": f'{OPEN}{{"name": "f", "x": 1, "arguments": {{}}}}{CLOSE}',
     "end without begin": f"a {CLOSE} b",
@@ -130,6 +130,7 @@ UNUSUAL = {
         [json.dumps({"a": "}" + CLOSE})],
     ),
     "another order, and the mark is missing": (f'{OPEN}{{"arguments": {{}}, "name": "f"}}\nSo', "So", ["{}"]),
+    "arguments in a text": (f'So\n{OPEN}\n{{"name": "f", "arguments": "{{\\"a\\": 1}}"}}\n{CLOSE}', "So", ['{"a": 1}']),
     "malformed, and a call behind it": (f"{OPEN}a\n{F_BEGINS}{{}}}}{CLOSE}", f"{OPEN}a", ["{}"]),
 }
 

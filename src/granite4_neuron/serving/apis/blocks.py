@@ -90,7 +90,7 @@ class Blocks:
             self._logprobs.append(output.logprob)
         has_ended = output.finish_reason is not None
         self.thought_tokens += self._stream.is_thinking
-        for piece in (*self._stream.add(output.text), *(self._stream.finish() if has_ended else ())):
+        for piece in (*self._stream.add(output.text), *(self._stream.finish(output.is_cut) if has_ended else ())):
             if isinstance(piece, CallStart):
                 yield from self._begin(piece.name)
                 continue

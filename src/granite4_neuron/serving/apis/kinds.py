@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from pydantic import BeforeValidator, Tag
+from pydantic import BeforeValidator, Tag, ValidationInfo
 
 from granite4_neuron.errors import UserError
+from granite4_neuron.serving.apis.strict import ignore, without_nulls
 
 _MARK = "\N{NULL}"  # begins pydantic's tags for the types, so that they differ from names of fields
+# Types of parts, each with its field that has the text.
+_TEXTS: Mapping[str, str] = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Thoughts among the parts of other servers' answers.
+_THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_text", "summary_text"})
+_MEDIA = ("image", "audio", "video", "file", "document")
 
 
 def tag(kind: str) -> Tag:
@@ -40,7 +46,7 @@ def only(what: str, kinds: Collection[str], default: str | None = None, why: Map
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
             raise UserError("it must be an object.")
-        value = {"type": default, **value} if value.get("type") is None else value
+        value = {"type": default, **without_nulls(value)}
         kind = value["type"]
         if kind in kinds:
             return value
@@ -50,35 +56,61 @@ def only(what: str, kinds: Collection[str], default: str | None = None, why: Map
     return BeforeValidator(check)
 
 
-def text_of(kinds: Mapping[str, str], without_effect: Collection[str] = ()) -> BeforeValidator:
-    """Return the validator of a content: a text, or a list of parts, whose texts it joins.
+def leaving_out(what: str, is_other: Callable[[str], bool]) -> BeforeValidator:
+    """Return the validator of a list without the objects of some types, which are ignored: those that only a service
+    can use, or has made.
 
     Args:
-        kinds: the types of parts, each with its field that has the text.
-        without_effect: further fields that parts may have.
+        what: the word for such objects.
+        is_other: whether a type is one of those.
     """
 
-    def text(part: Any) -> str:
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = kinds.get(kind) if isinstance(kind, str) else None
-        if name is None:
-            raise UserError(_unknown("part", kind, kinds))
-        given = {each for each, value in part.items() if value is not None}
-        if more := given - {"type", name, *without_effect}:
-            raise UserError(f"{min(more)} is a field of a part that this server does not support; leave it out.")
-        if not isinstance(part.get(name), str):
-            raise UserError(f"a part of the type {kind} must have a {name}, which is a text.")
-        return str(part[name])
-
-    def check(value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise UserError("it must be a text, or a list of parts.")
-        return "".join(map(text, value))
+    def check(values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, list):
+            return values
+        kept = []
+        for value in values:
+            kind = value.get("type") if isinstance(value, dict) else None
+            if isinstance(kind, str) and is_other(kind):
+                ignore(info, f"{what}:{kind}")
+            else:
+                kept.append(value)
+        return kept
 
     return BeforeValidator(check)
 
 
+def _text_of_parts(value: Any, info: ValidationInfo) -> str:
+    def text(part: Any) -> str:
+        if isinstance(part, str):
+            return part
+        given = {"type": "text", **without_nulls(part)} if isinstance(part, dict) else {"type": None}
+        kind = given["type"]
+        if isinstance(kind, str) and kind in _THOUGHTS:
+            ignore(info, f"part:{kind}")
+            return ""
+        name = _TEXTS.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            raise UserError(_unknown("part", kind, _TEXTS))
+        for other in given.keys() - {"type", name}:
+            ignore(info, other)
+        if not isinstance(given.get(name), str):
+            raise UserError(f"a part of the type {kind} must have a {name}, which is a text.")
+        return str(given[name])
+
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise UserError("it must be a text, or a list of parts.")
+    return "".join(map(text, value))
+
+
+# The validator of a content: a text, or a list of parts, whose texts it joins.
+text_of_parts = BeforeValidator(_text_of_parts)
+
+
 def _unknown(what: str, kind: Any, kinds: Iterable[str]) -> str:
-    return f"this server supports no {what} of the type {json.dumps(kind)}, but {', '.join(kinds)}."
+    said = f"this server supports no {what} of the type {json.dumps(kind)}"
+    if isinstance(kind, str) and any(each in kind for each in _MEDIA):
+        return f"{said}, because its models read text only."
+    return f"{said}, but {', '.join(kinds)}."

@@ -10,11 +10,11 @@ from typing import Any
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind
+from granite4_neuron.serving.apis.strict import without_nulls
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.system.sandbox.limited_process import Stop
 
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
-_FIELDS_BESIDE_SCHEMA = {"name", "description", "strict"}
 _KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "structural_tag")
 _WHITESPACE = "disable_any_whitespace"
 
@@ -63,7 +63,7 @@ def structure_of(
     Raises:
         RequestError: 400, a field is wrong, or several ask for something.
     """
-    given = {name: each for name, each in (structured_outputs or {}).items() if each is not None}
+    given = without_nulls(structured_outputs or {})
     disable_any_whitespace = given.pop(_WHITESPACE, None)
     formats = [
         _of_response_format(response_format or {"type": "text"}),
@@ -89,21 +89,21 @@ def structure_of(
 
 def _of_response_format(value: Mapping[str, Any]) -> Structure | None:
     field = "response_format"
-    if value == {"type": "text"}:
-        return None
-    if value == {"type": "json_object"}:
-        return Structure(field, "json", _ANY_OBJECT)
-    if value.get("type") == "structural_tag":
-        return Structure(field, "structural_tag", value)
-    match value:
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **others}, **more} if not more:
-            if others.keys() <= _FIELDS_BESIDE_SCHEMA:
-                return Structure(field, "json", schema)
+    match value := without_nulls(value):
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": dict(schema)}:  # llama-server's
+            return Structure(field, "json", schema)
+        case {"type": "json_object"}:
+            return Structure(field, "json", _ANY_OBJECT)
+        case {"type": "structural_tag"}:
+            return Structure(field, "structural_tag", value)
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return Structure(field, "json", schema)
     raise RequestError(
         400,
         f'{field}: it must be {{"type": "text"}}, {{"type": "json_object"}}, {{"type": "json_schema", '
-        f'"json_schema": {{"name": ..., "schema": ...}}}}, where description and strict may be added, or a '
-        "structural_tag.",
+        f'"json_schema": {{"name": ..., "schema": ...}}}}, or a structural_tag.',
         field,
     )
 

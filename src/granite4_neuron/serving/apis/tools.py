@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator
 from pydantic_core import from_json
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tool_calls
 from granite4_neuron.generation.answer_formats import AnswerFormat
-from granite4_neuron.serving.apis.no_effect import ToolCallFieldsWithoutEffect, ToolFieldsWithoutEffect
+from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars
+from granite4_neuron.serving.apis.kinds import leaving_out
 from granite4_neuron.serving.apis.strict import Strict
 from granite4_neuron.serving.apis.structured import Structure
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.system.sandbox.limited_process import Stop
 
-MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
+_LOGGER = logging.getLogger(__name__)
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# Agents put the name of a tool's server before its own.
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
-def _arguments(value: Any) -> dict[str, Any]:
+def arguments_of(value: Any) -> dict[str, Any]:
+    """Return the arguments of an earlier call: those that are complete, of a text that is cut off, and none if it is no
+    object in JSON.
+    """
     try:
-        arguments = from_json(value or "{}") if isinstance(value, str) else value
+        arguments = from_json(value or "{}", allow_partial=True) if isinstance(value, str) else value
     except ValueError:
         arguments = None
-    if not isinstance(arguments, dict):
-        raise UserError("it must be a text with an object in JSON.")
-    return arguments
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class Function(Strict):
@@ -41,8 +47,8 @@ class Function(Strict):
     strict: bool = False
 
 
-class Tool(ToolFieldsWithoutEffect, Strict):
-    type: Literal["function"]
+class Tool(Strict):
+    type: Literal["function"] = "function"
     function: Function
 
     def described(self) -> dict[str, Any]:
@@ -58,13 +64,19 @@ class Tool(ToolFieldsWithoutEffect, Strict):
         return tool_calls.Tool(self.function.name, parameters if is_elsewhere else {"type": "object", **parameters})
 
 
+# Of the types that the APIs have besides functions, services run most, and a group's functions have two names.
+Tools = Annotated[list[Tool], FailFast(), leaving_out("tool", lambda kind: kind != "function")]
+
+
 class FunctionCall(Strict):
-    name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field({})
+    """An earlier call. A model may have invented the name."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)] = Field({})
 
 
-class ToolCall(ToolCallFieldsWithoutEffect, Strict):
-    id: str
+class ToolCall(Strict):
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -90,13 +102,12 @@ def _tool_choice(value: Any) -> ToolChoice:
     match value:
         case ToolChoice():
             return value
-        case "none" | "auto" | "required":
-            return ToolChoice(value)
-        case {"type": "function", "function": {"name": str(name)}} if value == _reference(name):
+        case ("none" | "auto" | "required" as mode) | {"type": "none" | "auto" | "required" as mode}:
+            return ToolChoice(mode)
+        case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", [name], is_call=True)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            names = [name for name in map(_referred, tools) if name is not None]
-            if names and value == _allowed_tools(mode, names):
+            if names := [name for name in map(_referred, tools) if name is not None]:
                 return ToolChoice(mode, list(dict.fromkeys(names)))
     raise UserError(
         f'it must be "none", "auto", "required", {json.dumps(_reference("..."))}, or '
@@ -139,6 +150,8 @@ def structure_of_calls(
         special, ends_thought: see `calls_grammar`.
         format: of the answer.
 
+    A tool that is not strict, and whose schema cannot be a grammar, has any arguments.
+
     Raises:
         RequestError: 400, an answer without a call would have to follow a structure that is no JSON schema.
     """
@@ -149,8 +162,8 @@ def structure_of_calls(
         return None
     if not required and answer is not None and answer.kind != "json":
         raise RequestError(400, f"{answer.field}: with tools and tool_choice auto, it must be JSON.", answer.field)
-    grammar = tool_calls.calls_grammar(
-        [tool.called() for tool in chosen],
+    grammar = partial(
+        tool_calls.calls_grammar,
         required=required,
         several=several and not choice.is_call,
         answer=None if answer is None else answer.value,
@@ -159,4 +172,50 @@ def structure_of_calls(
         rules=format.call_rules,
         ends_thought=ends_thought,
     )
-    return Structure("tools", "lark", grammar)
+    return _Calls("tools", "lark", tuple(chosen), grammar_of=grammar)
+
+
+@dataclass(frozen=True)
+class _Calls(Structure):
+    """The structure of an answer that may call these tools, its `value`.
+
+    grammar_of: makes the grammar of their calls.
+    """
+
+    grammar_of: Callable[[Sequence[tool_calls.Tool]], str] = field(kw_only=True)
+
+    def constraint(self, grammars: Grammars, stop: Stop | None = None) -> GrammarConstraint:
+        """See `Structure.constraint`."""
+        try:
+            return self._constraint([tool.called() for tool in self.value], grammars, stop)
+        except UserError as error:
+            called = [self._enforceable(tool, grammars, stop) for tool in self.value]
+            try:
+                return self._constraint(called, grammars, stop)
+            except UserError:
+                raise RequestError(400, f"tools: {error}", "tools") from None
+
+    def _constraint(self, tools: Sequence[tool_calls.Tool], grammars: Grammars, stop: Stop | None) -> GrammarConstraint:
+        return grammars.constraint("lark", self.grammar_of(tools), stop)
+
+    def _enforceable(self, tool: Tool, grammars: Grammars, stop: Stop | None) -> tool_calls.Tool:
+        """Return a tool whose arguments can follow its schema: free ones, if they need not.
+
+        Raises:
+            RequestError: 400, they must.
+        """
+        called = tool.called()
+        fault = grammars.why_not(called.parameters, stop)
+        if fault is None:
+            return called
+        if tool.function.strict:
+            about = f"the schema of the arguments of {called.name} cannot be used"
+            raise RequestError(400, f"tools: {about} ({fault}); change it, or give no strict.", "tools")
+        _tell_of_free(called.name, fault)
+        return tool_calls.Tool(called.name, {"type": "object", "additionalProperties": True})
+
+
+@lru_cache(maxsize=256)
+def _tell_of_free(name: str, fault: str) -> None:
+    """Say it in the log, once."""
+    _LOGGER.warning("Calls of %s have any arguments, because its schema cannot be enforced (%s).", name, fault)

@@ -142,7 +142,7 @@ class Batch:
         self._engine = engine
         self._has_prefix_cache = has_prefix_cache
         self._maker = SequenceMaker(engine.runtime, tokenizer, Limits(engine.max_length, None, MOST_CHOICES))
-        self._texts = TokenTexts(tokenizer)
+        self._texts = TokenTexts(tokenizer, engine.max_length)
         self._model = model
         self._prompts = prompts
         self._seed = seed

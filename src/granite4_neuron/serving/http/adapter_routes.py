@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request as HTTPRequest
@@ -12,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from granite4_neuron.checkpoint.adapters import read_adapter
 from granite4_neuron.serving.apis.chat.protocol import ModelBody, parse
-from granite4_neuron.serving.apis.no_effect import only
+from granite4_neuron.serving.apis.unsupported import only
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.http.service import Service
 
@@ -25,17 +26,15 @@ class LoadBody(ModelBody):
     lora_path: a folder of this machine, as PEFT writes it.
     """
 
+    unsupported = MappingProxyType({"load_inplace": only(False), "is_3d_lora_weight": only(False)})
     lora_name: _Name
     lora_path: Annotated[str, Field(min_length=1)]
-    load_inplace: Annotated[Any, only(False)] = None
-    is_3d_lora_weight: Annotated[Any, only(False)] = None
 
 
 class UnloadBody(ModelBody):
     """The body of /v1/unload_lora_adapter."""
 
     lora_name: _Name
-    lora_int_id: int | None = None
 
 
 class AdapterRoutes:

@@ -34,8 +34,10 @@ from granite4_neuron.serving.apis.messages.body import PromptBody
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.http.adapter_routes import AdapterRoutes
+from granite4_neuron.serving.http.bodies import in_utf8, too_long
+from granite4_neuron.serving.http.connection import IS_EVENT_STREAM
 from granite4_neuron.serving.http.middleware import LOG, PATHS, Middleware
-from granite4_neuron.serving.http.request_log import HEADER
+from granite4_neuron.serving.http.request_log import HEADER, IGNORED_HEADER
 from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.page.page import MARKDOWN, page_files
 from granite4_neuron.serving.work_queue import WorkQueue
@@ -46,6 +48,18 @@ Result = TypeVar("Result")
 
 _PART = 2**16  # bytes
 _MODEL = "/v1/models/{name:path}"
+# Parts of paths of other servers, and what they have there.
+_NOT_SERVED = {
+    "/embed": "embeddings",
+    "/images": "images",
+    "/audio": "audio",
+    "/realtime": "audio",
+    "/rerank": "reranking",
+    "/score": "scores",
+    "/moderations": "moderation",
+    "/files": "files",
+    "/batches": "batches (granite4-neuron batch has)",
+}
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -96,7 +110,7 @@ def make_app(service: Service) -> ASGIApp:
         allow_origins=service.allowed_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=[HEADER.decode()],
+        expose_headers=[HEADER.decode(), IGNORED_HEADER.decode()],
     )
 
 
@@ -207,7 +221,7 @@ class _Routes:
         """Parse the body; return it and what is made of it."""
 
         def prepare(_: Stop) -> tuple[Body, Result]:
-            body = parse(kind, content, self._service.maker.limits.num_tokens)
+            body = parse(kind, content, self._service.maker.limits.num_tokens, http.scope[LOG].ignored)
             self._check_model(body.model)
             return body, make(body)
 
@@ -217,8 +231,9 @@ class _Routes:
         """Read the body.
 
         Raises:
-            RequestError: 413 if it is longer than `max_body`; 415 if it is not declared as JSON. A browser declares a
-                body as JSON for another origin's page only if the server allows that.
+            RequestError: 413 if it is longer than `max_body`; 415 if it is not declared as JSON, or compressed in
+                another way than gzip. A browser declares a body as JSON for another origin's page only if the server
+                allows that.
         """
         kind = http.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
@@ -228,14 +243,14 @@ class _Routes:
         async for part in http.stream():
             body += part
             if len(body) > self._service.max_body:
-                raise RequestError(413, f"the body is longer than {self._service.max_body} bytes (--max-body).")
+                raise too_long(self._service.max_body)
         http.scope[LOG].arrived = time.perf_counter()
-        return bytes(body)
+        return in_utf8(bytes(body), http.headers.get("content-encoding", ""), self._service.max_body)
 
     async def _answer(
         self, http: HTTPRequest, body: SamplingBody, answer: Answer, requests: Sequence[Request]
     ) -> Response:
-        """Return the whole response, or a stream that starts with the first token."""
+        """Return the whole response, or a stream."""
         with ExitStack() as at_end:
             at_end.callback(self._service.prompt_logprobs.hold(requests))
             arrived = http.scope[LOG].arrived
@@ -245,10 +260,7 @@ class _Routes:
             if not body.stream:
                 text = await _unless_gone(http.receive, self._whole(generation, answer))
                 return _LongText(text, on_end=at_end.pop_all().close)
-            batches = aiter(generation)
-            first = await _unless_gone(http.receive, anext(batches))
-            _raise_errors(first)
-            return _EventStream(_events(first, batches, answer), on_end=at_end.pop_all().close)
+            return _EventStream(_events(generation, answer), on_end=at_end.pop_all().close)
 
     async def _whole(self, generation: Generation, answer: Answer) -> str:
         async for batch in generation:
@@ -257,15 +269,19 @@ class _Routes:
         return await asyncio.to_thread(lambda: to_json(answer.whole()))
 
 
-async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer) -> AsyncIterator[str]:
-    """Yield the events of a stream, of a step together; an error is the last one."""
+async def _events(generation: Generation, answer: Answer) -> AsyncIterator[str]:
+    """Yield the events of a stream, of a step together; an error is the last one. A pause is said, so that neither the
+    client nor a proxy gives up.
+    """
 
     def events(index: int, outputs: list[Output]) -> str:
         return "".join(map(str, answer.events(index, outputs)))
 
     try:
-        async for batch in _chained(first, batches):
+        async for batch in generation:
             _raise_errors(batch)
+            if not batch:
+                yield answer.pause
             for index, outputs in answer.add(batch).items():
                 # A text's first event may have all of the prompt's log-probabilities.
                 is_long = outputs[0].prompt is not None
@@ -273,12 +289,6 @@ async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer) -
         yield "".join(map(str, answer.last_events()))
     except RequestError as error:
         yield str(answer.failure(error))
-
-
-async def _chained(first: Batch, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
-    yield first
-    async for batch in batches:
-        yield batch
 
 
 def _raise_errors(batch: Batch) -> None:
@@ -313,12 +323,14 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
-        super().__init__(headers={"Cache-Control": "no-store"})
+        # nginx would collect events before it hands them on.
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._events = events
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[IS_EVENT_STREAM] = True
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _unless_gone(receive, self._send_all(send))
@@ -366,6 +378,9 @@ async def _error_response(http: HTTPRequest, error: Exception) -> Response:
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         wrong = "there is no such path" if error.status_code == 404 else "the path has no such method"
+        for part, what in _NOT_SERVED.items():
+            if part in http.url.path:
+                wrong = f"this server answers texts with texts, and has no {what}"
         error = RequestError(error.status_code, f"{wrong}; there are {', '.join(PATHS)}.", None, error.headers)
     elif not isinstance(error, RequestError):
         error = RequestError(400, str(error))

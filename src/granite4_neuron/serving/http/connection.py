@@ -18,6 +18,8 @@ ENDING_SECONDS = 5  # for each of them, once the server is ending
 # How long after a client's end of sending the server first makes sure that the client still reads; then ten times that.
 PROBE_SECONDS = 0.05
 
+IS_EVENT_STREAM = "granite4_neuron.is_event_stream"  # of an answer, in its request's scope
+
 READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many in chunks of one byte
 
 
@@ -28,8 +30,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     server sends: if nothing can be sent although much is waiting, or the rest of the last answer cannot be sent.
 
     A client that has sent its request may end its own side of the connection and read on. What the server receives is
-    the same if the client is gone, but then writing fails. So until the answer begins, the server writes responses that
-    clients must ignore (RFC 9110, 15.2).
+    the same if the client is gone, but then writing fails. So the server writes what clients must ignore: responses
+    until the answer begins (RFC 9110, 15.2), and comments within a stream of events.
     """
 
     _buffer = bytearray(READ_BYTES)  # of all connections; what is read is taken out at once
@@ -103,6 +105,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if not self.cycle.response_started:
             ignored = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self.conn.send(ignored))
+        elif self.scope.get(IS_EVENT_STREAM) and self.conn.our_state is h11.SEND_BODY:
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")))
         self._prober = self.loop.call_later(seconds, self._probe, 10 * seconds)
 
     def _watch(self) -> None:
@@ -110,7 +114,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.transport.is_closing() or self.flow.write_paused:
             self._wait_for(READER)
         else:
-            self._wait_for({h11.IDLE: HEADERS, h11.SEND_BODY: BODY}.get(self.conn.their_state))
+            is_kept = self.timeout_keep_alive_task is not None  # uvicorn's own limit, between two requests
+            self._wait_for(None if is_kept else {h11.IDLE: HEADERS, h11.SEND_BODY: BODY}.get(self.conn.their_state))
 
     def _wait_for(self, what: str | None) -> None:
         waits_for = None if what is None else (what, ENDING_SECONDS if self._is_ending else SECONDS[what])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import logging
+from collections.abc import Set
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.http.address import without_port
 from granite4_neuron.serving.http.origin import refusal_of_page
-from granite4_neuron.serving.http.request_log import HEADER, RequestLog
+from granite4_neuron.serving.http.request_log import HEADER, IGNORED_HEADER, RequestLog
 from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.page.page import is_page_file
 
@@ -28,15 +30,21 @@ PATHS = (
     "/load",
     "/metrics",
 )
+_MOST_TOLD = 256  # names
+_LOGGER = logging.getLogger(__name__)
 LOG = "granite4_neuron.log"  # a request's `RequestLog` in its scope
 
 
 class Middleware:
-    """Checks host, web page and API key, gives each request an id, and counts and logs responses by path and status."""
+    """Checks host, web page and API key, gives each request an id, and counts and logs responses by path and status.
+
+    What of a request changes nothing is in a header of its answer, and in the log at the first time.
+    """
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app
         self._service = service
+        self._told: set[str] = set()  # names in the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +58,11 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._service.metrics.answered(path, scope["method"], status)
-                message = {**message, "headers": [*message["headers"], (HEADER, log.id.encode())]}
+                headers = [*message["headers"], (HEADER, log.id.encode())]
+                if log.ignored.names:
+                    headers.append((IGNORED_HEADER, ", ".join(sorted(log.ignored.names)).encode()))
+                    self._tell(path, log.ignored.names)
+                message = {**message, "headers": headers}
             await send(message)
 
         refusal = self._refusal(scope)
@@ -61,11 +73,19 @@ class Middleware:
                 log.write(status)
             del scope[LOG]  # a connection keeps its last scope, and a log the whole answer
 
+    def _tell(self, path: str, names: Set[str]) -> None:
+        new = names - self._told
+        if new and len(self._told) < _MOST_TOLD:
+            self._told |= new
+            _LOGGER.warning("Requests to %s have what changes nothing here: %s.", path, ", ".join(sorted(new)))
+
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers, hosts = dict(scope["headers"]), self._service.hosts
         host = headers.get(b"host", b"").decode("latin-1")
         if host and hosts is not None and without_port(host) not in hosts:
-            return RequestError(403, f"the request's host is {host}, and must be {' or '.join(sorted(hosts))}.")
+            known = " or ".join(sorted(hosts))
+            way_out = "--allowed-hosts admits another name, and a server with a key (--api-key) takes any"
+            return RequestError(403, f"the request's host is {host}, and must be {known}; {way_out}.")
         if scope["method"] == "POST" and (refusal := refusal_of_page(headers, self._service.allowed_origins)):
             return refusal
         if self._service.is_ending and scope["method"] == "POST":

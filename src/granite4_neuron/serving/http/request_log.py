@@ -7,9 +7,11 @@ import time
 import uuid
 
 from granite4_neuron.serving.apis.chat.answers import Answer
+from granite4_neuron.serving.apis.strict import Ignored
 from granite4_neuron.serving.engine_thread import Generation
 
 HEADER = b"x-request-id"
+IGNORED_HEADER = b"x-ignored-fields"
 _LONGEST_ID = 128
 _LOGGER = logging.getLogger(__name__)
 
@@ -19,6 +21,7 @@ class RequestLog:
 
     generated: the running sequences and the answer made of them, once the engine has the request.
     arrived: when its body was there, in seconds.
+    ignored: what of it changes nothing.
     """
 
     generated: tuple[Generation, Answer] | None = None
@@ -26,6 +29,7 @@ class RequestLog:
 
     def __init__(self, path: str, asked_id: bytes):
         self.id = _id(asked_id)
+        self.ignored = Ignored()
         self._path = path
         self._started = time.perf_counter()
 
@@ -40,6 +44,8 @@ class RequestLog:
         facts = [self._path, str(status or "gone")]
         if self.generated is not None:
             facts += _tokens(*self.generated)
+        if self.ignored.names:
+            facts.append(f"ignored={','.join(sorted(self.ignored.names))}")
         _LOGGER.info("%s %s, %.3f s", self.id, " ".join(facts), time.perf_counter() - self._started)
 
 

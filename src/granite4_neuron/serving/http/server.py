@@ -27,11 +27,13 @@ from granite4_neuron.serving.sequences import Limits, SequenceMaker
 from granite4_neuron.serving.work_queue import Preparation
 
 LAST_WORDS_SECONDS = 1
+KEEP_ALIVE_SECONDS = 5
 POLL_SECONDS = 0.1  # as uvicorn
 
 
 class Server(uvicorn.Server):
-    """Serves one model until SIGTERM, SIGHUP or SIGINT. Then it refuses new requests and finishes those it has.
+    """Serves one model until SIGTERM, SIGHUP or SIGINT. Then it refuses new requests for texts and finishes those it
+    has.
 
     Args:
         runtime, tokenizer: the model.
@@ -39,7 +41,9 @@ class Server(uvicorn.Server):
         limits: of a request, and in all of the sequences that run and wait.
         model: the name that clients use.
         api_key: that clients must send; None for none.
+        aliases: more names of the model.
         hosts: that requests may name; None for any.
+        keep_alive: how long a connection stays open between two requests, in seconds.
         max_body: limit of a request's body in bytes.
         allowed_origins: web pages that may use the server; "*" for all.
         has_page: whether there is a chat for people at /.
@@ -65,14 +69,17 @@ class Server(uvicorn.Server):
         allowed_origins: Sequence[str] = (),
         has_page: bool = True,
         updates_adapters: bool = False,
+        aliases: Sequence[str] = (),
+        keep_alive: int = KEEP_ALIVE_SECONDS,
     ):
         preparation = Preparation(limits.num_sequences)
         metrics = Metrics(engine, cache, preparation, model)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
-        maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
+        maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
         may = has_page, updates_adapters
         self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, *may)
+        self.service.aliases = aliases
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
@@ -87,6 +94,7 @@ class Server(uvicorn.Server):
                 use_colors=False,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=keep_alive,
             )
         )
 
@@ -125,8 +133,13 @@ class Server(uvicorn.Server):
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        finishing = asyncio.create_task(super().shutdown(sockets))
         end = time.monotonic() + self._shutdown_timeout
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        # A load balancer learns from /health that this server takes no requests, so the listener stays open.
+        while self.server_state.tasks and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        finishing = asyncio.create_task(super().shutdown(sockets))
         while not (finishing.done() or self.force_exit or time.monotonic() > end):
             await asyncio.wait([finishing], timeout=POLL_SECONDS)
         self.force_exit |= not finishing.done()

@@ -26,6 +26,7 @@ class Service:
     has_page: whether there is a chat for people at /.
     updates_adapters: whether clients may load and unload adapters.
     is_ending: whether new requests are refused.
+    aliases: more names of the model.
     prompt_logprobs: those that requests in flight hold.
     markdown: parses answers for the page.
     """
@@ -43,10 +44,11 @@ class Service:
     has_page: bool = True
     updates_adapters: bool = False
     is_ending: bool = False
+    aliases: Sequence[str] = ()
     prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
     markdown: MarkdownProcess = field(default_factory=MarkdownProcess)
 
     @property
     def models(self) -> tuple[str, ...]:
         """The names that requests may use: the model's, and those of its adapters."""
-        return self.model, *self.maker.adapters
+        return self.model, *self.aliases, *self.maker.adapters

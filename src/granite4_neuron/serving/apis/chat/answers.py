@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
 from granite4_neuron.generation.answer_formats import AnswerStream, answer_format
@@ -21,15 +23,19 @@ from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.text_times import TextTimes
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # by their spelling in a vocabulary
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # and in another kind of vocabulary
 
 
 class TokenTexts:
     """The text of single tokens.
 
     format: of answers.
+    max_length: the most tokens of a text with its prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_length: int):
+        self.max_length = max_length
         self._tokenizer = tokenizer.backend_tokenizer
         self.format = answer_format(tokenizer)
         self.text = functools.cache(self._text)
@@ -39,10 +45,12 @@ class TokenTexts:
         return self.format.stream(tools, self.format.is_thinking_after(request.tokens, self._tokenizer))
 
     def _text(self, token: int) -> str:
-        """Return the token's text, or its spelling in the vocabulary if it is not a whole character."""
+        """Return the token's text; of one that is no whole characters its bytes with escapes, as OpenAI has them."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         if text and _REPLACEMENT not in text:
             return text
+        if found := self.bytes(token):
+            return "".join(f"\\x{byte:02x}" for byte in found)
         return self._tokenizer.id_to_token(token) or f"token_id:{token}"
 
     def texts(self, tokens: Sequence[int]) -> str:
@@ -54,9 +62,15 @@ class TokenTexts:
         return [self._tokenizer.id_to_token(token) for token in tokens]
 
     def bytes(self, token: int) -> list[int] | None:
-        """Return the token's text in UTF-8; None if it is not a whole character."""
+        """Return the token's text in UTF-8, which may be a part of a character; None if it is unknown."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return None if _REPLACEMENT in text else list(text.encode())
+        if _REPLACEMENT not in text:
+            return list(text.encode())
+        spelled = self._tokenizer.id_to_token(token) or ""
+        if byte := _FALLBACK.fullmatch(spelled):
+            return [int(byte[1], 16)]
+        found = [_BYTES.get(character) for character in spelled]
+        return None if None in found else [byte for byte in found if byte is not None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,7 @@ class Answer(ABC):
     """The response to one request, whole or as a stream of events, from the outputs of its sequences.
 
     Attributes:
+        pause: what a stream says in which nothing happens for a while.
         times: of each sequence that has begun, if whoever runs them notes them here.
 
     Args:
@@ -87,6 +102,8 @@ class Answer(ABC):
         requests: the sequences, `choices` for each prompt.
         choices: number of choices per prompt.
     """
+
+    pause = ":\n\n"  # a comment
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], choices: int = 1):
         self._texts = texts
@@ -279,18 +296,15 @@ class ChatAnswer(Choices):
         self._calls = [CallsOfAnswer(texts.answer_stream(request, body.tools_to_call)) for request in requests]
 
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
-        text = "".join(output.text for output in outputs)
         return {
-            "message": {"role": "assistant", **self._calls[index].message(text)},
+            "message": {"role": "assistant", **self._calls[index].message(outputs)},
             "logprobs": self._logprobs(index, outputs),
         }
 
     def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if is_first else {}
-        text = "".join(output.text for output in outputs)
-        is_last = outputs[-1].finish_reason is not None
         return {
-            "delta": {**role, **self._calls[index].delta(text, is_last)},
+            "delta": {**role, **self._calls[index].delta(outputs)},
             "logprobs": self._logprobs(index, outputs),
         }
 

@@ -1,7 +1,6 @@
 """The bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
 
-Fields without an effect are accepted, see `no_effect`. Any other field is refused by name. A null field counts as
-absent.
+Unknown fields are ignored, but for those in `unsupported`. A null field counts as absent.
 """
 
 from __future__ import annotations
@@ -24,26 +23,20 @@ from pydantic_core import ErrorDetails
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTIONS, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tool_calls
-from granite4_neuron.serving.apis.kinds import is_tag
-from granite4_neuron.serving.apis.no_effect import (
-    PART_FIELDS_WITHOUT_EFFECT,
-    ChatFieldsWithoutEffect,
-    CompletionFieldsWithoutEffect,
-    MessageFieldsWithoutEffect,
-)
-from granite4_neuron.serving.apis.strict import Conflict, Strict
-from granite4_neuron.serving.apis.tools import MAX_DOCUMENTS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolChoiceField
+from granite4_neuron.serving.apis.kinds import is_tag, text_of_parts
+from granite4_neuron.serving.apis.strict import Conflict, Ignored, Strict
+from granite4_neuron.serving.apis.tools import MAX_DOCUMENTS, Tool, ToolCall, ToolChoice, ToolChoiceField, Tools
+from granite4_neuron.serving.apis.unsupported import OF_CHAT_MESSAGES, OF_CHATS, OF_COMPLETIONS
 from granite4_neuron.serving.errors import RequestError
 
 MAX_CHOICES = 128
-MAX_MESSAGES = 2048
 MAX_BIASES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1000  # characters
 MAX_BAD_WORDS = 128
 MAX_SALT_LENGTH = 1024  # characters
-MAX_PARTS = 2**15  # lists, objects, names and texts of a body
+MAX_PARTS = 2**16  # lists, objects, names and texts of a body
 
 AS_MANY_AS_FIT = -1  # llama-server's word for no limit of new tokens
 ALL_THAT_FIT = -1  # vLLM's word for as many of a prompt's tokens as fit
@@ -97,20 +90,20 @@ def _is_prompt(value: Any) -> bool:
     return bool(value) and (isinstance(value, str) or is_tokens)
 
 
-def _content(value: Any) -> str:
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(map(_is_text_part, parts)):
-        raise UserError('it must be a text, or a list of parts of the type "text".')
-    return "".join(part["text"] for part in parts)
+# Other names of roles: OpenAI's newer and older ones, and two of agents.
+_ROLES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
 
 
-def _role(value: Any) -> Any:
-    return "system" if value == "developer" else value  # its newer name
+def role(value: Any) -> Any:
+    """Return the role that another name of it means."""
+    return _ROLES.get(value, value) if isinstance(value, str) else value
 
 
-def _is_text_part(part: Any) -> bool:
-    is_right = isinstance(part, dict) and part.keys() - PART_FIELDS_WITHOUT_EFFECT == {"type", "text"}
-    return is_right and part["type"] == "text" and isinstance(part["text"], str)
+def _thought(value: Any) -> str | None:
+    return value if isinstance(value, str) else None  # other servers have objects there
+
+
+Thought = Annotated[str | None, BeforeValidator(_thought)]
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
@@ -131,22 +124,21 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class Message(MessageFieldsWithoutEffect, Strict):
-    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content)] = ""
-    tool_calls: Annotated[list[ToolCall], FailFast()] = Field([], max_length=MAX_TOOLS)
+class Message(Strict):
+    unsupported = OF_CHAT_MESSAGES
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(role)]
+    content: Annotated[str, text_of_parts] = ""
+    tool_calls: Annotated[list[ToolCall], FailFast()] = Field([])
     tool_call_id: str | None = None
-    reasoning_content: str | None = None  # llama-server's, and vLLM's older name
-    reasoning: str | None = None  # vLLM's
+    reasoning_content: Thought = None  # llama-server's, and vLLM's older name
+    reasoning: Thought = None  # vLLM's
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise UserError("it must have a content, which only an assistant's message with tool_calls may lack.")
+        if "content" not in self.model_fields_set and self.role in ("system", "user"):
+            raise UserError(f"a message of the role {self.role} must have a content.")
         if self.tool_calls and self.role != "assistant":
             raise UserError("only an assistant's message may have tool_calls.")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise UserError('a message of the role "tool", and no other, must have a tool_call_id.')
         return self
 
     def described(self) -> dict[str, Any]:
@@ -165,8 +157,8 @@ class ConversationBody(Strict):
     """
 
     names: ClassVar[Mapping[str, str]] = {}
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    tools: Tools = Field([])
     documents: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_DOCUMENTS)
     chat_template_kwargs: dict[str, Any] = Field({})
     add_generation_prompt: bool | None = None
@@ -266,8 +258,6 @@ class GenerationBody(SamplingBody):
 
     @model_validator(mode="after")
     def _what_only_a_stream_has(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
-            raise Conflict("stream_options", "it is only for stream: true.")
         if self.prompt_logprobs is not None and self.stream:
             raise Conflict("prompt_logprobs", "it is not for stream: true.")
         return self
@@ -289,13 +279,14 @@ class GenerationBody(SamplingBody):
         return options is not None and options.include_usage and options.continuous_usage_stats
 
 
-class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
+class CompletionBody(GenerationBody):
     """The body of /v1/completions.
 
     add_special_tokens: whether the tokenizer adds its special tokens to a text.
     split_special_tokens: whether the spelling of a control token in a text is ordinary text.
     """
 
+    unsupported = OF_COMPLETIONS
     prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
     max_tokens: int | None = Field(None, ge=AS_MANY_AS_FIT)
     echo: bool = False
@@ -323,9 +314,14 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
-class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
-    """The body of /v1/chat/completions, and what the bodies of other APIs' chats are turned into."""
+class ChatBody(ConversationBody, GenerationBody):
+    """The body of /v1/chat/completions, and what the bodies of other APIs' chats are turned into.
 
+    reasoning_effort: for templates that know it; "none" switches thoughts off, and otherwise they are always shown.
+    """
+
+    unsupported = OF_CHATS
+    reasoning_effort: Any = None
     tool_choice: ToolChoiceField = ToolChoice("auto")
     parallel_tool_calls: bool = True
     max_completion_tokens: NewTokens = Field(None, ge=1)
@@ -336,8 +332,6 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     def _fit_together(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise Conflict("top_logprobs", "it is only for logprobs: true.")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise Conflict("max_tokens", "it is the old name of max_completion_tokens; give one of them.")
         self._check_tool_choice()
         return self
 
@@ -371,6 +365,9 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
         variables = super().template_variables()
         if self.reasoning_effort == "none":
             variables["chat_template_kwargs"] = {"enable_thinking": False, **self.chat_template_kwargs}
+        elif isinstance(self.reasoning_effort, str):
+            known = {"reasoning_effort": self.reasoning_effort}
+            variables["chat_template_kwargs"] = {**known, **self.chat_template_kwargs}
         return variables
 
     @property
@@ -389,7 +386,7 @@ class TokenizeBody(ConversationBody, ModelBody):
     """The body of /tokenize, as vLLM's: a text, with `CompletionBody`'s options, or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field([], min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FailFast()] = Field([], min_length=1)
     add_special_tokens: bool | None = None
     split_special_tokens: bool = False
     return_token_strs: bool = False
@@ -419,11 +416,12 @@ AnyBody = TypeVar("AnyBody", bound=Strict)
 Body = TypeVar("Body", bound=ModelBody)
 
 
-def parse(kind: type[AnyBody], body: bytes, max_token_ids: int) -> AnyBody:
+def parse(kind: type[AnyBody], body: bytes, max_token_ids: int, ignored: Ignored | None = None) -> AnyBody:
     """Parse the body of a request.
 
     Args:
         max_token_ids: how many token ids it may have.
+        ignored: gets the names of what changes nothing.
 
     Raises:
         RequestError: 400, the body is not JSON or has too many parts, or a field is wrong or not supported; the message
@@ -431,7 +429,7 @@ def parse(kind: type[AnyBody], body: bytes, max_token_ids: int) -> AnyBody:
     """
     _check_parts(body, max_token_ids)
     with refusing():
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=ignored)
 
 
 @contextmanager
@@ -468,21 +466,15 @@ def _check_parts(body: bytes, max_token_ids: int) -> None:
 
 
 def _refusal(error: ErrorDetails, names: Mapping[str, str]) -> RequestError:
-    *places, last = error["loc"] or ("",)
-    shown = [place for place in places if not is_tag(place)]
-    # The name of an unknown field is the client's, and may look like anything.
-    shown += [last] if error["type"] == "extra_forbidden" or not is_tag(last) else []
-    first, *rest = map(str, shown or [""])
-    field = ".".join([names.get(first, first), *rest]) or None
+    shown = [place for place in error["loc"] if not is_tag(place)]
     reason = error.get("ctx", {}).get("error")
     message = error["msg"].rstrip(".") + "."
     if isinstance(reason, Conflict):
-        field, message = names.get(reason.args[0], reason.args[0]), reason.args[1]
+        shown, message = [*shown, reason.args[0]], reason.args[1]
     elif isinstance(reason, UserError):
         message = str(reason)
-    if error["type"] == "extra_forbidden":
-        message = f"{field} is a field that this server does not support; leave it out."
-        return RequestError(400, message, field, code="unsupported_parameter")
+    first, *rest = map(str, shown or [""])
+    field = ".".join([names.get(first, first), *rest]) or None
     if field is None:
         return RequestError(400, f"the body is not a request in JSON ({message.rstrip('.')}).")
     if message.startswith(f"{field} is "):

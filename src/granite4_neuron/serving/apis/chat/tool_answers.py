@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from granite4_neuron.engine import Output
 from granite4_neuron.generation.answer_formats import AnswerStream, Thought
 from granite4_neuron.generation.tool_calls import Arguments, CallStart, Content, Piece, pieces_of
 from granite4_neuron.serving.apis.identity import new_id
@@ -20,20 +21,24 @@ class CallsOfAnswer:
         self.number = 0
         self._stream = stream
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return thought, content and calls of a whole answer."""
-        thought, content, calls = self._parts(pieces_of(text, self._stream))
+        text = "".join(output.text for output in outputs)
+        thought, content, calls = self._parts(pieces_of(text, self._stream, outputs[-1].is_cut))
         said = {"reasoning_content": thought} if thought else {}
         if not calls:
             return {"content": content, **said}
         described = [{name: part for name, part in call.items() if name != "index"} for call in calls]
         return {"content": content or None, **said, "tool_calls": described}
 
-    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Return what a piece of the answer adds. A call has one entry, because some clients read only the first."""
+    def delta(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return what new outputs add. A call has one entry, because some clients read only the first."""
+        text, last = "".join(output.text for output in outputs), outputs[-1]
         if self._stream.is_plain:
             return {"content": text}
-        pieces = [*self._stream.add(text), *(self._stream.finish() if is_last else ())]
+        pieces = self._stream.add(text)
+        if last.finish_reason is not None:
+            pieces += self._stream.finish(last.is_cut)
         thought, content, calls = self._parts(pieces)
         parts = {"reasoning_content": thought, "content": content, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}

@@ -22,7 +22,11 @@ class MessagesAnswer(Answer):
         super().__init__(texts, model, requests)
         [request] = requests
         self._blocks = Blocks(texts.answer_stream(request, body.chat.tools_to_call))
+        longest = len(request.tokens) + request.max_tokens
+        self._is_cut = request.max_tokens < body.max_tokens and longest == texts.max_length
         self._id = f"msg_{new_id()}"
+
+    pause = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def whole(self) -> dict[str, Any]:
         [outputs] = self._outputs
@@ -69,7 +73,7 @@ class MessagesAnswer(Answer):
     def _stop(self) -> dict[str, Any]:
         [[*_, last]] = self._outputs
         if last.finish_reason == "length":
-            reason = "max_tokens"
+            reason = "model_context_window_exceeded" if self._is_cut else "max_tokens"
         elif last.stop_string is not None:
             reason = "stop_sequence"
         else:

@@ -10,45 +10,34 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, model_validator
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.serving.apis.chat.protocol import (
-    MAX_MESSAGES,
-    ChatBody,
-    ModelBody,
-    SamplingBody,
-    StopStrings,
-    refusing,
-)
+from granite4_neuron.serving.apis.chat.protocol import ChatBody, ModelBody, SamplingBody, StopStrings, refusing, role
 from granite4_neuron.serving.apis.history import History
-from granite4_neuron.serving.apis.kinds import only, tag, tag_of, text_of
-from granite4_neuron.serving.apis.no_effect import (
-    BLOCK_FIELDS_WITHOUT_EFFECT,
-    BlockFieldsWithoutEffect,
-    CustomToolFieldsWithoutEffect,
-    MessagesFieldsWithoutEffect,
-    OutputConfigFieldsWithoutEffect,
-    ResultFieldsWithoutEffect,
-)
+from granite4_neuron.serving.apis.kinds import leaving_out, only, tag, tag_of, text_of_parts
 from granite4_neuron.serving.apis.strict import Conflict, Strict
-from granite4_neuron.serving.apis.tools import MAX_TOOLS, Function, Name, Tool, ToolChoice
+from granite4_neuron.serving.apis.tools import Function, Name, Tool, ToolChoice, arguments_of
+from granite4_neuron.serving.apis.unsupported import OF_MESSAGES
 
-Text = Annotated[str, text_of({"text": "text"}, BLOCK_FIELDS_WITHOUT_EFFECT)]
+Text = Annotated[str, text_of_parts]
 
 
-class TextBlock(BlockFieldsWithoutEffect, Strict):
+_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+class TextBlock(Strict):
     type: Literal["text"]
     text: str
 
 
-class UseBlock(BlockFieldsWithoutEffect, Strict):
-    """A call of the model."""
+class UseBlock(Strict):
+    """A call of the model, which may have invented the name."""
 
     type: Literal["tool_use"]
     id: str
-    name: Name
-    input: dict[str, Any]
+    name: str
+    input: Annotated[dict[str, Any], BeforeValidator(arguments_of)] = Field({})
 
 
-class ResultBlock(ResultFieldsWithoutEffect, BlockFieldsWithoutEffect, Strict):
+class ResultBlock(Strict):
     """The result of a call."""
 
     type: Literal["tool_result"]
@@ -56,7 +45,7 @@ class ResultBlock(ResultFieldsWithoutEffect, BlockFieldsWithoutEffect, Strict):
     content: Text = ""
 
 
-class ThinkingBlock(BlockFieldsWithoutEffect, Strict):
+class ThinkingBlock(Strict):
     """Reasoning of the model. Encrypted reasoning is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
@@ -72,8 +61,13 @@ Block = Annotated[
     | Annotated[ThinkingBlock, tag("thinking")]
     | Annotated[ThinkingBlock, tag("redacted_thinking")],
     Discriminator(tag_of),
-    only("block", ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")),
+    only("block", _BLOCKS),
 ]
+
+
+def _is_of_service(kind: str) -> bool:
+    """Return whether blocks of a type are what a service's own tools left in a history."""
+    return kind not in _BLOCKS and kind.endswith(("_tool_use", "_tool_result"))
 
 
 def _blocks(value: Any) -> Any:
@@ -81,8 +75,10 @@ def _blocks(value: Any) -> Any:
 
 
 class Turn(Strict):
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], FailFast(), BeforeValidator(_blocks)]
+    role: Annotated[Literal["user", "assistant", "system"], BeforeValidator(role)]
+    content: Annotated[list[Block], FailFast(), leaving_out("block", _is_of_service), BeforeValidator(_blocks)] = Field(
+        []
+    )
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Turn:
@@ -116,8 +112,8 @@ class Turn(Strict):
                     history.answer(block.tool_use_id, block.content)
 
 
-class CustomTool(CustomToolFieldsWithoutEffect, Strict):
-    type: Literal["custom"]
+class CustomTool(Strict):
+    type: Literal["custom"] = "custom"
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
@@ -128,9 +124,6 @@ class CustomTool(CustomToolFieldsWithoutEffect, Strict):
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
         return Tool(type="function", function=function)
-
-
-AnyTool = Annotated[CustomTool, only("tool", ("custom",), default="custom")]
 
 
 class Choice(Strict):
@@ -154,27 +147,30 @@ class Choice(Strict):
 
 def _format(value: Any) -> Any:
     match value:
-        case {"type": "json_schema", "schema": dict(), **more} if not more:
+        case {"type": "json_schema", "schema": dict()}:
             return value
     raise UserError('it must be {"type": "json_schema", "schema": ...}.')
 
 
-class OutputConfig(OutputConfigFieldsWithoutEffect, Strict):
+class OutputConfig(Strict):
     format: Annotated[dict[str, Any] | None, AfterValidator(_format)] = None
+    effort: Any = None
 
 
 class _Chat(ChatBody):
     names: ClassVar[Mapping[str, str]] = {"response_format": "output_config.format"}
 
 
-class PromptBody(MessagesFieldsWithoutEffect, ModelBody):
+class PromptBody(ModelBody):
     """The body of /v1/messages/count_tokens: a conversation that the model is to answer."""
 
-    messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    unsupported = OF_MESSAGES
+    messages: Annotated[list[Turn], FailFast()] = Field(min_length=1)
     system: Text | None = None
-    tools: Annotated[list[AnyTool], FailFast()] = Field([], max_length=MAX_TOOLS)
+    tools: Annotated[list[CustomTool], FailFast(), leaving_out("tool", lambda kind: kind != "custom")] = Field([])
     tool_choice: Choice = Choice()
     output_config: OutputConfig = OutputConfig()
+    thinking: dict[str, Any] = Field({})
 
     @model_validator(mode="after")
     def _can_go_on(self) -> PromptBody:
@@ -201,7 +197,7 @@ class PromptBody(MessagesFieldsWithoutEffect, ModelBody):
                 tools=[tool.of_chat() for tool in self.tools],
                 tool_choice=self.tool_choice.of_chat(),
                 parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
-                reasoning_effort="none" if (self.thinking or {}).get("type") == "disabled" else None,
+                reasoning_effort="none" if self.thinking.get("type") == "disabled" else self.output_config.effort,
                 continue_final_message=self.messages[-1].role == "assistant",
                 response_format=schema and {"type": "json_schema", "json_schema": {"schema": schema["schema"]}},
                 **self._options(),

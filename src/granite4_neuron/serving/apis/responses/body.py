@@ -11,61 +11,61 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, F
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.apis.chat.protocol import (
-    MAX_MESSAGES,
     ChatBody,
     Message,
     NewTokens,
     SamplingBody,
     StopStrings,
     refusing,
+    role,
 )
 from granite4_neuron.serving.apis.history import History
-from granite4_neuron.serving.apis.kinds import only, tag, tag_of, text_of
-from granite4_neuron.serving.apis.no_effect import (
-    CONTENT_FIELDS_WITHOUT_EFFECT,
-    FunctionFieldsWithoutEffect,
-    ItemFieldsWithoutEffect,
-    ResponsesFieldsWithoutEffect,
-    TextConfigFieldsWithoutEffect,
-)
-from granite4_neuron.serving.apis.strict import Strict
-from granite4_neuron.serving.apis.tools import MAX_TOOLS, Function, FunctionCall, Tool, ToolChoice
+from granite4_neuron.serving.apis.kinds import leaving_out, only, tag, tag_of, text_of_parts
+from granite4_neuron.serving.apis.strict import Strict, without_nulls
+from granite4_neuron.serving.apis.tools import Function, FunctionCall, Tool, ToolChoice
+from granite4_neuron.serving.apis.unsupported import OF_RESPONSES
 
 _LOGPROBS = "message.output_text.logprobs"
-# The others ask for what built-in tools and reasoning models add.
-Include = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_CALL, _OUTPUT = "_call", "_call_output"
 _STORES_NOTHING = "this server stores no responses"
+_ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 _REFERENCE = f"{_STORES_NOTHING}, so that an item_reference refers to nothing; send the item itself (store: false)."
 
 
-class MessageItem(ItemFieldsWithoutEffect, Strict):
+class MessageItem(Strict):
     type: Literal["message"]
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, text_of(_TEXTS, CONTENT_FIELDS_WITHOUT_EFFECT)]
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(role)]
+    content: Annotated[str, text_of_parts] = ""
 
 
-class CallItem(ItemFieldsWithoutEffect, FunctionCall):
+class CallItem(FunctionCall):
     type: Literal["function_call"]
     call_id: str
 
 
-class OutputItem(ItemFieldsWithoutEffect, Strict):
-    type: Literal["function_call_output"]
+class CustomCallItem(Strict):
+    """A call of a tool whose argument is a text."""
+
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: Annotated[str, text_of(_TEXTS, CONTENT_FIELDS_WITHOUT_EFFECT)]
+    name: str
+    input: str = ""
 
 
-class ReasoningItem(ItemFieldsWithoutEffect, Strict):
+class OutputItem(Strict):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Annotated[str, text_of_parts] = ""
+
+
+class ReasoningItem(Strict):
     """Reasoning of the model. Summaries and encrypted reasoning are left out."""
 
     type: Literal["reasoning"]
@@ -82,20 +82,22 @@ class ReasoningItem(ItemFieldsWithoutEffect, Strict):
 Item = Annotated[
     Annotated[MessageItem, tag("message")]
     | Annotated[CallItem, tag("function_call")]
+    | Annotated[CustomCallItem, tag("custom_tool_call")]
     | Annotated[OutputItem, tag("function_call_output")]
+    | Annotated[OutputItem, tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, tag("reasoning")],
     Discriminator(tag_of),
-    only(
-        "item",
-        ("message", "function_call", "function_call_output", "reasoning"),
-        default="message",
-        why={"item_reference": _REFERENCE},
-    ),
+    only("item", _ITEMS, default="message", why={"item_reference": _REFERENCE}),
 ]
 
 
-class FunctionTool(FunctionFieldsWithoutEffect, Function):
-    type: Literal["function"]
+def _is_of_service(kind: str) -> bool:
+    """Return whether items of a type are what a service's own tools left in a history."""
+    return kind not in _ITEMS and (kind.endswith((_CALL, _OUTPUT)) or kind.startswith(("mcp_", "compaction")))
+
+
+class FunctionTool(Function):
+    type: Literal["function"] = "function"
 
     def described(self) -> dict[str, Any]:
         """Return it as the response repeats it."""
@@ -106,9 +108,6 @@ class FunctionTool(FunctionFieldsWithoutEffect, Function):
         return Tool(type=self.type, function=function)
 
 
-AnyTool = Annotated[FunctionTool, only("tool", ("function",))]
-
-
 def _format(value: Any) -> Any:
     _response_format(value)
     return value
@@ -117,11 +116,10 @@ def _format(value: Any) -> Any:
 def _response_format(value: Any) -> dict[str, Any]:
     """Return the chat's `response_format` for a `text.format`."""
     match value:
-        case {"type": "text" | "json_object", **more} if not more:
+        case {"type": "text" | "json_object"}:
             return dict(value)
-        case {"type": "json_schema", "name": str(), "schema": dict(), **more}:
-            if more.keys() <= {"description", "strict"}:
-                return {"type": "json_schema", "json_schema": {each: value[each] for each in value if each != "type"}}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
     raise UserError(
         'it must be {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name": ..., "schema": ...}, '
         "where description and strict may be added."
@@ -138,9 +136,8 @@ def _chosen(value: Any) -> ToolChoice:
     match value:
         case "none" | "auto" | "required":
             return ToolChoice(value)
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools), **more}:
-            names = [name for name in map(_named, tools) if name is not None]
-            if names and len(names) == len(tools) and not more:
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
+            if names := [name for name in map(_named, tools) if name is not None]:
                 return ToolChoice(mode, list(dict.fromkeys(names)))
         case _:
             if (name := _named(value)) is not None:
@@ -153,7 +150,7 @@ def _chosen(value: Any) -> ToolChoice:
 
 def _named(value: Any) -> str | None:
     match value:
-        case {"type": "function", "name": str(name), **more} if not more:
+        case {"type": "function", "name": str(name)}:
             return name
     return None
 
@@ -169,8 +166,9 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextConfig(TextConfigFieldsWithoutEffect, Strict):
+class TextConfig(Strict):
     format: Annotated[dict[str, Any], AfterValidator(_format)] = Field({"type": "text"})
+    verbosity: Any = "medium"  # the response repeats it
 
 
 class _Chat(ChatBody):
@@ -181,21 +179,30 @@ class _Chat(ChatBody):
     }
 
 
-class ResponsesBody(ResponsesFieldsWithoutEffect, SamplingBody):
-    """The body of /v1/responses. `stop` is vLLM's addition."""
+class ResponsesBody(SamplingBody):
+    """The body of /v1/responses. `stop` is vLLM's addition. The response repeats the fields at the end."""
 
-    input: Annotated[list[Item], FailFast(), BeforeValidator(_items)] = Field(min_length=1, max_length=MAX_MESSAGES)
+    unsupported = OF_RESPONSES
+    input: Annotated[list[Item], FailFast(), leaving_out("item", _is_of_service), BeforeValidator(_items)] = Field(
+        min_length=1
+    )
     instructions: str | None = None
-    tools: Annotated[list[AnyTool], FailFast()] = Field([], max_length=MAX_TOOLS)
+    tools: Annotated[list[FunctionTool], FailFast(), leaving_out("tool", lambda kind: kind != "function")] = Field([])
     tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: NewTokens = Field(None, ge=1)
     text: TextConfig = TextConfig(format={"type": "text"})
-    include: list[Include] = Field([])
+    include: list[str] = Field([])  # most of them are what built-in tools and reasoning models add
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     stop: StopStrings = Field([])
     previous_response_id: NotStored = None
     conversation: NotStored = None
+    reasoning: Annotated[dict[str, Any], AfterValidator(without_nulls)] = Field({})
+    max_tool_calls: Any = None  # of built-in tools
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    user: Any = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -215,7 +222,7 @@ class ResponsesBody(ResponsesFieldsWithoutEffect, SamplingBody):
                 tools=[tool.of_chat() for tool in self.tools],
                 tool_choice=_chosen(self.tool_choice),
                 parallel_tool_calls=self.parallel_tool_calls,
-                reasoning_effort="none" if (self.reasoning or {}).get("effort") == "none" else None,
+                reasoning_effort=self.reasoning.get("effort"),
                 max_tokens=self.max_output_tokens,
                 response_format=_response_format(self.text.format),
                 logprobs=self.wants_logprobs,
@@ -232,6 +239,8 @@ class ResponsesBody(ResponsesFieldsWithoutEffect, SamplingBody):
                 history.say(item.role, item.content)
             elif isinstance(item, CallItem):
                 history.call(item.call_id, item.name, item.arguments)
+            elif isinstance(item, CustomCallItem):
+                history.call(item.call_id, item.name, {"input": item.input})
             elif isinstance(item, OutputItem):
                 history.answer(item.call_id, item.output)
             else:
