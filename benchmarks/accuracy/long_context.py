@@ -41,7 +41,7 @@ from granite4_neuron.devices.backends import BACKENDS
 from granite4_neuron.devices.cpu.backend import STATE_DTYPES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.neuron.stand_ins import why_not_importable
-from granite4_neuron.devices.torch.backend import DEVICES
+from granite4_neuron.devices.torch.kinds import DEVICES
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.interface import Row, Runtime
 from test.support.one_layer import REMEMBERING, Expected, expected, one_layer

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import UserError, chat, generate, load
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
+from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.saving import save_model

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
-from granite4_neuron.checkpoint.folder_contents import what_else_is_in
+from granite4_neuron.checkpoint.folder_contents import (
+    CONFIG,
+    GENERATION_CONFIG,
+    MODELOPT,
+    NAMED_TEMPLATES,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    what_else_is_in,
+)
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS, StoredTensors
 from granite4_neuron.config import ModelConfig, config_from_dict
 from granite4_neuron.config.json_files import read_object
@@ -23,21 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.model.causal_lm import HybridForCausalLM
-
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-MODELOPT = "hf_quant_config.json"  # of NVIDIA's quantizer, which need not write to config.json
-TOKENIZER = "tokenizer.json"
-TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def bundled_checkpoint() -> Path:

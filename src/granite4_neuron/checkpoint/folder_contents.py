@@ -1,9 +1,23 @@
-"""Describes the contents of a folder that lacks weights or a config."""
+"""The names of a checkpoint folder's files, and what a folder has that lacks weights or a config."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+MODELOPT = "hf_quant_config.json"  # of NVIDIA's quantizer, which need not write to config.json
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 _OTHER_FORMATS = {
     "pytorch_model*.bin": "weights as pickled by torch (pytorch_model.bin)",
     "consolidated*.pth": "weights as pickled by torch (consolidated.pth)",

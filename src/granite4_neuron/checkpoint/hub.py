@@ -7,7 +7,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from granite4_neuron.checkpoint.folder import CONFIG, NAMED_TEMPLATES
+from granite4_neuron.checkpoint.folder_contents import CONFIG, NAMED_TEMPLATES
 from granite4_neuron.config import config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.terminal import bars_of_tqdm

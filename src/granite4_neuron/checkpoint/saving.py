@@ -10,7 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
-from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.folder_contents import CONFIG
 from granite4_neuron.checkpoint.names import StoredNames
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.output_folder import complete_or_absent

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron.checkpoint.folder import TOKENIZER
+from granite4_neuron.checkpoint.folder_contents import TOKENIZER
 from granite4_neuron.checkpoint.tokenizer_growth import check_growth, check_normalizer
 from granite4_neuron.checkpoint.tokenizing import encode
 from granite4_neuron.config.json_files import read_object

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
+from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.engine import Request
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_whole
 from granite4_neuron.errors import UserError

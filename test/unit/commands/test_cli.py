@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
+from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS

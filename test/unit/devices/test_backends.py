@@ -18,7 +18,7 @@ from granite4_neuron.devices.backends import BACKENDS, all_options, check_backen
 from granite4_neuron.devices.cpu import backend as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.options import ARITHMETIC
-from granite4_neuron.devices.torch import backend as torch_device
+from granite4_neuron.devices.torch.kinds import GRAPHS
 from granite4_neuron.runtime.declaration import Backend, Option
 
 OF_NO_BACKEND = {"model", "revision", "backend", "progress", "remark", "others"}
@@ -155,7 +155,7 @@ def test_a_value_that_does_not_exist():
         load(backend="torch", device=3)
     with pytest.raises(UserError, match="prefill_by_view is 'no', and must be True, False or None"):
         load(backend="torch", prefill_by_view="no")
-    with pytest.raises(UserError, match="graphs is 'all'; it must be one of " + ", ".join(torch_device.GRAPHS)):
+    with pytest.raises(UserError, match="graphs is 'all'; it must be one of " + ", ".join(GRAPHS)):
         load(backend="torch", graphs="all")
     with pytest.raises(UserError, match=r"dtype is 'torch.float32'; it must be one of float32, bfloat16, float16"):
         load(dtype="torch.float32")

@@ -39,8 +39,8 @@ from granite4_neuron.devices.graphs.runtime import (
 )
 from granite4_neuron.devices.graphs.topk import TEMPERATURE
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
-from granite4_neuron.devices.torch.backend import DEVICES, GRAPHS, graphs_of, kind_of_device
 from granite4_neuron.devices.torch.devices import COMPILERS, Compiler, compile_apart, find_compiler, use_device
+from granite4_neuron.devices.torch.kinds import DEVICES, GRAPHS, graphs_of, kind_of_device
 from granite4_neuron.devices.torch.step_functions import (
     GraphKey,
     call_inline,
