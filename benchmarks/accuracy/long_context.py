@@ -38,10 +38,10 @@ from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, Mod
 from granite4_neuron.config.choices import CPU_KERNELS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.devices.backends import BACKENDS
-from granite4_neuron.devices.cpu.backend import STATE_DTYPES
+from granite4_neuron.devices.cpu.options import STATE_DTYPES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.neuron.stand_ins import why_not_importable
-from granite4_neuron.devices.torch.kinds import DEVICES
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.interface import Row, Runtime
 from test.support.one_layer import REMEMBERING, Expected, expected, one_layer

@@ -38,7 +38,7 @@ from granite4_neuron.commands.output import write
 from granite4_neuron.config import published_config
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph
-from granite4_neuron.devices.torch.kinds import DEVICES
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.runtime.interface import CHOSEN, Decoded, Row

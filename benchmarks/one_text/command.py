@@ -51,7 +51,7 @@ from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import ModelConfig, config_from_file
-from granite4_neuron.devices.torch.kinds import DEVICES
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name

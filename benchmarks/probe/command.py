@@ -28,7 +28,7 @@ from granite4_neuron.commands.options import add_declared, at_least, check_folde
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.choices import EXPERTS_DECODE, KV_WRITES, NKI_PREFILL_SCANS
 from granite4_neuron.devices.torch import backend as torch_device
-from granite4_neuron.devices.torch.kinds import DEVICES
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.errors import check_choice
 
 # Seconds. A compiler for a device may take minutes for a graph.

@@ -37,16 +37,21 @@ SAMPLING_OPTION = {
     "serving/apis/chat/protocol.py": (r"    min_p: float \| None = None\n", "    typicality: float | None = None\n"),
 }
 CPU_OPTION = {
-    "devices/cpu/backend.py": (
+    "devices/cpu/options.py": (
         r"    \*ARITHMETIC,\n",
-        '    Option("spare_cores", "for the cpu backend: cores that compute nothing", default=0, least=0),\n',
+        '    Option("attention_scale", "for the cpu backend: multiplies scores", default=1.0, between=(0, 2)),\n',
     ),
     "devices/cpu/runtime.py": (
         r"        adapters: Mapping\[str, Adapter\] = \{\},\n(?=    \):)",
-        "        spare_cores: int = 0,\n",
+        "        attention_scale: float = 1.0,\n",
     ),
 }
-IN_THE_RUNTIME = (r"        survive_forks\(\)\n", "        self.spare_cores = spare_cores\n")
+IN_THE_RUNTIME = (
+    r"        survive_forks\(\)\n",
+    "        for module in model.modules():\n"
+    "            if type(module).__name__ == 'Attention':\n"
+    "                module.scale *= attention_scale\n",
+)
 
 
 # Uses both options in one process and prints the answers as a JSON object.
@@ -55,7 +60,7 @@ import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
 
 from granite4_neuron.commands import cli
-from granite4_neuron import load
+from granite4_neuron import UserError, load
 from granite4_neuron.generation.loading import _GENERATION_FIELDS
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, parse
@@ -69,6 +74,12 @@ def said_by(*arguments, typed=""):
             pass
     return said.getvalue()
 
+def refusal_of(**options):
+    try:
+        load(cpu_kernels="torch", **options)
+    except UserError as error:
+        return str(error)
+
 def body(value):
     written = b'{"messages": [{"role": "user", "content": "a"}], "typicality": %s}' % value
     try:
@@ -76,6 +87,7 @@ def body(value):
     except RequestError as error:
         return str(error)
 
+SCALES = dict(attention_scale=1.0), dict(attention_scale=0.5)
 hot = "generate", "--cpu-kernels", "torch", "--max-tokens", 8, "--temperature", 2, "--seed", 1, "The"
 answers = {
     "help": said_by("generate", "--help"),
@@ -85,8 +97,10 @@ answers = {
     "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set typicality 0.5\\n/set\\n"),
     "bodies": [body(b"0.25"), body(b"3")],
     "is of checkpoints": "typicality" in _GENERATION_FIELDS,
-    "spare cores": load(cpu_kernels="torch", spare_cores=2)[0].spare_cores,
-    "another backend": said_by("generate", "--backend", "xla", "--spare-cores", 2, "The"),
+    "fingerprints": [str(load(cpu_kernels="torch", **each)[0].fingerprint) for each in ({}, *SCALES)],
+    "wrong values": [refusal_of(attention_scale=value) for value in (3, "0.5", float("nan"))],
+    "scaled text": said_by(*hot, "--attention-scale", 0.5),
+    "another backend": said_by("generate", "--backend", "xla", "--attention-scale", 0.5, "The"),
 }
 print(json.dumps(answers))
 """
@@ -142,17 +156,22 @@ class TestSamplingOption:
 @pytest.mark.slow
 class TestCpuOption:
     def test_load_has_it(self, answers):
-        assert answers["spare cores"] == 2
+        rule = "and must be a number from 0 to 2."
+        assert answers["wrong values"] == [f"attention_scale is {value}, {rule}" for value in ("3", "'0.5'", "nan")]
+
+    def test_states_of_another_value_are_not_reused(self, answers):
+        without, default, other = answers["fingerprints"]
+        assert without == default != other
 
     def test_the_command_line_has_it(self, answers):
-        assert "--spare-cores" in answers["help"]
-        assert "spare_cores is an option of the backend cpu; the backend here is xla." in answers["another backend"]
+        assert "--attention-scale" in answers["help"] and answers["scaled text"] != answers["text"]
+        assert "attention_scale is an option of the backend cpu; the backend here is xla." in answers["another backend"]
 
 
 @pytest.mark.slow
 def test_only_the_pages_test_notices_them(run):
     """A test reports that the pages lack the sampling option. The other tests of options pass."""
-    tests = [ROOT / "test" / "unit" / name for name in ("test_sampling_options.py", "test_backends.py")]
+    tests = [ROOT / "test" / "unit" / name for name in ("test_sampling_options.py", "devices/test_backends.py")]
     done = run(
         "-m",
         "pytest",

@@ -34,7 +34,7 @@ from granite4_neuron.commands.serve import (
     served_names,
     served_prefix_cache,
 )
-from granite4_neuron.devices.torch.kinds import kind_of_device
+from granite4_neuron.devices.torch.options import kind_of_device
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.commands.serve import MAX_NUM_SEQS, MODEL_LEN, max_model_len
-from granite4_neuron.devices.torch.kinds import kind_of_device
+from granite4_neuron.devices.torch.options import kind_of_device
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

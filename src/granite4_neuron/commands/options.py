@@ -161,13 +161,19 @@ def _add_option(parser: argparse._ActionsContainer, option: Option) -> None:
         return
     parser.add_argument(
         name,
-        type=str if option.least is None else at_least(option.least),
+        type=_type_of(option),
         nargs="+" if option.is_list else None,
         choices=option.choices,
         default=option.default,
         metavar=option.metavar,
         help=option.help,
     )
+
+
+def _type_of(option: Option) -> Callable[[str], Any]:
+    if option.between is not None:
+        return number_in(*option.between)
+    return str if option.least is None else at_least(option.least)
 
 
 def backend_options(options: argparse.Namespace) -> dict[str, Any]:

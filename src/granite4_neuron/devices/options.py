@@ -5,7 +5,11 @@ from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.runtime.declaration import Option
 
 DTYPE = Option(
-    "dtype", "dtype of weights and activations (default: that of the weights)", choices=DTYPES, is_dtype=True
+    "dtype",
+    "dtype of weights and activations (default: that of the weights)",
+    choices=DTYPES,
+    is_dtype=True,
+    changes_numbers=False,  # it is told with the weights
 )
 PREFILL_SCAN = Option(
     "prefill_scan",
@@ -29,6 +33,7 @@ PREFILL_BUCKETS = Option(
     metavar="N",
     least=1,
     is_list=True,
+    changes_numbers=False,  # the places where prompts are cut are compared
 )
 EXPERTS = Option(
     "experts_decode",
@@ -39,3 +44,5 @@ EXPERTS = Option(
     choices=EXPERTS_DECODE,
 )
 ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)
+# Of backends that compile graphs.
+COMPILED = (*ARITHMETIC, EXPERTS, PREFILL_BUCKETS)

@@ -18,7 +18,7 @@ from granite4_neuron.devices.backends import BACKENDS, all_options, check_backen
 from granite4_neuron.devices.cpu import backend as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.options import ARITHMETIC
-from granite4_neuron.devices.torch.kinds import GRAPHS
+from granite4_neuron.devices.torch.options import GRAPHS
 from granite4_neuron.runtime.declaration import Backend, Option
 
 OF_NO_BACKEND = {"model", "revision", "backend", "progress", "remark", "others"}
@@ -33,6 +33,8 @@ def another_value(option):
         return False
     if option.is_list:
         return [option.least + 1]
+    if option.between is not None:
+        return sum(option.between) / 3
     return "folder" if option.least is None else option.default + 1
 
 
@@ -151,7 +153,7 @@ def test_a_value_that_does_not_exist():
         load(quantize="int5")
     with pytest.raises(UserError, match="backend is 'gpu'; it must be one of " + ", ".join(BACKENDS)):
         load(backend="gpu")
-    with pytest.raises(UserError, match="device is 3, and must be a text"):
+    with pytest.raises(UserError, match="device is 3, and must be a string"):
         load(backend="torch", device=3)
     with pytest.raises(UserError, match="prefill_by_view is 'no', and must be True, False or None"):
         load(backend="torch", prefill_by_view="no")

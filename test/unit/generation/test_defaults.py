@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gguf_checkpoint import write_gguf
 from granite4_neuron import UserError, load
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.commands.cli import main
 from granite4_neuron.engine import Engine, Request
 from test.support.engines import generate_one

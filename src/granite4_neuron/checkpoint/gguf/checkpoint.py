@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
+from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.gguf.sampling import read_sampling

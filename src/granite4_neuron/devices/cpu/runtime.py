@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu.fork import survive_forks
+from granite4_neuron.devices.cpu.options import OPTIONS
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
@@ -22,6 +23,7 @@ from granite4_neuron.model.mtp import MultiTokenPrediction
 from granite4_neuron.model.step import PackedStep, Step
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
+from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import (
     Ability,
     Row,
@@ -78,6 +80,7 @@ class CPURuntime(BoundModel):
         state_dtype: torch.dtype | None = None,
         adapters: Mapping[str, Adapter] = {},
     ):
+        chosen = numbers_of(OPTIONS, locals())
         survive_forks()
         if decode_kernel == "nki" and state_dtype == torch.float16:
             raise UserError("the NKI kernel for decode has SSM states in float32 or bfloat16, and not in float16.")
@@ -103,7 +106,7 @@ class CPURuntime(BoundModel):
         self.weights_digest = partial(digest_of_weights, self.model.weights_of_states(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
-        self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
+        self.kernels = "cpu", operators.pack is not None, chunk, chosen
 
     @property
     def packs_rows(self) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.config.choices import KV_WRITES
-from granite4_neuron.devices.options import ARITHMETIC, EXPERTS, PREFILL_BUCKETS
-from granite4_neuron.devices.torch.kinds import DEVICES, graphs_of
-from granite4_neuron.runtime.declaration import Backend, Option
+from granite4_neuron.devices.torch.options import OPTIONS, graphs_of
+from granite4_neuron.runtime.declaration import Backend
 
 if TYPE_CHECKING:
     import torch
@@ -16,63 +14,6 @@ if TYPE_CHECKING:
 
     from granite4_neuron.checkpoint.checkpoint import Checkpoint
     from granite4_neuron.devices.torch.runtime import TorchRuntime
-
-_BELONGS = "device, graphs and tp_degree belong to the backend torch; the backend here is {backend}."
-
-OPTIONS = (
-    *ARITHMETIC,
-    EXPERTS,
-    PREFILL_BUCKETS,
-    Option(
-        "device",
-        f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
-        "(default: %(default)s)",
-        _BELONGS,
-        default=DEVICES[0],
-        metavar="NAME",
-    ),
-    Option(
-        "graphs",
-        "for --backend torch: what a graph of decode computes: layer (one layer), model (all layers, which takes much "
-        "longer to compile), or a number of layers (default: model on neuron, layer elsewhere)",
-        _BELONGS,
-        metavar="WHAT",
-    ),
-    Option(
-        "tp_degree",
-        "for --backend torch: split the model over N GPUs or Neuron cores of this machine (default: %(default)s)",
-        _BELONGS,
-        default=1,
-        least=1,
-        metavar="N",
-    ),
-    Option(
-        "compiler",
-        "for --backend torch: the backend of torch.compile, for example eager (default: inductor, or on neuron that of "
-        "TorchNeuron)",
-        metavar="NAME",
-    ),
-    Option(
-        "kv_write",
-        "for --backend torch: how graphs write keys and values to their cache: by an index for each axis (index), by "
-        "one index of rows (rows), or by writing the whole cache (select); default: %(default)s",
-        default=KV_WRITES[0],
-        choices=KV_WRITES,
-    ),
-    Option(
-        "prefill_by_view",
-        "for --backend torch, not on a GPU: give the graphs of prompts a view of their slot's state rather than the "
-        "slot's number (default: they get one)",
-        is_flag=True,
-    ),
-    Option(
-        "batch_invariant",
-        "for --backend torch on a GPU: give a sequence the same tokens alone, beside others and with drafts; decode of "
-        "a single sequence takes longer (default: one whose state has no other slots has kernels of its own, which may "
-        "give other tokens)",
-        is_flag=True,
-    ),
-)
 
 
 def load(

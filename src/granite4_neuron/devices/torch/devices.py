@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from granite4_neuron.devices.torch.kinds import DEVICES, kind_of_device
+from granite4_neuron.devices.torch.options import DEVICES, kind_of_device
 from granite4_neuron.errors import UserError, check_choice
 
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}

@@ -40,7 +40,7 @@ from granite4_neuron.devices.graphs.runtime import (
 from granite4_neuron.devices.graphs.topk import TEMPERATURE
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
 from granite4_neuron.devices.torch.devices import COMPILERS, Compiler, compile_apart, find_compiler, use_device
-from granite4_neuron.devices.torch.kinds import DEVICES, GRAPHS, graphs_of, kind_of_device
+from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device
 from granite4_neuron.devices.torch.step_functions import (
     GraphKey,
     call_inline,
@@ -54,6 +54,7 @@ from granite4_neuron.devices.torch.step_functions import (
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
+from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import Multiples
 from granite4_neuron.state.hybrid_state import HybridState
@@ -123,8 +124,8 @@ class TorchRuntime(GraphRuntime):
         compiler = compiler or COMPILERS[kind]
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
-        self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
-        self.kernels = *self.kernels, experts_decode, bool(batch_invariant)
+        compiler, batch_invariant = getattr(compiler, "__name__", compiler), bool(batch_invariant)
+        self.kernels = "torch", name, numbers_of(OPTIONS, locals())
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = where.type == "cuda"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.devices.options import ARITHMETIC, EXPERTS, PREFILL_BUCKETS
+from granite4_neuron.devices.options import COMPILED
 from granite4_neuron.runtime.declaration import Backend
 
 if TYPE_CHECKING:
@@ -35,4 +35,4 @@ def load(
     return XLARuntime(model, generation_config, **options)
 
 
-BACKEND = Backend("xla", (*ARITHMETIC, EXPERTS, PREFILL_BUCKETS), load)
+BACKEND = Backend("xla", COMPILED, load)

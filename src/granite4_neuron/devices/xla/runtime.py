@@ -17,9 +17,11 @@ from transformers import GenerationConfig
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS, GraphRuntime, Tensors, unpacked
 from granite4_neuron.devices.neuron.neuron_sdk import INSTALL_TORCH_XLA
+from granite4_neuron.devices.options import COMPILED
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 try:
@@ -57,7 +59,7 @@ class XLARuntime(GraphRuntime):
         degree = model.parallel.degree
         operators = select_operators(XLA, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         super().__init__(model, operators, generation_config, prefill_buckets or PREFILL_BUCKETS, device)
-        self.kernels = "xla", torch_xla.runtime.device_type(), prefill_scan, decode_kernel, experts_decode
+        self.kernels = "xla", torch_xla.runtime.device_type(), numbers_of(COMPILED, locals())
         torch_xla.sync()
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:

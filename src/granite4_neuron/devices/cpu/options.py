@@ -1,0 +1,61 @@
+"""Options of the backend cpu."""
+
+from granite4_neuron.config.choices import CPU_KERNELS, FOLDER_VARIABLE, MERGE_INSTEAD, QUANTIZATIONS
+from granite4_neuron.devices.options import ARITHMETIC
+from granite4_neuron.runtime.declaration import Option
+
+STATE_DTYPES = ("float32", "float16", "bfloat16")
+_BELONGS = "tuned launch parameters and CPU kernels belong to the backend cpu; the others have none."
+
+OPTIONS = (
+    *ARITHMETIC,
+    Option(
+        "cpu_kernels",
+        "kernels of the cpu backend: fused ones, compiled for this processor at first use, or plain torch (default: "
+        "%(default)s)",
+        _BELONGS,
+        default=CPU_KERNELS[0],
+        choices=CPU_KERNELS,
+        changes_numbers=False,  # the runtime tells which ones it got: fused kernels may not compile here
+    ),
+    Option(
+        "tuned_configs",
+        "for the cpu backend: a folder of launch parameters that the tune command wrote (default: the folder that the "
+        f"environment variable {FOLDER_VARIABLE} names, if any)",
+        _BELONGS,
+        metavar="DIR",
+        changes_numbers=False,  # the runtime tells the one parameter that does
+    ),
+    Option(
+        "quantize",
+        "for the cpu backend: hold the large weights in this format; lossless12 has the numbers of bfloat16 (default: "
+        "as stored)",
+        "{value} weights are for the backend cpu; {backend} runs the original in its dtype.",
+        choices=QUANTIZATIONS,
+        changes_numbers=False,  # it changes the weights
+    ),
+    Option(
+        "state_dtype",
+        "for the cpu backend: dtype of SSM states; 16 bits are rounded stochastically (default: float32)",
+        "SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.",
+        choices=STATE_DTYPES,
+        is_dtype=True,
+        everywhere="float32",
+        changes_numbers=False,  # the dtype of the state itself is compared
+    ),
+    # --speculate of the commands implies it.
+    Option(
+        "mtp",
+        refusal="drafting with the model's layers for multi-token prediction is for the backend cpu, and the backend "
+        "here is {backend}.",
+        default=False,
+        changes_numbers=False,
+    ),
+    # --adapter of the commands is of one adapter, and not all of them have it.
+    Option(
+        "adapters",
+        refusal=f"adapters run on the backend cpu only, and the backend here is {{backend}}; {MERGE_INSTEAD}.",
+        default={},
+        changes_numbers=False,  # they change the weights
+    ),
+)

@@ -1,0 +1,89 @@
+"""Options of the backend torch, and what they mean. Importing this module imports no framework."""
+
+from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.devices.options import COMPILED
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.declaration import Option
+
+DEVICES = ("cpu", "cuda", "neuron")
+GRAPHS = ("layer", "model")
+_DEFAULT_GRAPHS = {"neuron": "model"}  # by kind of device, where it is not GRAPHS[0]
+_MOST_DIGITS = 9  # of a number of layers
+_BELONGS = "device, graphs and tp_degree belong to the backend torch; the backend here is {backend}."
+
+OPTIONS = (
+    *COMPILED,
+    Option(
+        "device",
+        f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
+        "(default: %(default)s)",
+        _BELONGS,
+        default=DEVICES[0],
+        metavar="NAME",
+        changes_numbers=False,  # the runtime tells which device this is: cuda:1 may be as cuda:0
+    ),
+    Option(
+        "graphs",
+        "for --backend torch: what a graph of decode computes: layer (one layer), model (all layers, which takes much "
+        "longer to compile), or a number of layers (default: model on neuron, layer elsewhere)",
+        _BELONGS,
+        metavar="WHAT",
+    ),
+    Option(
+        "tp_degree",
+        "for --backend torch: split the model over N GPUs or Neuron cores of this machine (default: %(default)s)",
+        _BELONGS,
+        default=1,
+        least=1,
+        metavar="N",
+        changes_numbers=False,  # it divides the weights
+    ),
+    Option(
+        "compiler",
+        "for --backend torch: the backend of torch.compile, for example eager (default: inductor, or on neuron that of "
+        "TorchNeuron)",
+        metavar="NAME",
+    ),
+    Option(
+        "kv_write",
+        "for --backend torch: how graphs write keys and values to their cache: by an index for each axis (index), by "
+        "one index of rows (rows), or by writing the whole cache (select); default: %(default)s",
+        default=KV_WRITES[0],
+        choices=KV_WRITES,
+        changes_numbers=False,
+    ),
+    Option(
+        "prefill_by_view",
+        "for --backend torch, not on a GPU: give the graphs of prompts a view of their slot's state rather than the "
+        "slot's number (default: they get one)",
+        is_flag=True,
+        changes_numbers=False,
+    ),
+    Option(
+        "batch_invariant",
+        "for --backend torch on a GPU: give a sequence the same tokens alone, beside others and with drafts; decode of "
+        "a single sequence takes longer (default: one whose state has no other slots has kernels of its own, which may "
+        "give other tokens)",
+        is_flag=True,
+    ),
+)
+
+
+def kind_of_device(name: str) -> str:
+    """Return "cuda" for "cuda:1"."""
+    return name.split(":")[0]
+
+
+def graphs_of(graphs: str | int | None, device: str) -> str:
+    """Return a choice of graphs as the command line has it, or the device's default for None.
+
+    Raises:
+        UserError: there is no such choice.
+    """
+    if graphs is None:
+        return _DEFAULT_GRAPHS.get(kind_of_device(device), GRAPHS[0])
+    choice = str(graphs)
+    is_number = choice.isascii() and choice.isdecimal() and 0 < len(choice.lstrip("0")) <= _MOST_DIGITS
+    if choice not in GRAPHS and not is_number:
+        raise UserError(f"graphs is {graphs!r}; it must be one of {', '.join(GRAPHS)}, or a number of layers.")
+    return choice
