@@ -560,3 +560,35 @@ def test_a_deep_grammar_overflows_no_stack_of_this_process(tokenizer, limit):
     assert done.returncode == 0, done
     first, *_, last = done.stdout.split()
     assert (first, last) == ("ok", "deep") and set(done.stdout.split()) == {"ok", "deep"}
+
+
+@pytest.mark.slow
+def test_a_process_ends_well_while_a_mask_that_was_given_up_runs():
+    """The mask would return to an interpreter that is taken down, which `__del__` holds up."""
+    program = """
+import time, torch
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.engine.sampling import NoTokenLeft
+from granite4_neuron.generation.structured_outputs import Grammars
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+
+slow, checkpoint = Slow(), open_checkpoint(bundled_checkpoint())
+tokenizer, vocab_size = checkpoint.load_tokenizer(), checkpoint.config.vocab_size
+grammars = Grammars(tokenizer, vocab_size)
+constraint = grammars.constraint("grammar", "start: e\\ne: e e | e e e | e e e e | /(.|\\\\n)/")
+[token] = tokenizer.encode("a", add_special_tokens=False)
+try:
+    while True:
+        constraint.mask(torch.zeros(vocab_size))
+        constraint.accept(token)
+except NoTokenLeft as error:
+    print(error)
+grammars.close()
+"""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert (ended.returncode, ended.stderr) == (0, "") and "too much processor time" in ended.stdout

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +21,9 @@ Result = TypeVar("Result")
 STACK_BYTES = 2**23
 _LOWEST_PRIORITY = 19
 _MOST_GIVEN_UP = 16  # abandoned pieces of work that still run; more would occupy all processors
+_SECONDS_AT_EXIT = 5
 _STACK_LOCK = threading.Lock()
+_GIVEN_UP: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of all `BudgetedThread`s
 
 Work = tuple["Future[Any]", Callable[[], Any]]
 
@@ -32,8 +36,8 @@ class BudgetedThread:
     """Runs one piece of work at a time in a thread with a stack of 8 MiB. Several threads may share one.
 
     The thread starts with the first piece. A piece that was abandoned continues in its thread at the lowest priority
-    until it or the process ends, and the next piece starts another thread. While many such pieces run, further work is
-    refused.
+    until it or the process ends (see `leave`), and the next piece starts another thread. While many such pieces run,
+    further work is refused.
 
     The work must let other threads run: while it holds the GIL, it cannot be abandoned.
 
@@ -86,7 +90,7 @@ class BudgetedThread:
     def _start(self) -> threading.Thread:
         self._work = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
-        # A daemon, so that the process does not wait for it at its end.
+        # A daemon, so that the process does not wait for it at its end; but see `leave`.
         thread = threading.Thread(target=_work, args=(self._work,), name=self._name, daemon=True)
         with with_stack():
             thread.start()
@@ -97,7 +101,32 @@ class BudgetedThread:
         os.setpriority(os.PRIO_PROCESS, thread.native_id, _LOWEST_PRIORITY)
         self._work.put(None)
         self._given_up.append(thread)
+        _GIVEN_UP.add(thread)
         self._thread = None
+
+
+def leave(status: int) -> None:
+    """End the process with this status if abandoned work still runs. Where the interpreter is taken down, native code
+    that returns to it crashes the process.
+    """
+    if not any(thread.is_alive() for thread in _GIVEN_UP):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # it may be closed
+            stream.flush()
+    os._exit(status)
+
+
+@atexit.register
+def _leave_later() -> None:
+    """Wait a while for abandoned work, and then `leave`. Nothing tells the status of `sys.exit` here."""
+    end = time.monotonic() + _SECONDS_AT_EXIT
+    has_failed = hasattr(sys, "last_type")  # an error ends the program
+    try:
+        for thread in list(_GIVEN_UP):
+            thread.join(max(0.0, end - time.monotonic()))
+    finally:  # after Ctrl-C too
+        leave(int(has_failed))
 
 
 def _work(pieces: queue.SimpleQueue[Work | None]) -> None:

@@ -88,6 +88,10 @@ except OverBudget:
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
+    program = program.replace(
+        'print("given up")', "from granite4_neuron.system.sandbox.budgeted_thread import leave; leave(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
 
 
 def test_no_more_work_begins_after_too_much_was_given_up(thread, busy):
