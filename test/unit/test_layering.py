@@ -12,7 +12,7 @@ LAYERS = {part.rstrip("/").removesuffix(".py"): -i for i, row in enumerate(ROWS)
 DEVICES = {"devices/cpu", "devices/cuda", "devices/neuron", "devices/xla"}
 # The definition's imports of the forms of its layers.
 FORMS = {
-    ("model/causal_lm.py", "devices/cpu"),
+    ("model/bindable_model.py", "devices/cpu"),
     ("model/forms.py", "devices/cuda"),
     ("model/forms.py", "devices/neuron/forms"),
     ("model/mtp.py", "devices/cpu"),

@@ -1,66 +1,52 @@
-"""A hybrid language model: one decoder step, from tokens and state to logits and state.
+"""The steps of a hybrid language model that runtimes ask for: prompts, decode, verification and commit.
 
-A family of models is a subclass, which makes the layers. The module tree has the parameter names of Granite's published
-checkpoints; `checkpoint.names` maps the names of other families.
+A family of models is a subclass, which has the computation from tokens to logits. The module tree has the parameter
+names of Granite's published checkpoints; `checkpoint.names` maps the names of other families.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.config.choices import MERGE_INSTEAD
-from granite4_neuron.devices.cpu.forms import FusedLayers, why_not_one_call
-from granite4_neuron.errors import UserError
-from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.attention import RotaryTables
-from granite4_neuron.model.binding import Module, fix_weights, set_operators, shallow_copy
+from granite4_neuron.model.bindable_model import BindableModel, Decoder
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.linear import Linear, Matrix
-from granite4_neuron.model.moe import StackedWeights
+from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.mtp import MultiTokenPrediction
-from granite4_neuron.model.norm import norm_of
-from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
-from granite4_neuron.model.stack import LayerStack
+from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import DenseStep, NullSlotStep, PackedStep, Step
-from granite4_neuron.ops import CompactWeight, Operators, Weight, is_quantized, rotary_tables
-from granite4_neuron.ops.operators import Pack
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState
 
-if TYPE_CHECKING:
-    from typing_extensions import Self  # typing has it from Python 3.11 on
 
-
-class HybridForCausalLM(Module, ABC):
+class HybridForCausalLM(BindableModel, ABC):
     """A hybrid with its language model head. It computes in plain torch; `bind` gives it other operators.
 
-    fallbacks: a sentence for each faster way of computing that it was not given when it was bound.
-    mtp: its layers for multi-token prediction, if the config has them. They change no logits.
+    This class has the steps that runtimes ask for. The computation itself is in the family's file.
 
     Args:
         config: the model's dimensions and constants.
         parallel: this rank's place, for a model whose heads, widths and vocabulary are split over ranks.
     """
 
-    fallbacks: tuple[str, ...] = ()
-
     def __init__(self, config: ModelConfig, parallel: Parallel = Parallel()):  # noqa: B008
         super().__init__()
-        self._packed_call: Callable[..., torch.Tensor] | None = None
         self.config = config
         self.parallel = parallel
-        self.model = _Decoder(config, parallel, self._make_layers(config, parallel))
+        self.model = self.make_decoder(config, parallel, self._make_layers(config, parallel))
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
-        self.mtp: MultiTokenPrediction | None = None
+        self.mtp = None
         if (of_mtp := config.mtp_config) is not None:
             self.mtp = MultiTokenPrediction(of_mtp, self._make_layers(of_mtp, parallel))
         self.tie_weights()
+
+    @staticmethod
+    @abstractmethod
+    def make_decoder(config: ModelConfig, parallel: Parallel, layers: Iterable[DecoderLayer]) -> Decoder:
+        """Make the model without its head, from its layers."""
 
     @staticmethod
     @abstractmethod
@@ -69,140 +55,6 @@ class HybridForCausalLM(Module, ABC):
 
     def _make_layers(self, config: ModelConfig, parallel: Parallel) -> list[DecoderLayer]:
         return [self.make_layer(config, number, parallel) for number in range(len(config.layer_types))]
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether all layers are one call of fused kernels."""
-        return isinstance(self.model.stack, FusedLayers)
-
-    @property
-    def kernel_layout(self) -> bool:
-        """Whether the SSM states are to be allocated as the NKI kernels have them."""
-        return self.operators.mamba_decode.has_kernel_layout
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of activations, of the KV cache, and of all weights that are not quantized."""
-        return self.model.norm.weight.dtype
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any weight is quantized, see `ops.quantization`."""
-        return any(is_quantized(module.weight) for module in self.matrices().values())
-
-    def tie_weights(self) -> None:
-        """Share the embedding's matrix with the head, if the config says so. A quantized head has its own values if the
-        embedding is not quantized.
-        """
-        weight = self.model.embed_tokens.weight
-        head_is_its_own = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)
-        if not self.config.tie_word_embeddings or head_is_its_own:
-            return
-        if isinstance(weight, torch.Tensor):
-            self.lm_head.weight = weight
-        else:
-            self.lm_head.set_compact_weight(weight)
-
-    def matrices(self) -> dict[str, Matrix]:
-        """Return the modules with the matrices of products, by name. A tied head is listed as the embedding."""
-        tied = self.lm_head.weight is self.model.embed_tokens.weight
-        left_out = self.lm_head if tied else self.model.embed_tokens
-        modules = self.named_modules()
-        return {name: module for name, module in modules if isinstance(module, Matrix) and module is not left_out}
-
-    def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """Return all weights by the checkpoint's names, also those that are not parameters."""
-        yield from self.named_parameters()
-        for name, module in self.matrices().items():
-            if not isinstance(module.weight, nn.Parameter):
-                yield f"{name}.weight", module.weight
-
-    def float32_weights(self) -> set[str]:
-        """Return the names of weights that stay in float32, whatever the model's dtype."""
-        modules = ((name, module) for name, module in self.named_modules() if isinstance(module, Module))
-        return {f"{name}.{weight}" for name, module in modules for weight in module.keeps_float32}
-
-    def bind(self, operators: Operators, device: torch.device | None = None, adapters: Sequence[Adapter] = ()) -> Self:
-        """Return a model with this one's present weights, which computes with `operators`; this one is not changed.
-
-        Its weights are fixed. It shares tensors with this model, with three exceptions: weights are copied to a device
-        if they are elsewhere; operators with a layout of their own copy all weights, unless the matrices are in that
-        layout already; on a device, operators that exchange the axes of experts' weights copy these.
-
-        Adapters must have numbers; they apply to the rows of steps that name them.
-
-        Raises:
-            UserError: there are adapters, and the layers are not fused.
-        """
-        bound = shallow_copy(self)
-        set_operators(bound, operators)
-        if operators.pack is not None:
-            bound._pack(operators.pack)
-        if operators.input_first_experts:
-            bound._put_inputs_first()
-        if device is not None:
-            bound._copy_to(device)
-        bound._choose_forms(adapters)
-        fix_weights(bound)
-        return bound
-
-    def weights_of_states(self) -> Self:
-        """Return a model over the weights on which its states depend: without chosen forms, without adapters (see
-        `bind`) and without layers for multi-token prediction.
-        """
-        copied = shallow_copy(self)
-        copied._packed_call = copied.model._bound_stack = copied.mtp = None
-        copied.config = copied.config.without_mtp()
-        return copied
-
-    def _choose_forms(self, adapters: Sequence[Adapter]) -> None:
-        """Choose how layers and decode are computed, and record why a faster form of them is not used."""
-        reasons = self.model.choose_forms(self.parallel, adapters)
-        if self.mtp is not None:
-            self.mtp.choose_forms(self.parallel, ())
-        self._packed_call = None
-        stack = self.model.stack
-        if isinstance(stack, FusedLayers):
-            embedding, head = self.model.embed_tokens.weight, self.lm_head.weight
-            refusal = why_not_one_call(self.config, embedding, head)
-            if refusal is None:
-                stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
-                self._packed_call = stack.forward_packed
-            else:
-                reasons.append(f"a step is not one call from tokens to logits: {refusal}.")
-        elif adapters:
-            raise UserError(f"adapters run with the fused kernels and their chunked scan only; {MERGE_INSTEAD}.")
-        self.fallbacks = (*self.operators.fallbacks, *reasons)
-
-    def _copy_to(self, device: torch.device) -> None:
-        # Not by `to`: between a CPU and a GPU it moves the values of parameters, which this model shares.
-        for module in self.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    module._parameters[name] = nn.Parameter(weight.contiguous().to(device), requires_grad=False)
-            module._buffers = {
-                name: value if value is None else value.to(device) for name, value in module._buffers.items()
-            }
-        self.tie_weights()
-
-    def _put_inputs_first(self) -> None:
-        """Exchange the axes of each expert's matrices: a view, which a copy to a device makes contiguous there."""
-        for module in self.modules():
-            if isinstance(module, StackedWeights):
-                weight = module.get_parameter("weight")
-                module._parameters["weight"] = nn.Parameter(weight.transpose(1, 2), requires_grad=False)
-
-    def _pack(self, pack: Pack) -> None:
-        """Lay out all matrices for products, and copy the other weights."""
-        matrices = self.matrices().values()
-        is_packed = not any(isinstance(matrix.weight, nn.Parameter) for matrix in matrices)
-        for matrix in matrices:
-            matrix.set_compact_weight(_packed(matrix, pack, self.dtype))
-        for module in () if is_packed else self.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    module._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=False)
-        self.tie_weights()
 
     def forward(
         self,
@@ -341,10 +193,9 @@ class HybridForCausalLM(Module, ABC):
         step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters, verifies=verifies)
         return self.model(input_ids, step, state)
 
+    @abstractmethod
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute logits: [..., hidden_size] to [..., vocab_size], float32."""
-        part = self.operators.logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
-        return self.parallel.all_gather(part)
 
     def advance(
         self,
@@ -364,14 +215,6 @@ class HybridForCausalLM(Module, ABC):
         """
         step = step_of(positions, lengths, slots, state, kv_length=0)
         self.model.stack.advance(kept_inputs, step, state)
-
-
-def _packed(matrix: Matrix, pack: Pack, dtype: torch.dtype) -> CompactWeight:
-    """Return a matrix laid out for products with activations of `dtype`, or float32 if the matrix stays in float32."""
-    if "weight" not in matrix.keeps_float32:
-        return pack(matrix.weight, dtype)
-    weight = matrix.weight
-    return pack(weight.float() if isinstance(weight, torch.Tensor) else weight, torch.float32)
 
 
 def step_of(
@@ -395,36 +238,3 @@ def step_of(
         return NullSlotStep(*where, verifies=verifies, adapters=adapters)
     sequences = None if slots is None else slots - 1
     return DenseStep(*where, sequences, verifies=verifies, in_order=slots is None)
-
-
-class _Decoder(LayerStack):
-    """Embedding, layers, final norm."""
-
-    def __init__(self, config: ModelConfig, parallel: Parallel, layers: Iterable[DecoderLayer]):
-        super().__init__()
-        self.config = config
-        vocab_size = config.rank_dimensions(parallel.degree).vocab_size
-        self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(layers))  # torch's list has any modules
-        self.norm = norm_of(config)
-
-    def forward(
-        self, input_ids: torch.Tensor, step: Step, state: HybridState
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return final hidden states, [batch, tokens, hidden_size]; if the step verifies, also Mamba layers' inputs."""
-        hidden_states, kept_inputs = self.stack(self.embed(input_ids, step), step, state, self.rotary(step))
-        return self.norm(hidden_states), kept_inputs
-
-    def embed(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return the first layer's input, [batch, tokens, hidden_size] in float32."""
-        # The residual stream is float32 whatever the weights' dtype: in bfloat16 it would be the largest source of
-        # error.
-        hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
-        # Padding enters as zeros, so it stays finite in every layer, like the state that its row reads.
-        return hidden_states.masked_fill(~step.is_real[..., None], 0.0)
-
-    def rotary(self, step: Step) -> RotaryTables | None:
-        """Return rotary tables for the step's positions; None for a model without rotary positions."""
-        if not self.config.uses_rope:
-            return None
-        return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)

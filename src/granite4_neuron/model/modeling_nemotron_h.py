@@ -1,7 +1,12 @@
-"""NVIDIA Nemotron 3: every layer is a norm, then one part: Mamba, attention, an MLP, or experts.
+"""NVIDIA Nemotron 3, from tokens to logits:
 
-Mamba and attention are as in other hybrids, but attention has no rotary positions. MLP and experts have no gate, and
-their activation is a squared ReLU. One expert is shared by all tokens: it is the layer's MLP.
+    x = E[tokens]
+    for each layer:
+        x = x + part(norm(x))               Mamba-2, attention, an MLP, or experts
+    logits = H @ norm(x)
+
+It is computed as Granite's model, whose multipliers are 1 here. Attention has no rotary positions. MLP and experts have
+no gate, and their activation is a squared ReLU. One expert is shared by all tokens: it is the layer's MLP.
 
 Source: transformers' NemotronHForCausalLM.
 """
@@ -15,14 +20,14 @@ from torch import nn
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, NemotronHConfig
 from granite4_neuron.model.attention import Attention
-from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.moe import Router, RouterWeights, SharedMLP, SparseMoe
 from granite4_neuron.model.parallel import Parallel
 
 
-class NemotronHForCausalLM(HybridForCausalLM):
+class NemotronHForCausalLM(GraniteMoeHybridForCausalLM):
     """A Nemotron 3 model, dense or with experts."""
 
     @staticmethod
