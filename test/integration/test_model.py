@@ -308,6 +308,23 @@ class TestCpuMode:
         decode(3, 0)
 
     @torch.inference_mode()
+    def test_what_is_not_used_may_be_infinite(self, moe_folder):
+        """Embeddings of padding, and the end of a broken sequence that had the slot before."""
+        model = nxdi.cpu_model(moe_folder, batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+        tokens = random_tokens(model.config.vocab_size // 2, 1, 124) + model.config.vocab_size // 4
+        used = tokens.unique()
+        for part in model.models:
+            weight = part.model.embed_tokens.weight
+            weight.copy_(torch.full_like(weight, torch.inf).index_copy(0, used, weight[used]))
+        nxdi.prefill(model, [tokens[0, :120]], [1])
+        for length in range(120, nxdi.BUCKET + 4):
+            nxdi.decode(model, [0], [length], [1])
+        logits = [nxdi.prefill(model, [tokens[0, :120]], [1])]
+        logits += [nxdi.decode(model, [int(tokens[0, length])], [length], [1]) for length in range(120, 124)]
+        expected = reference_logits(moe_folder, tokens)[0, 119:]
+        assert (torch.cat(logits) - expected)[:, used].abs().max() <= TOLERANCE
+
+    @torch.inference_mode()
     @pytest.mark.parametrize("length", PROMPTS)
     def test_positions_replace_an_attention_mask(self, moe_folder, continuous, length):
         """As in vLLM, positions alone tell how long a prompt is and how many tokens precede a decoded one."""
@@ -501,10 +518,13 @@ class TestCpuMode:
         for seed in range(4):
             tokens = random_tokens(model.config.vocab_size, 1, 100 + STEPS, seed=seed)
             exact = nxdi.at(reference_logits(folder, tokens), [100], STEPS)
-            ours.append((nxdi.run(model, tokens, [100], STEPS) - exact).abs().mean())
+            logits = nxdi.run(model, tokens, [100], STEPS)
+            ours.append((logits - exact).abs().mean())
             rounded = nxdi.at(reference_logits(folder, tokens, torch.bfloat16), [100], STEPS)
             theirs.append((rounded - exact).abs().mean())
         assert sum(ours) <= sum(theirs)
+        products = logits * model.config.granite.logits_scaling
+        assert (products - products.bfloat16()).abs().max() < 1e-5, "they are rounded once, before they are divided"
 
     @pytest.mark.parametrize("name", TP_CASES)
     def test_two_ranks(self, name, two_ranks, random_checkpoints):
