@@ -204,6 +204,7 @@ def test_a_traceback_is_shown_without_controls():
     assert not foreign_controls(shown) and "\x1b" not in shown
 
 
+@pytest.mark.slow
 def test_the_server_shows_names_without_controls(hostile_folder):
     pytest.importorskip("uvicorn", reason="the server's packages are not installed")
     options = ("--port", 0, "--served-model-name", f"model {HOSTILE}", "--adapter", f"{HOSTILE}=x")

@@ -238,6 +238,7 @@ def bytes_in(place):
     return total
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(place, runtime):
     size = 400_000
     writers, most = [start_writer(place, seed, size) for seed in (1, 2)], 0
@@ -265,6 +266,7 @@ snapshot._flush = flush
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_writes(place, runtime):
     killed = subprocess.run([sys.executable, "-c", KILLED + WRITER, place, "1", str(SIZE)])
     assert killed.returncode == -signal.SIGKILL and len(list(place.glob(PATTERN))) == 4 and list(place.glob(".*"))
