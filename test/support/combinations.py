@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -27,17 +27,22 @@ def mark_combinations(items: Iterable[pytest.Item]) -> None:
 
 
 def _covering(cases: Iterable[pytest.Item], size: int, covered: Sequence[pytest.Item] = ()) -> list[pytest.Item]:
-    """Return the cases that are needed to have all combinations of `size` values, besides those that are covered."""
+    """Return the cases that are needed to have all combinations of `size` values, besides those that are covered. Of
+    cases that add as many, the one whose values have been used least comes first.
+    """
+    rest = {case: _combinations(case, size) for case in cases}
+    used = Counter(value for case in covered for value in _combinations(case, 1))
     seen = set().union(*(_combinations(case, size) for case in covered))
-    needed, rest = [], list(cases)
-    most = len(_combinations(rest[0], size)) if rest else 0
-    # First the cases all of whose combinations are new, then those with fewer new ones.
-    for least in range(most, 0, -1):
-        for case in [each for each in rest if len(_combinations(each, size) - seen) >= least]:
-            if len(new := _combinations(case, size) - seen) >= least:
-                seen |= new
-                needed.append(case)
-                rest.remove(case)
+    needed: list[pytest.Item] = []
+    while rest := {case: new for case, combinations in rest.items() if (new := combinations - seen)}:
+        most = max(map(len, rest.values()))
+        best = min(
+            (case for case, new in rest.items() if len(new) == most),
+            key=lambda case: sum(used[value] for value in _combinations(case, 1)),
+        )
+        needed.append(best)
+        seen |= rest.pop(best)
+        used.update(_combinations(best, 1))
     return needed
 
 
