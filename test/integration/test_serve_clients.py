@@ -270,7 +270,7 @@ class TestLog:
             return httpx.get(f"{server.address}/health", headers=headers).headers["x-request-id"]
 
         assert id_of(**{"X-Request-Id": "mine-1"}) == "mine-1"
-        for none in ({}, {"X-Request-Id": "x" * 129}, {"X-Request-Id": b"a\xe9"}):
+        for none in ({}, {"X-Request-Id": "x" * 129}, {"X-Request-Id": b"a\xe9"}, {"X-Request-Id": "a 200"}):
             assert re.fullmatch("[0-9a-f]{32}", id_of(**none))
         assert id_of() != id_of()
         assert httpx.get(f"{server.address}/nothing").headers["x-request-id"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.regular_files import read_bytes
@@ -65,6 +67,44 @@ def parse_json(text: str | bytes, name: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON ({error}).") from None
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON that other readers are to read again. NaN and Infinity, which Python takes, are no JSON, and numbers
+    are in the range of double precision, see `finite`.
+
+    Raises:
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_int=_whole, parse_float=lambda number: finite(float(number)), parse_constant=_refuse)
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with the nearest numbers of double precision in place of those that are infinite.
+
+    Raises:
+        ValueError: a number is NaN.
+    """
+    match value:
+        case dict():
+            return {name: finite(each) for name, each in value.items()}
+        case list():
+            return list(map(finite, value))
+        case float() if math.isnan(value):
+            return _refuse("NaN")
+        case float():
+            return min(max(value, -sys.float_info.max), sys.float_info.max)
+    return value
+
+
+def _whole(number: str) -> int | float:
+    rounded = float(number)
+    return finite(rounded) if math.isinf(rounded) else int(number)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def read_object(path: Path) -> dict[str, Any]:

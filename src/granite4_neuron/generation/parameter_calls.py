@@ -17,6 +17,7 @@ from typing import Any
 
 import regex
 
+from granite4_neuron.config.json_files import strict_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import schema_text
 from granite4_neuron.generation.tool_calls import (
@@ -50,7 +51,8 @@ class ParameterCallStream(ToolCallStream):
 
     A call begins where its function's name has been read, as in `ToolCallStream`, and several may share an `OPEN`. A
     value that is not a text by the tool's schema is what it is in JSON, if that is of the right type, and otherwise a
-    text. `END_THOUGHT` behind a call is not part of the text, because a thought ends where a call in it begins.
+    text. Of values for one parameter the first counts. `END_THOUGHT` behind a call is not part of the text, because a
+    thought ends where a call in it begins.
 
     Models also write a call of a known tool without `OPEN`, and one in Granite's format.
     """
@@ -62,6 +64,7 @@ class ParameterCallStream(ToolCallStream):
         self._tools = {tool.name: _properties(tool) for tool in tools}
         self._parameters: Mapping[str, Any] = {}  # schemas of the call that has begun, by name
         self._given: set[str] = set()  # its parameters up to now
+        self._is_again = False  # whether the value that has begun is of a parameter that has one, and is left out
         self._types: frozenset[str] = frozenset()  # of the value that has begun; none for any
         self._value = ""  # what there is of it, unless it is a text
         self._end_of_value = _end_of_value(())
@@ -123,10 +126,14 @@ class ParameterCallStream(ToolCallStream):
             return self._end("}")
         self._take(mark.end())
         name, comma = mark["name"], ", " if self._given else ""
+        self._is_again = name in self._given
         self._given.add(name)
         self._types, self._value = _types(self._parameters.get(name, {})), ""
         self._end_of_value = _end_of_value(self._parameters.keys() - self._given)
         self._step = self._in_text_value if self._types == _TEXT else self._in_value
+        if self._is_again:
+            self._step = self._in_value
+            return []
         quote = '"' if self._types == _TEXT else ""
         return [Arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: {quote}")]
 
@@ -142,8 +149,8 @@ class ParameterCallStream(ToolCallStream):
         text, has_ended = self._take_value()
         self._value += text
         if has_ended:
-            return [Arguments(_in_json(self._value, self._types))]
-        return self._end(self._value) if self._is_whole else None
+            return [] if self._is_again else [Arguments(_in_json(self._value, self._types))]
+        return self._end("" if self._is_again else self._value) if self._is_whole else None
 
     def _take_value(self) -> tuple[str, bool]:
         """Take what is certain of a value, and its end; return the first, and whether there is an end."""
@@ -252,15 +259,11 @@ def _in_json(text: str, types: frozenset[str]) -> str:
     """Return a value in JSON, if it can be of one of the types; of any, if there are none."""
     shown = _PYTHON.get(text.strip(), text)
     try:
-        value = json.loads(shown, parse_constant=_refuse)
+        value = strict_json(shown)
     except (ValueError, RecursionError):
         value = text
     is_right = not isinstance(value, str) and (not types or types & _types_of(value))
     return shown.strip() if is_right else json.dumps(text, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _escaped(text: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from granite4_neuron.config.json_files import strict_json
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.text import possible_start
 from granite4_neuron.generation.structured_outputs import schema_text, thought_rules
@@ -73,11 +74,11 @@ def _call_of(text: str) -> ToolCall | None:
     arguments are an object, or one in a text.
     """
     try:
-        match json.loads(text):
+        match strict_json(text):
             case {"name": str(name), "arguments": dict(arguments), **others} if not others:
                 return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
             case {"name": str(name), "arguments": str(arguments), **others} if not others:
-                if isinstance(json.loads(arguments), dict):
+                if isinstance(strict_json(arguments), dict):
                     return ToolCall(name, arguments)
     except (ValueError, RecursionError):
         pass

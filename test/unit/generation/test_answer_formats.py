@@ -385,6 +385,18 @@ def test_names_that_cannot_be_written_are_refused():
         list(parameter_call_rules(0, tool, True))
 
 
+@pytest.mark.parametrize("name", ["city", "days", "other"])
+def test_of_two_values_for_one_parameter_the_first_counts(name):
+    twice = (
+        f"<parameter={name}>\n1\n</parameter>\n<parameter={name}>\n2\n</parameter>\n<parameter=where>\n3\n</parameter>"
+    )
+    _, arguments = of(f"{OPEN}\n<function=weather>\n{twice}\n</function>\n{CLOSE}")
+    pairs = json.loads(arguments.text, object_pairs_hook=list)
+    assert [(key, str(value)) for key, value in pairs] == [(name, "1"), ("where", "3")]
+    _, cut = of(f"{OPEN}\n<function=weather>\n<parameter={name}>\n1\n</parameter>\n<parameter={name}>\n2")
+    assert list(json.loads(cut.text + "}")) == [name]
+
+
 def test_strings_are_streamed_as_they_are_generated():
     calls = ParameterCallStream(TOOLS)
     calls.add(f"{OPEN}\n<function=weather>\n<parameter=city>\n")

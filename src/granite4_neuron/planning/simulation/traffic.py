@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class _Field:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 
 def _is_length(value: Any) -> bool:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator
 from pydantic_core import from_json
 
+from granite4_neuron.config.json_files import finite, strict_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tool_calls
 from granite4_neuron.generation.answer_formats import AnswerFormat
@@ -30,20 +31,27 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """Return the arguments of an earlier call: those that are complete, of a text that is cut off, and none if it is no
-    object in JSON.
+    """Return the arguments of a call, which strict JSON can hold: those that are complete, of a text that is cut off,
+    and none if it is no object in JSON.
     """
     try:
-        arguments = from_json(value or "{}", allow_partial=True) if isinstance(value, str) else value
-    except ValueError:
+        arguments = _parsed(value or "{}") if isinstance(value, str) else finite(value)
+    except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return strict_json(text)
+    except (ValueError, RecursionError):
+        return finite(from_json(text, allow_partial=True, allow_inf_nan=False))
 
 
 class Function(Strict):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(finite)] = None
     strict: bool = False
 
 

@@ -64,7 +64,9 @@ def _tokens(generation: Generation, answer: Answer) -> list[str]:
 
 
 def _id(asked: bytes) -> str:
-    """Return the id that the client gave, if it can be shown; otherwise a new one."""
+    """Return the id that the client gave, if it can be shown and has no space, behind which facts begin in the log;
+    otherwise a new one.
+    """
     text = asked.decode("latin-1")
-    is_right = 0 < len(text) <= _LONGEST_ID and text.isascii() and text.isprintable()
+    is_right = 0 < len(text) <= _LONGEST_ID and text.isascii() and text.isprintable() and " " not in text
     return text if is_right else uuid.uuid4().hex

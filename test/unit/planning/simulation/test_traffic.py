@@ -73,6 +73,7 @@ def test_poisson_arrivals_at_a_rate():
         ("[1]", "line 2 is not a JSON object"),
         (dict(arrival=1), "line 2 has no prompt_tokens; a request has arrival, prompt_tokens, answer_tokens"),
         (REQUEST | dict(arrival=-1), "arrival is -1, and must be a number of at least 0"),
+        (REQUEST | dict(arrival=10**400), ", and must be a number of at least 0"),
         (REQUEST | dict(prompt_tokens=0), "prompt_tokens is 0, and must be a whole number from 1 to"),
         (REQUEST | dict(answer_tokens=True), "answer_tokens is True, and must be a whole number"),
         (REQUEST | dict(prefix="x"), "prefix and prefix_tokens belong together"),

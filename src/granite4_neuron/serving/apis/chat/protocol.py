@@ -449,16 +449,19 @@ def refusing(names: Mapping[str, str] = {}) -> Iterator[None]:
 
 
 def _check_parts(body: bytes, max_token_ids: int) -> None:
-    """Refuse very many parts before they are parsed, because the parser lets no other thread run.
+    """Refuse very many parts before they are parsed, because the parser lets no other thread run; and what the parser
+    takes, but is not JSON.
 
     Raises:
-        RequestError: 400, there are too many.
+        RequestError: 400, there are too many, or the body is not JSON.
     """
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")  # all quotes that are left begin or end a text
     parts = body.count(b'"') // 2
     if parts <= MAX_PARTS:
         body = b"".join(body.split(b'"')[::2])  # the parts outside of texts
         parts += body.count(b"[") + body.count(b"{")
+        if b"N" in body or b"I" in body:
+            raise RequestError(400, "the body is not JSON (NaN and Infinity are not in JSON).")
     if parts > MAX_PARTS or body.count(b",") > MAX_PARTS + max_token_ids:
         raise RequestError(
             400, f"the body has over {MAX_PARTS} lists, objects, names and texts, or over {max_token_ids} token ids."

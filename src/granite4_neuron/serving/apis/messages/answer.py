@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.serving.apis.blocks import Begin, Block, Blocks, Change, Delta
 from granite4_neuron.serving.apis.chat.answers import Answer, Event, TokenTexts
 from granite4_neuron.serving.apis.identity import new_id
 from granite4_neuron.serving.apis.messages.body import MessagesBody
+from granite4_neuron.serving.apis.tools import arguments_of
 from granite4_neuron.serving.errors import RequestError
 
 
@@ -89,11 +88,7 @@ def _whole(block: Block) -> dict[str, Any]:
         return {**_begun(block), "thinking": block.text}
     if block.tool is None:
         return {**_begun(block), "text": block.text}
-    try:
-        arguments = from_json(block.text, allow_partial=True)  # as Anthropic's client reads a stream
-    except ValueError:
-        arguments = {}
-    return {**_begun(block), "input": arguments if isinstance(arguments, dict) else {}}
+    return {**_begun(block), "input": arguments_of(block.text)}  # as Anthropic's client reads a stream
 
 
 def _begun(block: Block) -> dict[str, Any]:
