@@ -19,13 +19,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.clients import (
@@ -43,7 +38,7 @@ from benchmarks.clients import (
     structured,
     vllm,
 )
-from benchmarks.clients.common import FOLDER, MODEL
+from benchmarks.clients.common import serving
 
 MODULES = (
     openai,
@@ -63,22 +58,6 @@ MODULES = (
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 # Packages of clients that have other names. One of several is enough.
 PACKAGES = {"langchain": ("langchain_openai",), "openai_agents": ("agents",), "structured": structured.PACKAGES}
-
-
-@contextmanager
-def _server(python: str, folder: Path) -> Iterator[str]:
-    """Run a server of a copy of the bundled model; yield the address of its API."""
-    model = shutil.copytree(FOLDER, folder / MODEL)
-    shutil.copy(Path(__file__).parent / "tools.jinja", model / "chat_template.jinja")
-    command = [python, "-m", "granite4_neuron", "serve", "--model", str(model), "--port", "0", "--dtype", "float32"]
-    command += ["--max-model-len", "4096"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        line = process.stdout.readline()
-        yield re.search(r"http\S+", line)[0]
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _is_installed(client: str, npm: Path) -> bool:
@@ -105,7 +84,7 @@ def main() -> None:
     # No client should find a key or a configuration of the person who runs this, or use the network.
     os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    with tempfile.TemporaryDirectory() as folder, _server(options.python, Path(folder)) as url:
+    with tempfile.TemporaryDirectory() as folder, serving(options.python, Path(folder), 4096) as url:
         (Path(folder) / "node_modules").symlink_to((options.npm / "node_modules").absolute())
         for name in clients:
             for what in CLIENTS[name].run(url, Path(folder)):
