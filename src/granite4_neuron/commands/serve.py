@@ -189,6 +189,7 @@ def run(options: argparse.Namespace) -> int:
     check_extra(options.command)
     max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.generation.answer_formats import shows_unknown_calls
     from granite4_neuron.runtime.interface import require
     from granite4_neuron.serving.http.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.http.listener import raise_descriptor_limit
@@ -209,6 +210,12 @@ def run(options: argparse.Namespace) -> int:
         runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters, mtp=drafts_with_mtp(options))
         if options.allow_runtime_lora_updating:
             require(runtime, "adapters")
+        if shows_unknown_calls(tokenizer):
+            print(
+                "This checkpoint's chat template shows tools, but calls in no format that is known here; only calls as "
+                "Granite 4 writes them are found in answers.",
+                file=sys.stderr,
+            )
         kept = prefix_folder(options, runtime)
         if kept is not None:
             at_end.callback(kept.close)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.text import possible_start
 from granite4_neuron.generation.parameter_calls import END_THOUGHT, ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.tool_calls import (
+    OPEN,
     CallStart,
     Content,
     Piece,
@@ -148,10 +149,19 @@ GRANITE = AnswerFormat(lambda tools: ToolCallStream(), call_rules, thinks=False)
 NEMOTRON = AnswerFormat(ParameterCallStream, parameter_call_rules, thinks=True)
 
 
+def shows_unknown_calls(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether a checkpoint's chat templates show tools, but no mark of calls that a format here has."""
+    templates = _templates(tokenizer)
+    return any("tools" in each for each in templates) and not any(OPEN in each for each in templates)
+
+
 def answer_format(tokenizer: PreTrainedTokenizerFast) -> AnswerFormat:
     """Return the format of a checkpoint's answers, from its chat templates: Nemotron's, if one shows calls so, or else
     Granite's.
     """
+    return NEMOTRON if any(OPEN in each and "<function=" in each for each in _templates(tokenizer)) else GRANITE
+
+
+def _templates(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     template = tokenizer.chat_template
-    templates = template.values() if isinstance(template, dict) else [template or ""]
-    return NEMOTRON if any("<function=" in each for each in templates) else GRANITE
+    return list(template.values()) if isinstance(template, dict) else [template or ""]

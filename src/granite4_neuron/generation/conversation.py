@@ -98,7 +98,7 @@ class Conversation:
         """
         self._is_interrupted = False
         prompt = self._prompt(user)
-        request = self._encoder.for_answer(replace(self._request, tokens=prompt))
+        request = self._encoder.for_answer(replace(self._request, tokens=prompt), bool(self._shown.get("tools")))
         request = request.with_seed_offset(self._num_answers)
         self._num_answers += 1
         before = replace(self._engine.stats)

@@ -67,6 +67,7 @@ class ConversationEncoder:
         self._control_ids = {
             token.content: id for id, token in added if token.special or _MARK.fullmatch(token.content)
         }
+        self._special = {token.content for _, token in added if token.special}
         self._as_text.add_special_tokens(list(self._control_ids))  # they are in the vocabulary, and become special
         self._control_tokens = sorted(self._control_ids, key=len, reverse=True)
         # An empty pattern would match everywhere.
@@ -159,20 +160,30 @@ class ConversationEncoder:
         """Return whether the answer to a conversation begins within a thought."""
         return self.format.is_thinking_after(prompt, self._tokenizer.backend_tokenizer)
 
-    def for_answer(self, request: Request) -> Request:
+    def shows_special_tokens(self, is_thinking: bool, may_call: bool) -> bool:
+        """Return whether the text of an answer has special tokens, because they are marks of thoughts or calls.
+
+        Args:
+            is_thinking: whether it begins within a thought.
+            may_call: whether it may call tools.
+        """
+        return (is_thinking and END_THOUGHT in self._special) or (may_call and {OPEN, CLOSE} <= self._special)
+
+    def for_answer(self, request: Request, may_call: bool = False) -> Request:
         """Return a request of a conversation as its answer needs it. If the answer begins with a thought, a grammar
-        begins after it, and special tokens are shown, because one may end the thought.
+        begins after it. Special tokens that are marks are shown; see `shows_special_tokens`.
 
         Raises:
             UserError: see `GrammarConstraint.after_thought`.
         """
-        if not self.is_thinking_after(request.tokens):
+        is_thinking = self.is_thinking_after(request.tokens)
+        if self.shows_special_tokens(is_thinking, may_call):
+            request = replace(request, skip_special_tokens=False)
+        if not is_thinking or not isinstance(request.constraint, GrammarConstraint):
             return request
-        if not isinstance(request.constraint, GrammarConstraint):
-            return replace(request, skip_special_tokens=False)
         if self._waiting is None or self._waiting[0] is not request.constraint:
             self._waiting = request.constraint, request.constraint.after_thought(END_THOUGHT)
-        return replace(request, skip_special_tokens=False, constraint=self._waiting[1])
+        return replace(request, constraint=self._waiting[1])
 
     def shows(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the chat template shows the "tools" or "documents" that it gets.

@@ -131,7 +131,7 @@ class PromptEncoder:
         """Return the request of an encoded prompt; of a conversation as `ConversationEncoder.for_answer`."""
         if self._conversations is None or not _is_conversation(prompt):
             return request
-        return self._conversations.for_answer(request)
+        return self._conversations.for_answer(request, bool(self._shown.get("tools")))
 
     def close(self) -> None:
         """Close the encoder of conversations, if it was made."""

@@ -16,7 +16,6 @@ from granite4_neuron.generation.answer_formats import END_THOUGHT
 from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
-from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.apis.chat.protocol import (
     ALL_THAT_FIT,
@@ -134,10 +133,11 @@ class SequenceMaker:
         asked = body.max_completion_tokens or body.max_tokens
         tokens, which = self._truncated(self.chat_tokens(body), body, asked), body.called("messages")
         max_tokens = self._max_tokens(len(tokens), which, asked)
-        ends_thought = END_THOUGHT if self._encoder.is_thinking_after(tokens) else None
+        is_thinking = self._encoder.is_thinking_after(tokens)
+        ends_thought = END_THOUGHT if is_thinking else None
         structure = self._chat_structure(body, ends_thought)
         options = self._options(body, structure)
-        shows_marks = (body.may_call_tools and {OPEN, CLOSE} <= self._special) or ends_thought in self._special
+        shows_marks = self._encoder.shows_special_tokens(is_thinking, body.may_call_tools)
         options = _with_room(options, max_tokens, asked)
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
         return Prepared(self._requests(request, which, body.n), structure)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.answer_formats import GRANITE, NEMOTRON, Thought, answer_format
+from granite4_neuron.generation.answer_formats import GRANITE, NEMOTRON, Thought, answer_format, shows_unknown_calls
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 from granite4_neuron.generation.parameter_calls import ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.structured_outputs import Grammars
@@ -277,7 +277,16 @@ def test_the_format_of_a_template(tmp_path, template, expected):
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tokenizer.chat_template = template
-    assert answer_format(tokenizer) is expected
+    assert answer_format(tokenizer) is expected and not shows_unknown_calls(tokenizer)
+
+
+def test_other_formats_of_calls_are_noticed(tmp_path):
+    """Granite 3's, and Nemotron Nano v2's."""
+    save_byte_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for mark in ("<|tool_call|>", "<TOOLCALL>"):
+        tokenizer.chat_template = f"{{% for tool in tools %}}{{{{ tool }}}}{{% endfor %}}{mark}[]"
+        assert shows_unknown_calls(tokenizer)
 
 
 def test_granite_thinks(tmp_path):

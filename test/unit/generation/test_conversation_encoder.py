@@ -13,6 +13,7 @@ import pytest
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from granite4_neuron import UserError
+from granite4_neuron.engine import Request
 from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
 from granite4_neuron.system.sandbox.chat_template import Renderer, TemplateFailed
 from granite4_neuron.system.sandbox.limited_process import LimitedProcess
@@ -101,6 +102,16 @@ def test_a_thought_in_the_content_is_as_one_in_its_field(tmp_path):
     parts = {"role": "assistant", "content": "Hi. </think>", "reasoning_content": "so"}
     with closing(ConversationEncoder(PreTrainedTokenizerFast.from_pretrained(tmp_path))) as encoder:
         assert encoder.encode([TALK[1], said]) == encoder.encode([TALK[1], parts])
+
+
+def test_special_tokens_are_shown_where_they_are_marks_of_calls(tmp_path):
+    save_byte_tokenizer(tmp_path, TOOL_TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    with closing(ConversationEncoder(tokenizer)) as encoder:
+        request = Request(encoder.encode(TALK), 5)
+        skips = [encoder.for_answer(request, may_call).skip_special_tokens for may_call in (True, False)]
+    assert skips == [False, True]
 
 
 def test_control_tokens_of_a_text_are_text(encoder, tokenizer):
