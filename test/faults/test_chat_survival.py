@@ -234,7 +234,9 @@ KINDS = (
 
 
 class TestKept:
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+    @pytest.mark.parametrize(
+        "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda number: number.name
+    )
     def test_a_signal_keeps_the_conversation(self, chat, endless, number, capsys, monkeypatch):
         at = chat("--model", endless, "--max-tokens", 20, "--system", "Be brief.")
         if number == signal.SIGTERM:  # during an answer

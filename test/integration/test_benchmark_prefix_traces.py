@@ -34,6 +34,7 @@ def test_traces(name):
     assert all(2 <= turn.answer_length <= 8 for turn in turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TRACES)
 def test_no_policy_finds_more_than_this_package(name, seed):

@@ -83,6 +83,7 @@ def test_int8_gives_nearly_the_same_tokens(expected, kernels):
     assert text.startswith(" evaluates the expression list")
 
 
+@pytest.mark.slow
 @pytest.mark.versions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_passes_the_check(dtype):
@@ -169,6 +170,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_changes_tokens(monkeypatch, expected, plant):
     runtime, tokenizer = load(dtype=torch.float32)

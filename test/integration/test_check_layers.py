@@ -69,6 +69,7 @@ class TestCpu:
         found = reports(texting_folder, of=wrong, cpu_kernels=kernels)
         assert first_off(found) == layer and all(report.is_off for report in found[layer:])
 
+    @pytest.mark.slow
     def test_bfloat16_is_judged_by_transformers_own_difference(self, texting_folder, tmp_path, kernels):
         options = dict(cpu_kernels=kernels, dtype=torch.bfloat16)
         right = reports(texting_folder, **options)

@@ -44,12 +44,13 @@ def where(start, tokens, lengths=None):
     return positions, torch.full((2,), tokens) if lengths is None else torch.tensor(lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "moe",
         pytest.param("two_groups", marks=pytest.mark.exhaustive),
-        pytest.param("attention_only_rope", marks=pytest.mark.slow),
+        "attention_only_rope",
     ],
 )
 @torch.inference_mode()

@@ -63,6 +63,7 @@ def check(make_runtime, layers, kind, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [MAMBA, ATTENTION])
 class TestErrors:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["fused", "torch"])
     def test_on_the_cpu(self, kernels, kind, dtype, layers):
         check(lambda model: CPURuntime(model, GenerationConfig(), kernels=kernels), layers, kind, dtype)

@@ -77,6 +77,7 @@ class Twice(Int8):
         return 2 * super().dequantize(weight, dtype)
 
 
+@pytest.mark.slow
 def test_formats_with_the_same_tensors_are_told_apart(case_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, "twice", Twice())
     for module in ("checkpoint.loading", "config.quantization"):
@@ -88,6 +89,7 @@ def test_formats_with_the_same_tensors_are_told_apart(case_folder, tmp_path, mon
         assert formats.pop("lm_head.weight") == "int8" and set(formats.values()) == {quantize}
 
 
+@pytest.mark.slow
 def test_head_and_embedding_of_int4_are_one_in_int8(case_folder):
     model = load_model(case_folder, quantize="int4")
     quantized = {name: weight for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)}

@@ -112,7 +112,7 @@ def blocks(monkeypatch):
     return lambda: sum(block.nbytes for block in made)
 
 
-@pytest.mark.parametrize("entries", [1.5, pytest.param(6.5, marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("entries", [*(pytest.param(number, marks=pytest.mark.slow) for number in (1.5, 6.5)), None])
 def test_a_cache_stays_within_its_limit_with_its_spare_block(model, blocks, entries):
     runtime = ChunkRuntime(model)
     state_bytes = PrefixCache(runtime, None, None)._num_bytes(0)

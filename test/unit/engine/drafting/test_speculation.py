@@ -173,6 +173,7 @@ def test_drafts_change_no_text(runtime, model, other_model, alone, kind, options
         assert 0.2 < stats.acceptance_rate < 0.9
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_accepted_tokens_would_be_seen(model, other_model, alone, monkeypatch):
     commit = ChunkRuntime.commit
 
@@ -345,6 +346,7 @@ def test_snapshots_within_accepted_tokens_are_exact(runtime, model, other_model,
     assert engine.stats.acceptance_rate > 0.2
 
 
+@pytest.mark.slow
 def test_sampled_texts_have_the_targets_distribution(model, other_model):
     """The second token of many sequences, each with random numbers of its own, follows one that was drafted."""
     counts = {}
@@ -372,9 +374,10 @@ arrivals = st.lists(
 cases = Counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kinds"),
-    [("granite", (None, *KINDS)), pytest.param("nemotron, mtp", ("mtp",), marks=pytest.mark.slow)],
+    [("granite", (None, *KINDS)), ("nemotron, mtp", ("mtp",))],
     indirect=["model"],
 )
 @given(

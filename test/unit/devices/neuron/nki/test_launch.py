@@ -23,6 +23,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 def test_shapes_are_known_without_a_run(call):
     """A traced call has the kernel's shapes, and no result shares memory with an argument."""

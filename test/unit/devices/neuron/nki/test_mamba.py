@@ -66,6 +66,7 @@ def test_ragged_batch(folder):
         starts += counts
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near(folder):
     """The error against float32 logits is at most twice that of the plain model in bfloat16."""
     exact = load_model(folder, torch.float32)

@@ -274,38 +274,45 @@ EXPERTS_INPUTS = experts_inputs(4, width=192, top_k=2, idle=(1, 3))
 PREFILL_INPUTS = experts_inputs(300, 4, hidden=640, width=192, top_k=2, idle=(0, 299))
 
 
+@pytest.mark.slow
 @mutations(SSD)
 def test_ssd_chunk_scan(old, new):
     check_fails(mutated(ssd_chunk_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
 
 
+@pytest.mark.slow
 @mutations(SCAN)
 def test_tensor_tensor_scan(old, new):
     check_fails(mutated(tensor_tensor_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
 
 
+@pytest.mark.slow
 @mutations(MAMBA_DECODE)
 def test_mamba_decode(old, new):
     kernel = mutated(mamba_decode, old, new, parts=(head_factors, windows))
     check_fails(kernel, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS))
 
 
+@pytest.mark.slow
 @mutations(MAMBA_DECODE_BANKS)
 def test_banks_of_mamba_decode(old, new):
     kernel = mutated(mamba_decode, old, new, parts=(head_factors, windows))
     check_fails(kernel, MAMBA_DECODE_BANKS_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_BANKS_INPUTS))
 
 
+@pytest.mark.slow
 @mutations(CONV)
 def test_conv1d_prefill(old, new):
     check_fails(mutated(conv1d_prefill, old, new), CONV_INPUTS.values(), conv_oracle(CONV_INPUTS))
 
 
+@pytest.mark.slow
 @mutations(EXPERTS)
 def test_experts_decode(old, new):
     check_fails(mutated(experts_decode, old, new), experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS))
 
 
+@pytest.mark.slow
 @mutations(EXPERTS_PREFILL)
 def test_experts_prefill(old, new):
     x, gate_up_proj, down_proj, topk_ids, weights = PREFILL_INPUTS.values()
@@ -317,6 +324,7 @@ def test_experts_prefill(old, new):
     assert error(combine_choices(y, topk_ids, weights, 4), sum(experts_oracle(PREFILL_INPUTS))) > 1e-5
 
 
+@pytest.mark.slow
 def test_an_expert_that_is_read_twice():
     """The result is right, but the traffic is not: the budgets limit it to 1.05."""
     arguments = experts_arguments(EXPERTS_INPUTS)
@@ -329,6 +337,7 @@ def test_an_expert_that_is_read_twice():
     assert bytes_read[1] > 1.3 * bytes_read[0]
 
 
+@pytest.mark.slow
 def test_the_unchanged_sources_pass():
     """They go through the same steps and comparisons."""
     for module, arguments, exact in (
