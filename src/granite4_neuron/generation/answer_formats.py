@@ -22,6 +22,7 @@ from granite4_neuron.generation.tool_calls import (
     Tool,
     ToolCallStream,
     call_rules,
+    without_space,
 )
 
 BEGIN_THOUGHT = "<think>"
@@ -100,7 +101,7 @@ class AnswerStream:
         call = next((index for index, piece in enumerate(pieces) if isinstance(piece, CallStart)), len(pieces))
         text = self._space + "".join(piece.text for piece in pieces[:call] if isinstance(piece, Content))
         text = text if self._has_begun else text.lstrip()
-        thought = text.rstrip()
+        thought = without_space(text)
         self._has_begun, self._space = self._has_begun or bool(thought), text[len(thought) :]
         return [*([Thought(thought)] if thought else []), *pieces[call:]]
 

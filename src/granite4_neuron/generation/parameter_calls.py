@@ -22,7 +22,9 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import schema_text
 from granite4_neuron.generation.tool_calls import (
     CLOSE,
+    MOST_NAME,
     OPEN,
+    SPACE,
     Arguments,
     CallStart,
     Content,
@@ -34,11 +36,12 @@ from granite4_neuron.generation.tool_calls import (
 
 END_THOUGHT = "</think>"
 _END_OF_VALUE, _END_OF_CALL = "</parameter>", "</function>"
-_NAME = r"[^<>\n]+"
+_NAME = rf"[^<>\n]{{1,{MOST_NAME}}}"
 _FUNCTION = "<function="
-_HEAD = regex.compile(rf"\s*{_FUNCTION}({_NAME})>")
+_HEAD = regex.compile(rf"{SPACE}{_FUNCTION}({_NAME})>")
 _BARE_HEAD = regex.compile(rf"({_NAME})>")  # behind `_FUNCTION`
-_MARK = regex.compile(rf"\s*(?:<parameter=(?P<name>{_NAME})>(?:\n|(?=.))|{_END_OF_CALL})", regex.DOTALL)
+_OBJECT = regex.compile(rf"{SPACE}\{{")
+_MARK = regex.compile(rf"(?:<parameter=(?P<name>{_NAME})>(?:\n|(?=.))|{_END_OF_CALL})", regex.DOTALL)
 _TEXT = frozenset({"string"})
 # As Python writes them, which templates show of earlier calls.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -66,7 +69,7 @@ class ParameterCallStream(ToolCallStream):
         self._given: set[str] = set()  # its parameters up to now
         self._is_again = False  # whether the value that has begun is of a parameter that has one, and is left out
         self._types: frozenset[str] = frozenset()  # of the value that has begun; none for any
-        self._value = ""  # what there is of it, unless it is a text
+        self._value: list[str] = []  # the parts of it, unless it is a text
         self._end_of_value = _end_of_value(())
 
     def _in_text(self) -> list[Piece] | None:
@@ -80,7 +83,7 @@ class ParameterCallStream(ToolCallStream):
     def _in_call(self) -> list[Piece] | None:
         if head := _HEAD.match(self._held, partial=not self._is_whole):
             return self._begin(head)
-        if self._held.lstrip().startswith("{"):
+        if _OBJECT.match(self._held):
             return super()._in_call()
         if self._is_cut_head():
             return self._leave_out()
@@ -100,6 +103,7 @@ class ParameterCallStream(ToolCallStream):
         return [Content(self._space + _FUNCTION)]
 
     def _after_call(self) -> list[Piece] | None:
+        self._held = self._held.lstrip()
         if head := _HEAD.match(self._held, partial=not self._is_whole):
             return self._begin(head)
         return self._leave_out() if self._held and self._is_cut_head() else super()._after_call()
@@ -115,6 +119,7 @@ class ParameterCallStream(ToolCallStream):
         return [CallStart(head[1]), Arguments("{")]
 
     def _between_parameters(self) -> list[Piece] | None:
+        self._held = self._held.lstrip()
         mark = _MARK.match(self._held, partial=True)
         if mark and mark.partial:
             if not self._is_whole:
@@ -128,7 +133,7 @@ class ParameterCallStream(ToolCallStream):
         name, comma = mark["name"], ", " if self._given else ""
         self._is_again = name in self._given
         self._given.add(name)
-        self._types, self._value = _types(self._parameters.get(name, {})), ""
+        self._types, self._value = _types(self._parameters.get(name, {})), []
         self._end_of_value = _end_of_value(self._parameters.keys() - self._given)
         self._step = self._in_text_value if self._types == _TEXT else self._in_value
         if self._is_again:
@@ -147,10 +152,10 @@ class ParameterCallStream(ToolCallStream):
 
     def _in_value(self) -> list[Piece] | None:
         text, has_ended = self._take_value()
-        self._value += text
+        self._value.append(text)
         if has_ended:
-            return [] if self._is_again else [Arguments(_in_json(self._value, self._types))]
-        return self._end("" if self._is_again else self._value) if self._is_whole else None
+            return [] if self._is_again else [Arguments(_in_json("".join(self._value), self._types))]
+        return self._end("" if self._is_again else "".join(self._value)) if self._is_whole else None
 
     def _take_value(self) -> tuple[str, bool]:
         """Take what is certain of a value, and its end; return the first, and whether there is an end."""
@@ -176,8 +181,8 @@ def _end_of_value(others: Collection[str]) -> regex.Pattern[str]:
     """
     open_or_close = f"(?:{OPEN}|{CLOSE}|<function=)"
     return regex.compile(
-        rf"\n?(?:{_END_OF_VALUE}\s*(?=<parameter=|{_END_OF_CALL}|{open_or_close})"
-        rf"|(?=<parameter=\L<others>>)|(?={_END_OF_CALL}\s*{open_or_close}))",
+        rf"\n?(?:{_END_OF_VALUE}{SPACE}(?=<parameter=|{_END_OF_CALL}|{open_or_close})"
+        rf"|(?=<parameter=\L<others>>)|(?={_END_OF_CALL}{SPACE}{open_or_close}))",
         others=others,
     )
 

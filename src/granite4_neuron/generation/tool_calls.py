@@ -22,8 +22,15 @@ from granite4_neuron.generation.structured_outputs import schema_text, thought_r
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_CALLS = 16  # of an answer that is nothing but calls; a small model would go on for ever
+# Bounds of what a stream holds and reads again with each piece, so that its work is linear: white space that belongs to
+# marks, names in marks, and an object whose members are in another order.
+MOST_SPACE, MOST_NAME, _MOST_OBJECT = 64, 256, 2**16
+SPACE = rf"\s{{0,{MOST_SPACE}}}"
 # Up to the arguments; what follows can be handed on as it comes.
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+_HEAD = re.compile(
+    r'S\{S"name"S:S"([^"\\\x00-\x1f]{0,N})"S,S"arguments"S:S(?=\{)'.replace("S", SPACE).replace("N", str(MOST_NAME))
+)
+_BEGIN = re.compile(rf"{SPACE}(\S|\Z)")
 _PART = 4096  # characters
 _CHARACTERS_THAT_COUNT = re.compile(r'["{}<]|\\.', re.DOTALL)
 
@@ -67,6 +74,12 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
             case Arguments():
                 calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + piece.text)
     return content, calls
+
+
+def without_space(text: str) -> str:
+    """Return a text without the white space at its end, or without the last `MOST_SPACE` of it."""
+    end = text[-MOST_SPACE:]
+    return text[: len(text) - len(end) + len(end.rstrip())]
 
 
 def _call_of(text: str) -> ToolCall | None:
@@ -207,7 +220,7 @@ class ToolCallStream:
             begun = possible_start(certain, self._opening)
             if not self._is_whole or (self._is_cut and begun):
                 # Space before a call is not part of the text.
-                certain = certain[: len(certain) - begun].rstrip()
+                certain = without_space(certain[: len(certain) - begun])
             if self._is_cut:
                 self._held = certain
             if not certain:
@@ -217,9 +230,10 @@ class ToolCallStream:
         at, mark = min(found)
         text = self._take(at + len(mark))[:at]
         self._follows_call = self._follows_call and not text
-        self._space = text[len(text.rstrip()) :]
+        content = without_space(text)
+        self._space = text[len(content) :]
         self._step, self._object, self._scanned = self._step_behind(mark), _ObjectScan(), 0
-        return [Content(text.rstrip())]
+        return [Content(content)]
 
     def _step_behind(self, mark: str) -> Callable[[], list[Piece] | None]:
         """Return the step that follows one of the marks with which a call may begin."""
@@ -231,14 +245,15 @@ class ToolCallStream:
             self._take(head.end())
             self._step, self._object = self._in_arguments, _ObjectScan()
             return [CallStart(head[1])]
-        begin = self._held.lstrip()[:1]
-        if begin in ("", "{"):
+        begin = _BEGIN.match(self._held)
+        if begin and begin[1] in ("", "{"):
             self._scanned, has_ended = self._object.end(self._held, self._scanned)
-            if not has_ended and not self._is_whole:
+            is_long = self._scanned > _MOST_OBJECT
+            if not has_ended and not self._is_whole and not is_long:
                 return None
             if not has_ended and self._is_cut:
                 return self._leave_out()
-            if has_ended and (call := _call_of(self._held[: self._scanned])) is not None:
+            if has_ended and not is_long and (call := _call_of(self._held[: self._scanned])) is not None:
                 self._take(self._scanned)
                 self._step, self._may_have_brace = self._after_call, False
                 return [CallStart(call.name), Arguments(call.arguments)]

@@ -410,3 +410,42 @@ def test_strings_are_streamed_as_they_are_generated():
     calls = ParameterCallStream(TOOLS)
     calls.add(f"{OPEN}\n<function=weather>\n<parameter=city>\n")
     assert calls.add("Ro") == [Arguments("Ro")] and calls.add('"me') == [Arguments('\\"me')]
+
+
+CALL = f"{OPEN}\n<function=weather>\n"
+LONG = {  # what may be held back, and what is repeated
+    "space before a call": ("text", " "),
+    "space behind a mark": (OPEN, " "),
+    "the name of a function": (f"{OPEN}<function=f", "f"),
+    "the name of a known function": ("<function=w", "e"),
+    "space in a call": (CALL, "\n"),
+    "the name of a parameter": (f"{CALL}<parameter=p", "p"),
+    "space behind a text": (f"{CALL}<parameter=city>\nx\n</parameter>", " "),
+    "space behind a value": (f"{CALL}<parameter=days>\n3\n</parameter>", " "),
+    "space behind a call": (f"{CALL}</function>", " "),
+    "space behind all calls": (f"{CALL}</function>\n{CLOSE}", " "),
+    "the end of a call in a text": (f"{CALL}<parameter=city>\n</function>", " "),
+    "a name in JSON": (f'{OPEN}{{"name": "', "a"),
+    "space in JSON": (f'{OPEN}{{"name": "weather"', " "),
+    "space before JSON": (OPEN, "\t"),
+}
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+@pytest.mark.parametrize("granite", [False, True])
+def test_what_a_piece_costs_does_not_grow_with_what_came_before(is_thinking, granite):
+    """What is held back is read again with each piece; of an object in JSON only the new part is."""
+    for name, (start, repeated) in LONG.items():
+        if granite and "<function" in start:
+            continue
+        divided = (GRANITE if granite else NEMOTRON).stream(TOOLS, is_thinking)
+        text, most = start + repeated * 9000, 0
+        pieces = []
+        for at in range(0, len(text), 3):
+            pieces += divided.add(text[at : at + 3])
+            calls = divided._stream
+            unread = calls._held[calls._scanned :] if calls._scanned else calls._held
+            most = max(most, len(unread) + len(divided._held) + len(divided._space))
+        assert most < 400, name
+        whole = pieces_of(text, (GRANITE if granite else NEMOTRON).stream(TOOLS, is_thinking))
+        assert joined([*pieces, *divided.finish()]) == joined(whole), name
