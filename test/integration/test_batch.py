@@ -1,8 +1,10 @@
 """Files of requests and prompts, answered by `granite4-neuron batch`."""
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,13 +165,14 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert run(given, whole) == 0
     expected = whole.read_bytes()
+    shutil.copy(tmp_path / "whole.jsonl.record", tmp_path / "cut.jsonl.record")
     ends = [number + 1 for number, byte in enumerate(expected) if byte == 10]
     torn = [b"\0" * 3, b'{"prompt\0\0\0"}\n{"prompt": "y"}\n']  # as after a power failure
     for size in [0, 1, ends[0] - 1, *ends[:2], *random.Random(1).sample(range(len(expected)), 12), len(expected) - 1]:
         cut.write_bytes(expected[:size])
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected, size
-    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0]), (len(expected), torn[0])):
+    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0])):
         cut.write_bytes(expected[:size] + end)
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected
@@ -211,12 +214,10 @@ def test_parts_have_each_line_once(tmp_path, monkeypatch):
     for size in (1, 7, 20, 1000):
         starts = range(0, lines.size, size)
         assert [line for start in starts for line in lines.read(start, start + size)] == expected
-    for number in (0, 1, 199, 200):
-        place, last = lines.place_behind(number)
-        assert list(lines.read(place)) == expected[number:] and last == (expected[number - 1] if number else None)
+    assert len({line.digest() for line in expected}) == 200
 
 
-def test_parquet_files_are_answered(run, tmp_path):
+def test_parquet_files_are_answered(run, tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
@@ -239,6 +240,17 @@ def test_parquet_files_are_answered(run, tmp_path):
     (tmp_path / "out.jsonl").write_bytes(whole[: len(whole) // 2])
     assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl") == 0
     assert (tmp_path / "out.jsonl").read_bytes() == whole
+    stored, chance = (tmp_path / "in.parquet").read_bytes(), random.Random(0)
+    for number in range(40):
+        damaged = tmp_path / "damaged.parquet"
+        place = chance.randrange(len(stored))
+        damaged.write_bytes(stored[:place] + bytes(range(20)) + stored[place + 20 :])
+        output, status = tmp_path / f"{number}.jsonl", run(damaged, tmp_path / f"{number}.jsonl")
+        said = capsys.readouterr().err
+        if status:
+            assert f"{damaged} is not a Parquet file, or is damaged (" in said
+        else:
+            assert len(results_of(output)) == 150
 
 
 def test_the_command_reports_lines_and_errors(run, tmp_path, capsys, monkeypatch):
@@ -251,9 +263,61 @@ def test_the_command_reports_lines_and_errors(run, tmp_path, capsys, monkeypatch
     assert "empty.jsonl is empty" in capsys.readouterr().err
 
 
+def test_an_inputs_own_columns_are_kept(run, tmp_path):
+    """Also where they have the names of a result's, as in the output of another batch."""
+    rows = [{"prompt": "One", "error": None, "generated_text": "first", "input_error": 3}, {"prompt": "Two", "n": 1}]
+    given = write_lines(tmp_path / "in.jsonl", rows)
+    assert run(given, tmp_path / "out.jsonl") == 0
+    first, second = results_of(tmp_path / "out.jsonl")
+    assert first.keys() - rows[0].keys() == {"finish_reason", "input_generated_text", "input_input_error"}
+    assert first["input_generated_text"] == "first" and first["error"] is first["input_input_error"] is None
+    assert first["generated_text"] != "first" and first["input_error"] == 3
+    assert second.keys() == {"prompt", "n", "generated_text", "finish_reason", "error"}
+
+
+def test_files_that_cannot_be_an_output_are_refused(run, tmp_path, capsys):
+    given = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for special in (tmp_path / "pipe", "/dev/full", "/dev/null", "/dev/zero", tmp_path / "folder"):
+        assert run(given, special) == 2
+        assert f"{special} is not a regular file" in capsys.readouterr().err
+        assert run(special, tmp_path / "out.jsonl") == 2
+        assert f"{special} is not a file" in capsys.readouterr().err
+    for content in (b"\0\0\0\x18ftypmp42 mine", b'{"a": 1', b'{"a": 1}\n', given.read_bytes()):
+        for name in ("out", "out.record"):
+            mine = tmp_path / name
+            mine.write_bytes(content)
+            assert run(given, tmp_path / "out") == 2 and "is there already" in capsys.readouterr().err
+            assert mine.read_bytes() == content
+            mine.unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "in.jsonl", "pipe"]
+
+
+@pytest.mark.parametrize("which", ["out.jsonl", "out.jsonl.record"])
+def test_a_full_disk_is_named_and_the_run_goes_on(run, tmp_path, capsys, monkeypatch, which):
+    given = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    assert run(given, tmp_path / "whole.jsonl") == 0
+    write = os.write
+
+    def write_to_a_full_disk(file, content):
+        if len(content) > 30 and os.path.basename(os.readlink(f"/proc/self/fd/{file}")) == which:
+            if len(content) < 100:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(file, content[:20])
+        return write(file, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_to_a_full_disk)
+        assert run(given, tmp_path / "out.jsonl") == 2
+    assert f"{tmp_path / which}: No space left on device." in capsys.readouterr().err
+    assert run(given, tmp_path / "out.jsonl") == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
 def test_only_one_process_writes_a_file(run, tmp_path, capsys):
     given = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
-    with Results(tmp_path / "out.jsonl"):
+    with Results(tmp_path / "out.jsonl", JSONLines(given), {}):
         assert run(given, tmp_path / "out.jsonl") == 2
     assert "another process is writing" in capsys.readouterr().err
 

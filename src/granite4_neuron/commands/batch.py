@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from granite4_neuron.serving.batch.results import Results
 
 _MAX_TOKENS = 256
+# Options that change no result.
+_WITHOUT_EFFECT = {"input", "output", "ray", "workers", "threads", "max_num_seqs", "prefix_cache"}
+_WITHOUT_EFFECT |= {"command", "version", "print_completion", "log_level", "run"}
 _SHORTEST = 1e-3  # seconds that a speed is computed from
 
 _EXAMPLES = """\
@@ -132,8 +135,9 @@ def run(options: argparse.Namespace) -> int:
     lines = open_lines(options.input)
     if options.output.suffix == ".parquet" or (options.output.exists() and options.output.samefile(options.input)):
         raise UserError(f"{options.output} cannot be the output; give another file, which gets JSON lines.")
-    with Results(options.output) as results:
-        start = _start(lines, results)
+    given = {name: value for name, value in vars(options).items() if name not in _WITHOUT_EFFECT}
+    with Results(options.output, lines, given) as results:
+        start = results.start
         if start < lines.size:
             if results.number:
                 print(f"{options.output} has {results.number:,} results; continuing after them.", file=sys.stderr)
@@ -147,23 +151,6 @@ def run(options: argparse.Namespace) -> int:
         else:
             print(f"{options.input} is empty; there is nothing to do.", file=sys.stderr)
     return 0
-
-
-def _start(lines: Lines, results: Results) -> int:
-    """Return the place behind the lines that have results.
-
-    Raises:
-        UserError: the results are those of another input.
-    """
-    from granite4_neuron.serving.batch.forms import Prompts, form_of, name_of_result
-
-    start, last = lines.place_behind(results.number)
-    if last is None or results.last is None or form_of(last, Prompts()).name == name_of_result(results.last):
-        return start
-    raise UserError(
-        f"the last result of {results.path} is not that of line {results.number:,} of {lines.path}; give the input "
-        "that it belongs to, or another output."
-    )
 
 
 def _on_cluster(options: argparse.Namespace, lines: Lines, start: int) -> Iterator[Result]:
@@ -218,7 +205,7 @@ def _write(found: Iterator[Result], results: Results, lines: Lines, start: int) 
     tokens = failed = number = 0
     with ProgressBar("batch", lines.unit) as progress:
         for result in found:
-            results.append(result.line)
+            results.append(result)
             number, tokens, failed = number + 1, tokens + result.num_tokens, failed + result.has_failed
             speed = tokens / max(time.monotonic() - started, _SHORTEST)
             progress(result.place - start, lines.size - start, f"line {number:,}, {speed:,.0f} tokens/s")

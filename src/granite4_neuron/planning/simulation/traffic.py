@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.planning.simulation.lengths import Lengths
+from granite4_neuron.system.regular_files import check_regular
 
 BLOCK = 512  # tokens per block in Mooncake's traces
 _MOST_TOKENS = 2**24  # per prompt or answer
@@ -108,6 +109,7 @@ def read_traffic(file: Path) -> list[Arrival]:
         UserError: the file cannot be read or has no requests, or a line is not a request.
     """
     try:
+        check_regular(file)
         with open(file, encoding="utf-8") as lines:
             records = [_record(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     except OSError as error:

@@ -43,12 +43,14 @@ class Result:
     """The result of a line.
 
     place: of the line in the input.
+    source: the line's digest.
     line: of the output, with its end.
     num_tokens: how many new tokens it has.
     has_failed: whether it is an error.
     """
 
     place: int
+    source: str
     line: bytes
     num_tokens: int
     has_failed: bool
@@ -59,8 +61,8 @@ class LineJob(Job):
 
     result: Result
 
-    def __init__(self, place: int, form: Form):
-        self._place = place
+    def __init__(self, line: Line, form: Form):
+        self._place, self._source = line.place, line.digest()
         self._form = form
         self._outputs: list[tuple[int, Output]] = []
         self._unfinished = 0
@@ -114,7 +116,8 @@ class LineJob(Job):
 
     def _end(self, value: dict[str, Any], has_failed: bool) -> None:
         num_tokens = sum(output.token is not None for _, output in self._outputs)
-        self.result = Result(self._place, json.dumps(value).encode() + b"\n", num_tokens, has_failed)
+        line = json.dumps(value).encode() + b"\n"
+        self.result = Result(self._place, self._source, line, num_tokens, has_failed)
         self.requests, self._outputs = (), []
 
 
@@ -171,7 +174,7 @@ class Batch:
                 yield job.result
 
     def _job(self, line: Line) -> LineJob:
-        job = LineJob(line.place, form_of(line, self._prompts))
+        job = LineJob(line, form_of(line, self._prompts))
         job.prepare(self._maker, self._texts, self._model, self._seed)
         return job
 

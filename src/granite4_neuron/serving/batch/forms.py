@@ -88,7 +88,7 @@ class OpenAIForm(Form):
 
 
 class PromptForm(Form):
-    """A row with a prompt. Its other columns are kept."""
+    """A row with a prompt. Its other columns are kept; one that has the name of a result's own begins with "input_"."""
 
     def __init__(self, value: Mapping[str, Any], prompts: Prompts):
         self._value = value
@@ -114,7 +114,14 @@ class PromptForm(Form):
         return self._result("", "error", error.message)
 
     def _result(self, text: str, reason: str, error: str | None) -> dict[str, Any]:
-        return {**self._value, TEXT: text, "finish_reason": reason, "error": error}
+        own = {TEXT: text, "finish_reason": reason, "error": error}
+        kept = dict(self._value)
+        for name in own.keys() & kept.keys():  # of an input that is the output of another batch, for example
+            other = f"input_{name}"
+            while other in kept:
+                other = f"input_{other}"
+            kept[other] = kept.pop(name)
+        return {**kept, **own}
 
 
 def form_of(line: Line, prompts: Prompts) -> Form:
@@ -124,13 +131,3 @@ def form_of(line: Line, prompts: Prompts) -> Form:
     except UserError as error:
         return OpenAIForm({}, error)
     return PromptForm(value, prompts) if "prompt" in value and "body" not in value else OpenAIForm(value)
-
-
-def is_result(value: Mapping[str, Any]) -> bool:
-    """Return whether an object has the fields of a result."""
-    return value.keys() >= {"custom_id", "response", "error"} or value.keys() >= {TEXT, "finish_reason", "error"}
-
-
-def name_of_result(value: Mapping[str, Any]) -> Any:
-    """Return the name of the line that a result is of; see `Form`."""
-    return value.get("prompt") if TEXT in value else value["custom_id"]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
+import xxhash
 from pydantic_core import from_json, to_json
 
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, described
 
 MOST_BYTES = 2**26  # of a line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -29,6 +31,11 @@ class Line:
     place: int
     content: bytes | Mapping[str, Any] | None
 
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that tell it from lines of other contents or at other places."""
+        content = self.content if isinstance(self.content, bytes) else _json(self.content, "constants")
+        return xxhash.xxh3_64_hexdigest(b"%d %b" % (self.place, content))
+
     def value(self) -> Mapping[str, Any]:
         """Return it as an object. Values that JSON does not have are replaced: bytes by base64, numbers that are not
         finite (also 1e400, which JSON can write) by null, others by their text.
@@ -44,7 +51,11 @@ class Line:
             raise UserError(f"the line is not JSON ({error}).") from None
         if not isinstance(value, Mapping):
             raise UserError("the line is not an object in JSON.")
-        return from_json(to_json(value, bytes_mode="base64", inf_nan_mode="null", fallback=str))
+        return from_json(_json(value, "null"))
+
+
+def _json(value: Any, inf_nan_mode: Literal["null", "constants"]) -> bytes:
+    return to_json(value, bytes_mode="base64", inf_nan_mode=inf_nan_mode, fallback=str)
 
 
 class Lines(ABC):
@@ -64,21 +75,6 @@ class Lines(ABC):
     @abstractmethod
     def read(self, start: int, stop: int | None = None) -> Iterator[Line]:
         """Yield the lines that begin at places from `start` to `stop`, or to the end."""
-
-    def place_behind(self, count: int) -> tuple[int, Line | None]:
-        """Return the place after the first `count` lines, and the last of these lines.
-
-        Raises:
-            UserError: there are fewer.
-        """
-        last, number = None, 0
-        for line in self.read(0):
-            if number == count:
-                return line.place, last
-            last, number = line, number + 1
-        if number < count:
-            raise UserError(f"{self.path} has {number:,} lines, and there are results of {count:,} already.")
-        return self.size, last
 
 
 class JSONLines(Lines):
@@ -145,7 +141,8 @@ class ParquetRows(Lines):
         for group in range(file.metadata.num_row_groups):
             behind = first + file.metadata.row_group(group).num_rows
             if start < behind and (stop is None or first < stop):
-                yield from self._read_group(group, first, start, stop)
+                with self._faults():
+                    yield from self._read_group(group, first, start, stop)
             first = behind
 
     def _read_group(self, group: int, first: int, start: int, stop: int | None) -> Iterator[Line]:
@@ -162,13 +159,22 @@ class ParquetRows(Lines):
                 place += batch.num_rows
 
     def _file(self) -> Any:
-        import pyarrow
         from pyarrow import parquet
 
-        try:
+        with self._faults():
             return parquet.ParquetFile(self.path)
-        except pyarrow.ArrowInvalid as error:
-            raise UserError(f"{self.path} is not a Parquet file ({error}).") from None
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Have errors of a damaged file name it."""
+        import pyarrow
+
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.path} is not a Parquet file, or is damaged ({described(error)}).") from None
 
 
 def open_lines(path: Path) -> Lines:

@@ -1,0 +1,151 @@
+"""The output of a batch, whatever happened to it: each line has its result once, or the files stay as they are."""
+
+import contextlib
+import json
+import os
+import random
+
+import pytest
+
+from granite4_neuron import UserError
+from granite4_neuron.serving.batch import results as module
+from granite4_neuron.serving.batch.batch import Result
+from granite4_neuron.serving.batch.lines import JSONLines
+from granite4_neuron.serving.batch.results import Results
+
+OPTIONS = {"max_tokens": 3, "temperature": None}
+WRONG = b'{"prompt": "a", "generated_text": "b", "finish_reason": "stop", "error": null}\n'
+
+
+class Killed(BaseException):
+    """Nothing runs behind it."""
+
+
+def answers(lines, start, options):
+    """Yield results that depend on the line, its place and the options only, of various lengths."""
+    for line in lines.read(start):
+        chance = random.Random(f"{line.digest()} {options}")
+        text = json.dumps({**json.loads(line.content), "generated_text": "é" * chance.choice([0, 1, 5, 400])})
+        yield Result(line.place, line.digest(), text.encode() + b"\n", 1, False)
+
+
+def run(folder, options, kill_after=None):
+    """Run a batch; `kill_after` this many bytes the process ends, and nothing more is written."""
+    left = kill_after
+
+    def write(file, content):
+        nonlocal left
+        content = bytes(content)
+        if left is None:
+            return WRITE(file, content)
+        written = WRITE(file, content[:left])
+        left -= written
+        if written < len(content):
+            raise Killed
+        return written
+
+    lines = JSONLines(folder / "in.jsonl")
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(os, "write", write)
+        patch.setattr(os, "fsync", lambda file: None)
+        with Results(folder / "out.jsonl", lines, options) as results:
+            for result in answers(lines, results.start, options):
+                results.append(result)
+
+
+WRITE = os.write
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def changed(chance, content):
+    """Return a file as somebody left it who removed, repeated, exchanged, edited or cut off something."""
+    lines, place = content.splitlines(keepends=True), chance.randrange(len(content) + 1)
+    one, other = (chance.randrange(len(lines) or 1) for _ in range(2))
+    what = chance.randrange(9)
+    if what == 0:
+        return content[:place]
+    if what == 1:
+        return content[:place] + bytes([chance.randrange(256)]) + content[place + 1 :]
+    if what == 2:
+        return b"".join(lines[:one] + lines[one + 1 :])
+    if what == 3:
+        return b"".join(lines[:one] + lines[other:])
+    if what == 4 and lines:
+        lines[one], lines[other] = lines[other], lines[one]
+        return b"".join(lines)
+    if what == 5:
+        return content + chance.choice([WRONG, b"\n", b"mine", b"{}", b"\0" * 9, content[-9:]])
+    if what == 6:
+        return chance.choice([b"", b"mine\n", b"{", WRONG, b"\0\0\0\x18ftypmp42 mine\n", b"\0" * 99])
+    if what == 7:
+        return content[:place] + b"\0" * chance.randrange(200)
+    return content[:place] + chance.choice([b"\n", b"x", WRONG]) + content[place:]
+
+
+def random_case(folder, chance):
+    """Run, kill, damage, and run again; return what the last run refuses, if it does."""
+    prompts = [chance.choice(["same", "same", str(number), "ü" * 50]) for number in range(chance.randrange(1, 9))]
+    given = folder / "in.jsonl"
+    given.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = dict(OPTIONS)
+    for _ in range(chance.randrange(1, 4)):
+        run(folder, options, kill_after=chance.choice([None, chance.randrange(2000)]))
+    for _ in range(chance.randrange(3)):
+        target = chance.choice([*folder.iterdir()])
+        if target != given or chance.random() < 0.3:
+            content = changed(chance, target.read_bytes())
+            target.write_bytes(content if target != given else b"\n".join(filter(is_object, content.splitlines())))
+    if chance.random() < 0.1:
+        options["max_tokens"] = 4
+    if chance.random() < 0.1:
+        chance.choice([*folder.iterdir()]).unlink()
+        if not given.exists():
+            given.write_text('{"prompt": "new"}\n')
+    before = files(folder)
+    try:
+        run(folder, options)
+    except UserError as error:
+        assert files(folder) == before, "a refusal changes nothing"
+        return str(error)
+    lines = JSONLines(given)
+    expected = b"".join(result.line for result in answers(lines, 0, options))
+    assert files(folder).get("out.jsonl", b"") == expected, "each line has its result once"
+    old = before.get("out.jsonl", b"")
+    kept = next((at for at in range(len(old)) if old[: at + 1] != expected[: at + 1]), len(old))
+    assert b"\n" not in old[kept:] or b"\0" in old[kept:], "nothing whole was overwritten"
+    return None
+
+
+def is_object(line):
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def test_two_thousand_accidents(tmp_path, monkeypatch):
+    said = []
+    for number in range(2000):
+        folder = tmp_path / "case"
+        folder.mkdir()
+        chance = random.Random(number)
+        monkeypatch.setattr(module, "_SECONDS", chance.choice([-1.0, 1e9]))  # each alone, or all together
+        said.append(random_case(folder, chance))
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    assert 600 < said.count(None) < 1700
+    for sentence in (
+        "is not the one that was written",
+        "has more than the",
+        "is not the one whose result",
+        "lines, and there are results of",
+        "was written with --max-tokens 3, which is 4 now",
+        "is not the record of a batch",
+        "is damaged",
+        "no out.jsonl.record that says that batch wrote it",
+    ):
+        assert any(sentence in each for each in said if each), sentence
