@@ -10,6 +10,7 @@ from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.devices.graphs.moe import fused_experts, fused_experts_without_gather
 from granite4_neuron.devices.neuron.expert_slots import num_slots
+from granite4_neuron.devices.neuron.forms import FusedMixerMamba2
 from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
@@ -132,7 +133,7 @@ def _with_nki_decode(operators: Operators, config: ModelConfig, tp_degree: int) 
         return operators
     decode = with_layout(operators.mamba_decode, has_kernel_layout=True)
     decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
-    operators = replace(operators, mamba_decode=decode, round_state=round_in_hardware)
+    operators = replace(operators, mamba_decode=decode, mixer_form=FusedMixerMamba2, round_state=round_in_hardware)
     reason = "they have their own recurrence, and the decode kernel nki is asked for"
     if operators.token_layer is None:
         return operators

@@ -11,7 +11,6 @@ from torch import nn
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.choices import MERGE_INSTEAD
-from granite4_neuron.devices.cpu.forms import FusedLayers, why_not_one_call
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
@@ -20,7 +19,7 @@ from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.moe import StackedWeights
 from granite4_neuron.model.mtp import MultiTokenPrediction
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
-from granite4_neuron.model.stack import LayerStack
+from granite4_neuron.model.stack import LayersAsOne, LayerStack
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import CompactWeight, Operators, Weight, is_quantized
 from granite4_neuron.ops.operators import Pack
@@ -68,7 +67,7 @@ class BindableModel(Module):
     @property
     def is_fused(self) -> bool:
         """Whether all layers are one call of fused kernels."""
-        return isinstance(self.model.stack, FusedLayers)
+        return isinstance(self.model.stack, LayersAsOne)
 
     @property
     def kernel_layout(self) -> bool:
@@ -157,9 +156,9 @@ class BindableModel(Module):
             self.mtp.choose_forms(self.parallel, ())
         self._packed_call = None
         stack = self.model.stack
-        if isinstance(stack, FusedLayers):
+        if isinstance(stack, LayersAsOne):
             embedding, head = self.model.embed_tokens.weight, self.lm_head.weight
-            refusal = why_not_one_call(self.config, embedding, head)
+            refusal = stack.why_not_one_call(embedding, head)
             if refusal is None:
                 stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
                 self._packed_call = stack.forward_packed

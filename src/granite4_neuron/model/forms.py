@@ -3,18 +3,18 @@
 A form is chosen once, when a model is bound, and says whether it supports a layer or why not. While a step runs, only
 its numbers of tokens and rows decide: a form falls back to the definition for steps that it does not support.
 
-A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. `devices.cpu.forms`, all
-layers as one call, is a form as well.
+A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. The operators of a device
+hand in its forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from granite4_neuron.devices.cuda.forms import TokenLayer
-from granite4_neuron.devices.neuron.forms import mixer_class
 from granite4_neuron.model.binding import as_form
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.ops import Operators
 
 
 def forms_of(layers: Iterable[DecoderLayer]) -> tuple[list[DecoderLayer], list[str]]:
@@ -26,16 +26,28 @@ def forms_of(layers: Iterable[DecoderLayer]) -> tuple[list[DecoderLayer], list[s
     forms: list[DecoderLayer] = []
     fallbacks: dict[str, None] = {}  # in order, each once
     for layer in layers:
-        reason = TokenLayer.why_not(layer) if layer.operators.token_layer is not None else None
+        form, reason = _token_form(layer)
         if reason is not None:
             fallbacks[f"the token kernels of {layer.kind} layers are not used: {reason}."] = None
-        forms.append(_form_of(layer, uses_token_layer=layer.operators.token_layer is not None and reason is None))
+        forms.append(_with_mixer(layer if form is None else as_form(layer, form)))
     return forms, list(fallbacks)
 
 
-def _form_of(layer: DecoderLayer, uses_token_layer: bool) -> DecoderLayer:
-    if uses_token_layer:
-        layer = as_form(layer, TokenLayer)
+def mixer_class(operators: Operators) -> type[Mamba2]:
+    """Return the form of `Mamba2` for these operators."""
+    return operators.mixer_form or Mamba2
+
+
+def _token_form(layer: DecoderLayer) -> tuple[type[DecoderLayer] | None, str | None]:
+    """Return the operators' form for a few tokens, or None; and why it does not support the layer, as a clause."""
+    form = layer.operators.layer_form
+    if form is None or layer.operators.token_layer is None:
+        return None, None
+    reason = form.why_not(layer)  # type: ignore[attr-defined]
+    return (form if reason is None else None), reason
+
+
+def _with_mixer(layer: DecoderLayer) -> DecoderLayer:
     if layer.is_mamba and (mixer := mixer_class(layer.operators)) is not type(layer.mamba):
-        layer = as_form(layer, type(layer), mamba=as_form(layer.mamba, mixer))
+        return as_form(layer, type(layer), mamba=as_form(layer.mamba, mixer))
     return layer

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.devices.cpu.forms import FusedLayers, why_not_fused
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.binding import Module
@@ -16,6 +17,7 @@ from granite4_neuron.model.forms import forms_of
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
+from granite4_neuron.ops import Operators, Weight
 from granite4_neuron.state.hybrid_state import HybridState, LayerState, MambaState
 
 
@@ -29,10 +31,10 @@ class LayerStack(Module):
     config: ModelConfig
     layers: Sequence[DecoderLayer]
     norm: RMSNorm
-    _bound_stack: OneByOne | FusedLayers | None = None
+    _bound_stack: OneByOne | LayersAsOne | None = None
 
     @property
-    def stack(self) -> OneByOne | FusedLayers:
+    def stack(self) -> OneByOne | LayersAsOne:
         return OneByOne(self.layers) if self._bound_stack is None else self._bound_stack
 
     def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
@@ -42,16 +44,74 @@ class LayerStack(Module):
 
     def form_of(
         self, layers: Sequence[DecoderLayer], parallel: Parallel, adapters: Sequence[Adapter]
-    ) -> tuple[OneByOne | FusedLayers, list[str]]:
+    ) -> tuple[OneByOne | LayersAsOne, list[str]]:
         """Return how consecutive layers of these are computed, and a sentence for each faster form that is not used."""
         reasons: list[str] = []
         if self.operators.fused_layers is not None:
-            refusal = why_not_fused(parallel, self.norm)
+            form: type[LayersAsOne] | None = self.operators.stack_form
+            assert form is not None  # operators with fused layers have it
+            refusal = form.why_not(parallel, self.norm)
             if refusal is None:
-                return FusedLayers(self.operators, layers, self.config, adapters), reasons
+                return form(self.operators, layers, self.config, adapters), reasons
             reasons.append(f"the fused decoder layers are not used: {refusal}.")
         forms, more_reasons = forms_of(layers)
         return OneByOne(forms), reasons + more_reasons
+
+
+class LayersAsOne(ABC):
+    """All decoder layers of a model as one call, with the weights that they have at construction.
+
+    Args:
+        operators: with fused layers.
+        layers: with packed matrices.
+        config: the whole model's.
+        adapters: with numbers.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        operators: Operators,
+        layers: Sequence[DecoderLayer],
+        config: ModelConfig,
+        adapters: Sequence[Adapter] = (),
+    ): ...
+
+    @staticmethod
+    @abstractmethod
+    def why_not(parallel: Parallel, norm: nn.Module) -> str | None:
+        """Return why it does not support a model, as a clause; None if it does. norm: the model's final norm; all norms
+        are of its kind.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute `OneByOne.__call__`."""
+
+    @abstractmethod
+    def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
+        """Compute `OneByOne.advance`."""
+
+    @abstractmethod
+    def why_not_one_call(self, embedding: Weight, head: Weight) -> str | None:
+        """Return why there is no `forward_packed` for the model, as a clause; None if there is."""
+
+    @abstractmethod
+    def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
+        """Give it the model's embedding, final norm and head, for `forward_packed`; see `why_not_one_call`."""
+
+    @abstractmethod
+    def forward_packed(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        state: HybridState,
+    ) -> torch.Tensor:
+        """Compute `HybridForCausalLM.forward_packed` without adapters. starts: positions of first tokens."""
 
 
 class OneByOne:

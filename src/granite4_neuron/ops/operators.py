@@ -49,12 +49,15 @@ class Operators:
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both use one state layout.
     mamba_quadratic: replaces mamba_prefill if one decay matrix over all tokens is asked for.
     round_state: rounds a float32 SSM state to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
-    fused_layers: `devices.cpu.layers`, if layers are fused; None if their parts are computed one by one.
+    fused_layers: kernels of whole layers, if layers are fused; None if their parts are computed one by one.
+    stack_form: then the class of the layers as one call, a `model.stack.LayersAsOne`.
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
     token_layer: `devices.cuda.token_layer`, if decode and verification of few sequences have operators that fuse
         products with their neighbours; None if they use the same operators as other steps.
     single_token_layer: `devices.cuda.single_token_layer`, if decode of one sequence has faster operators, which add up
         in another order; None if it uses the same operators as several sequences.
+    layer_form: then the form of layers that calls these operators, a `model.decoder_layer.DecoderLayer` with `why_not`.
+    mixer_form: the form of Mamba layers that calls `mamba_decode.fused_mixer`, a `model.mamba2.Mamba2`; or None.
     launch_parameters: how Mamba layers divide a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: quantizes matrices when weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take only
@@ -84,6 +87,9 @@ class Operators:
     fused_layers: ModuleType | SimpleNamespace | None = None
     token_layer: ModuleType | SimpleNamespace | None = None
     single_token_layer: ModuleType | SimpleNamespace | None = None
+    stack_form: type | None = None
+    layer_form: type | None = None
+    mixer_form: type | None = None
     launch_parameters: LaunchParameters = HEURISTIC
     quantize: Quantize = quantize
     pack: Pack | None = None
@@ -107,7 +113,7 @@ def noting(operators: Operators, note: Callable[[str], None]) -> Operators:
             names = {name: f"{operator.__name__}.{name}" for name, value in functions.items() if callable(value)}
             functions |= {name: _noting(functions[name], full_name, note) for name, full_name in names.items()}
             noted[field.name] = SimpleNamespace(**functions)
-        elif callable(operator) and field.name not in ("quantize", "pack"):
+        elif callable(operator) and not isinstance(operator, type) and field.name not in ("quantize", "pack"):
             noted[field.name] = _noting(operator, _name(operator), note)
     return replace(operators, **noted)
 

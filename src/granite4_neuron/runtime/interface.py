@@ -15,7 +15,6 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.devices.graphs import topk
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
@@ -25,7 +24,8 @@ from granite4_neuron.state.snapshot import Layout, Snapshot
 
 Ability = Literal["all_logits", "verify", "hidden_states", "copy", "snapshot", "decode", "adapters"]
 State = TypeVar("State", bound=HybridState | None)
-MOST_TOP_K, UNDECIDED = topk.MOST_TOP_K, topk.UNDECIDED  # see `Draw` and `Decoded`
+MOST_TOP_K = 63  # of a `Draw`
+UNDECIDED = -2  # in place of a token, see `Decoded`
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
 MOST_STOPS = 4  # of a row
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs` and `packed_inputs`

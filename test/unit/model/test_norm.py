@@ -28,7 +28,7 @@ class MeanNorm(Module):
 
 @pytest.fixture
 def model(monkeypatch):
-    for module in ("decoder_layer", "causal_lm"):
+    for module in ("decoder_layer", "modeling_granite_moe_hybrid"):
         monkeypatch.setattr(f"granite4_neuron.model.{module}.norm_of", MeanNorm)
     return random_model(small_config())
 

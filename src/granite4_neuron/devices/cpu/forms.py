@@ -15,38 +15,29 @@ from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.stack import LayersAsOne
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import Operators, Weight
 from granite4_neuron.state.hybrid_state import HybridState, NoState
 
 
-def why_not_fused(parallel: Parallel, norm: nn.Module) -> str | None:
-    """Return why the fused layers do not support a model, as a clause; None if they do. norm: the model's final norm;
-    all norms are of its kind.
-    """
-    if parallel.degree > 1:
-        return f"they are for a whole model, and this is a part of {parallel.degree}"
-    return why_not_fusible(norm)
+class FusedLayers(LayersAsOne):
+    """`LayersAsOne` by the C++ kernels."""
 
+    @staticmethod
+    def why_not(parallel: Parallel, norm: nn.Module) -> str | None:
+        """Implement `LayersAsOne.why_not`."""
+        if parallel.degree > 1:
+            return f"they are for a whole model, and this is a part of {parallel.degree}"
+        return why_not_fusible(norm)
 
-def why_not_one_call(config: ModelConfig, embedding: Weight, head: Weight) -> str | None:
-    """Return why fused layers have no `forward_packed` for a model, as a clause; None if they have one."""
-    if config.uses_rope:
-        return "it makes no rotary positions"
-    if not isinstance(embedding, torch.Tensor) and embedding is not head:
-        return "it looks up rows of a plain embedding, or of the head's matrix"
-    return None
-
-
-class FusedLayers:
-    """The decoder layers of a model, with the weights that they have at construction.
-
-    Args:
-        operators: with fused layers.
-        layers: with packed matrices.
-        config: the whole model's.
-        adapters: with numbers.
-    """
+    def why_not_one_call(self, embedding: Weight, head: Weight) -> str | None:
+        """Implement `LayersAsOne.why_not_one_call`."""
+        if self._config.uses_rope:
+            return "it makes no rotary positions"
+        if not isinstance(embedding, torch.Tensor) and embedding is not head:
+            return "it looks up rows of a plain embedding, or of the head's matrix"
+        return None
 
     def __init__(
         self,

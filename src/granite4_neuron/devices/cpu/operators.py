@@ -7,6 +7,7 @@ from dataclasses import replace
 from granite4_neuron.config.choices import CPU_KERNELS
 from granite4_neuron.devices.cpu import layers
 from granite4_neuron.devices.cpu.build import load_kernels
+from granite4_neuron.devices.cpu.forms import FusedLayers
 from granite4_neuron.devices.cpu.functions import (
     cached_attention,
     embedding,
@@ -79,6 +80,7 @@ def operators(kernels: str = "fused") -> Operators:
         embedding=embedding,
         logits=logits,
         fused_layers=layers,
+        stack_form=FusedLayers,
         quantize=quantize,
         pack=pack,
     )

@@ -18,6 +18,7 @@ from granite4_neuron.devices.cuda import (
     single_token_layer,
     token_layer,
 )
+from granite4_neuron.devices.cuda.forms import TokenLayer
 from granite4_neuron.devices.graphs.operators import XLA
 
 GPU = replace(
@@ -35,6 +36,7 @@ GPU = replace(
     mamba_decode=mamba.SINGLE_TOKEN,
     logits=head.logits,
     token_layer=token_layer,
+    layer_form=TokenLayer,
     single_token_layer=single_token_layer,
 )
 

@@ -9,6 +9,7 @@ import math
 import torch
 
 from granite4_neuron.ops.moe import SMALLEST_SUM
+from granite4_neuron.runtime.interface import MOST_TOP_K, UNDECIDED
 
 # Up to this many tokens, logits are compared in pairs: the fewest instructions, but num_experts ** 2 values per token.
 _MOST_IN_PAIRS = 64
@@ -16,8 +17,6 @@ _MOST_IN_PAIRS = 64
 _GROUPS, _OF_A_GROUP = 64, 8
 # Options of `drawn`, before the noise.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(5)
-MOST_TOP_K = 63  # there must be one candidate more
-UNDECIDED = -2  # in place of a token, see `drawn`
 # How far two computations of a quantity may be apart, see `drawn`.
 _ROUNDING, _ROUNDING_OF_LOGITS, _ROUNDING_OF_ORDER, _SMALLEST = 2e-4, 2.0**-19, 2.0**-20, 1e-30
 _HIGHEST_TEMPERATURE = 1e6

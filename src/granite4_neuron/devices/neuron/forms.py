@@ -6,13 +6,8 @@ import torch
 
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import FusedMixer, MixerConstants, Operators
+from granite4_neuron.ops import FusedMixer, MixerConstants
 from granite4_neuron.state.hybrid_state import MambaState
-
-
-def mixer_class(operators: Operators) -> type[Mamba2]:
-    """Return the form of `Mamba2` for these operators."""
-    return Mamba2 if operators.mamba_decode.fused_mixer is None else FusedMixerMamba2
 
 
 class FusedMixerMamba2(Mamba2):
@@ -21,7 +16,7 @@ class FusedMixerMamba2(Mamba2):
     @property
     def _fused_mixer(self) -> FusedMixer:
         fused_mixer = self.operators.mamba_decode.fused_mixer
-        assert fused_mixer is not None  # `mixer_class`
+        assert fused_mixer is not None  # `devices.selection`
         return fused_mixer
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,7 +41,6 @@ from neuronx_distributed_inference.modules.generation.sampling import create_sam
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.devices.neuron.forms import mixer_class
 from granite4_neuron.devices.neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.devices.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.devices.neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
@@ -50,6 +49,7 @@ from granite4_neuron.devices.neuron.nxdi.state import HybridCacheManager, Neuron
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.binding import set_operators
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.forms import mixer_class
 from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.step import Step
 from granite4_neuron.state.hybrid_state import LayerState
