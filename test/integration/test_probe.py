@@ -60,6 +60,7 @@ class TestProcesses:
             (line,) = (line for line in output.splitlines() if name in line)
             assert step["result"] in line and step["message"][:40] in line
 
+    @pytest.mark.slow
     def test_a_step_that_hangs_says_where_and_leaves_nothing_behind(self, planted):
         step = planted[1]["planted_probe hangs"]
         assert step["message"] == "not done after 5 seconds" and step["seconds"] < 60
@@ -180,6 +181,7 @@ class TestSteps:
         assert record.result == OK, record
         assert any(finding.verdict == EQUAL for finding in record.findings)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("step", SHORT, ids=lambda step: step.name)
     def test_all_is_right_on_the_cpu(self, step, monkeypatch):
         monkeypatch.setattr(states, "MEGABYTES", (8, 16))

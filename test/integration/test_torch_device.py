@@ -68,6 +68,10 @@ class TestSteps(OnLayers, StepContract):
     def test_logits_equal_the_cpu_runtimes(self, backend, case):
         super().test_logits_equal_the_cpu_runtimes(backend, case)
 
+    @pytest.mark.slow
+    def test_logits_where_sequences_outgrow_a_bucket_of_the_cache(self, backend):
+        super().test_logits_where_sequences_outgrow_a_bucket_of_the_cache(backend)
+
     @pytest.mark.exhaustive
     def test_a_sequence_of_nan_stays_alone(self, backend):
         super().test_a_sequence_of_nan_stays_alone(backend)
@@ -118,6 +122,7 @@ class TestEngine(OnLayers, EngineContract):
         super().test_both_add_a_constant_number_of_graphs(backend, model)
 
 
+@pytest.mark.slow
 class TestOneText(OneTextContract):
     @pytest.fixture(
         params=[

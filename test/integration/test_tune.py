@@ -30,6 +30,7 @@ def test_bad_input_is_refused(arguments, message, capsys):
     assert output == "" and message in error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 def test_a_later_run_uses_what_an_earlier_one_wrote(tmp_path):
     folder = tmp_path / "new"

@@ -43,6 +43,7 @@ def draws_of(noise, **options):
     return torch.cat([torch.tensor([list(values.values())] * len(noise)), noise], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choose, draws",
     [

@@ -113,6 +113,7 @@ class TestExperts:
         y = run(inputs)
         assert torch.equal(y[[0, 2]], expected[[0, 2]]) and y[1].isnan().all()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tp_degree", [1, 4])
     @pytest.mark.parametrize("name", MOES)
     def test_family(self, name, tp_degree):
