@@ -1,6 +1,7 @@
 """Files of requests answered on the machines of a Ray cluster, here two nodes on one machine."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -86,6 +87,7 @@ def test_any_number_of_workers_gives_the_same_bytes(address, tmp_path, texting_f
         killed = []
         if number == 2:
             output.write_bytes(expected[: len(expected) // 5])
+            shutil.copy(tmp_path / "here.jsonl.record", tmp_path / "2.jsonl.record")
             before = output.stat().st_size
 
             def kill(output=output, before=before, killed=killed):
