@@ -58,6 +58,8 @@ CHATS = [
     (history(arguments='{"a":' * 9999), history(arguments="{}"), ""),
     (history("functions.look:0 <?>"), history("functions.look:0 <?>"), ""),
     (history(content=""), history(), ""),
+    # A turn that was interrupted before its call had a result goes on.
+    ({"messages": [*history()["messages"][:2], HI]}, {"messages": [*history(content="")["messages"][:2], HI]}, ""),
 ]
 RESPONSES = [
     ({"client_metadata": {}, "text": {"verbosity": "low"}, "store": True, "include": ["x"]}, chat(), None),
