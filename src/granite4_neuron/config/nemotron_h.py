@@ -266,6 +266,7 @@ class NemotronHConfig(ModelConfig):
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
+            **{name: only for name, (only, _) in _ONLY.items()},
             **{self.json_name(name): value for name, value in written.items()},
             "layers_block_type": [_WRITTEN[kind] for kind in self.layer_types],
             **self.written_time_step_limit,

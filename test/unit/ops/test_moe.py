@@ -81,10 +81,15 @@ class TestSigmoidChoice:
         total = sum(scores[expert] for expert in allowed[:top_k]) if norm_topk_prob else 1.0
         return {expert: scaling_factor * scores[expert] / total for expert in allowed[:top_k]}
 
-    @pytest.mark.parametrize("change", [{}, dict(n_group=1, topk_group=1), dict(norm_topk_prob=False)], ids=str)
+    @pytest.mark.parametrize(
+        "change", [{}, dict(n_group=1, topk_group=1), dict(norm_topk_prob=False), dict(top_k=1)], ids=str
+    )
     def test_the_bias_chooses_and_the_weights_come_without_it(self, change):
+        """Closed groups stay closed where all sums are negative (NVIDIA's code and mlx-lm count them as 0), and the
+        weight of a single expert is normalised too (not in mlx-lm).
+        """
         torch.manual_seed(1)
-        logits, bias, arguments = torch.randn(50, 16), torch.randn(16), {**CHOICE, **change}
+        logits, bias, arguments = torch.randn(50, 16), torch.randn(16) - 3.0, {**CHOICE, **change}
         weights, ids = ops.topk_sigmoid(logits, bias, **arguments)
         changed = ids.sort(-1)[0] != ops.topk_sigmoid(logits, torch.zeros(16), **arguments)[1].sort(-1)[0]
         assert changed.any(1).float().mean() > 0.5, "the bias matters here"
