@@ -8,7 +8,7 @@ import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, NKI_PREFILL_SCANS, PREFILL_SCANS
-from granite4_neuron.devices.graphs.moe import fused_experts, fused_experts_without_gather
+from granite4_neuron.devices.graphs import input_first, moe
 from granite4_neuron.devices.neuron.expert_slots import num_slots
 from granite4_neuron.devices.neuron.forms import FusedMixerMamba2
 from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
@@ -70,10 +70,11 @@ def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: st
         return base
     if form == "kernel" and not config.has_gated_mlp:
         raise UserError("the NKI kernel for experts multiplies a gate, which these experts lack; choose all or gather.")
+    in_torch = input_first if base.input_first_experts else moe
     if form == "gather":
-        return replace(base, fused_experts=fused_experts)
+        return replace(base, fused_experts=in_torch.fused_experts)
     if form == "all":
-        return replace(base, fused_experts=fused_experts_without_gather)
+        return replace(base, fused_experts=in_torch.fused_experts_without_gather)
     require_nki()
     # Not at the top: the package works without nki.
     from granite4_neuron.devices.neuron.nki.experts import MAX_TOKENS

@@ -89,7 +89,8 @@ class BindableModel(Module):
         embedding is not quantized.
         """
         weight = self.model.embed_tokens.weight
-        head_is_its_own = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)
+        is_quantized_alone = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)
+        head_is_its_own = is_quantized_alone or self.operators.input_first
         if not self.config.tie_word_embeddings or head_is_its_own:
             return
         if isinstance(weight, torch.Tensor):
@@ -121,7 +122,7 @@ class BindableModel(Module):
 
         Its weights are fixed. It shares tensors with this model, with three exceptions: weights are copied to a device
         if they are elsewhere; operators with a layout of their own copy all weights, unless the matrices are in that
-        layout already; on a device, operators that exchange the axes of experts' weights copy these.
+        layout already; on a device, operators that exchange the axes of matrices copy these.
 
         Adapters must have numbers; they apply to the rows of steps that name them.
 
@@ -132,8 +133,8 @@ class BindableModel(Module):
         set_operators(bound, operators)
         if operators.pack is not None:
             bound._pack(operators.pack)
-        if operators.input_first_experts:
-            bound._put_inputs_first()
+        if operators.input_first or operators.input_first_experts:
+            bound._put_inputs_first(operators)
         if device is not None:
             bound._copy_to(device)
         bound._choose_forms(adapters)
@@ -179,12 +180,15 @@ class BindableModel(Module):
             }
         self.tie_weights()
 
-    def _put_inputs_first(self) -> None:
-        """Exchange the axes of each expert's matrices: a view, which a copy to a device makes contiguous there."""
+    def _put_inputs_first(self, operators: Operators) -> None:
+        """Exchange the axes of the matrices of products, or only of experts: a view, which a copy to a device makes
+        contiguous there. So a tied head has values of its own.
+        """
         for module in self.modules():
-            if isinstance(module, StackedWeights):
+            of_products = operators.input_first and module is not self.model.embed_tokens
+            if isinstance(module, Matrix if of_products else StackedWeights):
                 weight = module.get_parameter("weight")
-                module._parameters["weight"] = nn.Parameter(weight.transpose(1, 2), requires_grad=False)
+                module._parameters["weight"] = nn.Parameter(weight.transpose(-2, -1), requires_grad=False)
 
     def _pack(self, pack: Pack) -> None:
         """Lay out all matrices for products, and copy the other weights."""

@@ -52,6 +52,7 @@ class Operators:
     fused_layers: kernels of whole layers, if layers are fused; None if their parts are computed one by one.
     stack_form: then the class of the layers as one call, a `model.stack.LayersAsOne`.
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
+    input_first: whether linear, mlp, router_logits and logits take their matrices so, too.
     token_layer: `devices.cuda.token_layer`, if decode and verification of few sequences have operators that fuse
         products with their neighbours; None if they use the same operators as other steps.
     single_token_layer: `devices.cuda.single_token_layer`, if decode of one sequence has faster operators, which add up
@@ -76,6 +77,7 @@ class Operators:
     topk_sigmoid: Callable[..., tuple[torch.Tensor, torch.Tensor]] = topk_sigmoid
     fused_experts: Operator = fused_experts
     input_first_experts: bool = False
+    input_first: bool = False
     write_cache: Callable[..., None] = write_cache
     cached_attention: Operator = cached_attention
     embedding: Operator = embedding

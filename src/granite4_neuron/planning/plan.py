@@ -226,8 +226,8 @@ def plan(
     check_ranks(instance, tp_degree)
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
-    is_tied = config.tie_word_embeddings and not options.holds_tied_head_twice
-    table = parameters(replace(config, tie_word_embeddings=is_tied), tp_degree)
+    # A tied head is stored a second time: by NxD Inference, and on PyTorch's device with its inputs first.
+    table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     return Plan(
         config,
         dtype,

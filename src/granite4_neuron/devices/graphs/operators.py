@@ -6,6 +6,7 @@ has its plain definition. `devices.cuda` starts from this set and replaces the o
 
 from dataclasses import replace
 
+from granite4_neuron.devices.graphs import input_first
 from granite4_neuron.devices.graphs.attention import cached_attention, write_cache_as
 from granite4_neuron.devices.graphs.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
 from granite4_neuron.devices.graphs.moe import expert_path, fused_experts, fused_experts_without_gather
@@ -22,8 +23,20 @@ XLA = Operators(
 )
 # For compilers that fuse element-wise operations into one loop, and do not update operands of products in place.
 LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
+# For a compiler that multiplies matrices as they are stored.
+INPUT_FIRST = replace(
+    LOOPS,
+    linear=input_first.linear,
+    mlp=input_first.mlp,
+    router_logits=input_first.router_logits,
+    logits=input_first.logits,
+    fused_experts=input_first.fused_experts,
+    input_first_experts=True,
+    input_first=True,
+)
 
 __all__ = [
+    "INPUT_FIRST",
     "LOOPS",
     "XLA",
     "expert_path",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
 from granite4_neuron.devices.neuron.neuron_sdk import CONTINUATION_TOKENS
@@ -55,9 +54,6 @@ class GraphOptions:
     verified_tokens: int = 0
     context_buckets: Sequence[int] | None = None
     token_buckets: Sequence[int] | None = None
-
-    # NxD Inference stores a tied head a second time.
-    holds_tied_head_twice: ClassVar[bool] = True
 
     @property
     def longest_prompt(self) -> int:

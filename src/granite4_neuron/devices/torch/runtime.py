@@ -21,7 +21,7 @@ from granite4_neuron.config.choices import KV_WRITES, NO_ADAPTERS, NO_HIDDEN_STA
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
-from granite4_neuron.devices.graphs.operators import LOOPS, write_cache_as
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST, LOOPS, write_cache_as
 from granite4_neuron.devices.graphs.runtime import (
     LENGTH,
     PREFILL_BUCKETS,
@@ -114,7 +114,7 @@ class TorchRuntime(GraphRuntime):
         where, kind = use_device(device), kind_of_device(device)
         if kind == "neuron":
             experts_decode = experts_decode or default_experts_decode(decode_kernel)
-        operators = _operators(model, where, prefill_scan, decode_kernel, experts_decode, batch_invariant)
+        operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
         if batch_invariant and self.fallbacks:
@@ -413,14 +413,14 @@ class _Memory:
 
 def _operators(
     model: HybridForCausalLM,
-    device: torch.device,
+    device: str,
     prefill_scan: str,
     decode_kernel: str,
     experts_decode: str | None,
     batch_invariant: bool | None,
 ) -> Operators:
-    """Return the operators for a model on a device; choices as for `TorchRuntime`."""
-    is_gpu, degree = device.type == "cuda", model.parallel.degree
+    """Return the operators for a model on a kind of device; choices as for `TorchRuntime`."""
+    is_gpu, degree = device == "cuda", model.parallel.degree
     if is_gpu and experts_decode is not None:
         raise UserError(
             f"experts_decode is {experts_decode}; on a GPU a Triton kernel reads the chosen experts, and nothing "
@@ -428,7 +428,8 @@ def _operators(
         )
     if not is_gpu and batch_invariant is not None:
         raise UserError("batch_invariant is for a GPU, whose kernels for one sequence are others than for several.")
-    base = (GPU_BATCH_INVARIANT if batch_invariant else GPU) if is_gpu else LOOPS
+    gpu = GPU_BATCH_INVARIANT if batch_invariant else GPU
+    base = {"cpu": LOOPS, "cuda": gpu, "neuron": INPUT_FIRST}[device]
     return select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
 
 

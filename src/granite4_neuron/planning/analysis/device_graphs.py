@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.devices.graphs.runtime import (
@@ -38,8 +37,6 @@ class DeviceGraphOptions:
 
     context_buckets: Sequence[int] = PREFILL_BUCKETS
     verified_tokens: int = 0
-
-    holds_tied_head_twice: ClassVar[bool] = False
 
     @property
     def longest_prompt(self) -> int:

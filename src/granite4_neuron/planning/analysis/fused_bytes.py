@@ -6,7 +6,9 @@ moved only if it must be in memory:
 * inputs, and the results of products, sums over an axis, gathers, scatters, collectives, kernels and copies;
 * operands of a product, a gather, a scatter, a collective or a kernel, unless they are inputs in another layout or
   dtype;
-* an element-wise result from which several such values are computed; and the graph's outputs.
+* an element-wise result from which several such values are computed; and the graph's outputs;
+
+* a weight that is transposed for a product, if the device keeps weights as the graph takes them.
 
 Such a value is written once, and read once for each such value that is computed from it. Constants, and values that
 depend only on constants, are not moved. A compiler may do better or worse.
@@ -15,9 +17,10 @@ depend only on constants, are not moved. A compiler may do better or worse.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from math import prod
 
-from granite4_neuron.planning.analysis.hlo_lint import Instruction
+from granite4_neuron.planning.analysis.hlo_lint import Instruction, transposed_weights
 from granite4_neuron.planning.analysis.kernel_costs import kernel_cost, kernel_name, size_of
 
 _LAYOUTS = {"reshape", "broadcast", "convert", "slice", "transpose", "bitcast", "get-tuple-element"}
@@ -32,19 +35,24 @@ _FREE = _LAYOUTS | _ELEMENT_WISE | _CONSTANTS | {"tuple"}
 _READS_THROUGH = {"reduce", "pad", "concatenate", "copy"}
 
 
-def fused_bytes(entry: dict[str, Instruction], outputs: tuple[str, ...]) -> float:
+def fused_bytes(
+    entry: dict[str, Instruction], outputs: tuple[str, ...], states: Collection[int] | None = None
+) -> float:
     """Return the bytes that a graph moves.
 
     Args:
         entry: the graph's instructions, each after its operands.
         outputs: their names.
+        states: as `hlo_lint.findings` takes it.
     """
-    return _Graph(entry, outputs).moved()
+    transposed = () if states is None else transposed_weights(entry, states)
+    return _Graph(entry, outputs, set(transposed)).moved()
 
 
 class _Graph:
-    def __init__(self, entry: dict[str, Instruction], outputs: tuple[str, ...]):
+    def __init__(self, entry: dict[str, Instruction], outputs: tuple[str, ...], transposed: set[str]):
         self._entry = entry
+        self._transposed = transposed
         self._outputs = set(outputs)
         self._depends = self._values_of_inputs()
         self._in_memory = self._values_in_memory()
@@ -71,7 +79,8 @@ class _Graph:
                 continue
             opcode = instruction.opcode
             must_be_in_memory = name in is_taken_whole or len(readers[name]) > 1
-            if opcode not in _FREE or (must_be_in_memory and self._is_computed(name)):
+            is_moved = opcode not in _FREE or name in self._transposed
+            if is_moved or (must_be_in_memory and self._is_computed(name)):
                 in_memory.add(name)
             for operand in instruction.operands:
                 readers[operand] |= {name} if name in in_memory else readers[name]

@@ -7,7 +7,7 @@ kind cost the same, so this gives the cost of any number of layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 
@@ -105,6 +105,7 @@ class Traced:
     components: each traced from its own placeholders, by its name in `COMPONENTS` and the type of its layers, None
         outside of layers.
     widens_places: see `hlo_lint.findings`.
+    keeps_layouts: whether the device keeps weights as the graph takes them, so that it must not transpose one.
     """
 
     proto: bytes
@@ -113,6 +114,12 @@ class Traced:
     weight_bytes: int
     state_bytes: int
     widens_places: bool = False
+    keeps_layouts: bool = False
+
+    @property
+    def states(self) -> Collection[int] | None:
+        """The numbers of the parameters that are state, for `hlo_lint.findings`."""
+        return self.donated.keys() if self.keeps_layouts else None
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,7 @@ def graph_report(
     layer_types = config.layer_types
     kinds = tuple(dict.fromkeys(layer_types))
     few = trace(kinds)
-    cost_of_few = cost = count(few.proto)
+    cost_of_few = cost = count(few.proto, few.states)
     weight_bytes, state_bytes = few.weight_bytes, few.state_bytes
     of_few = outside = _collectives(few)
     of_layers: dict[str, Counter[tuple[str, str]]] = {}
@@ -244,12 +251,12 @@ def graph_report(
         times = layer_types.count(kind) - 1
         if times or of_few:
             more = trace((*kinds, kind))
-            cost += (count(more.proto) - cost_of_few) * times
+            cost += (count(more.proto, more.states) - cost_of_few) * times
             weight_bytes += (more.weight_bytes - few.weight_bytes) * times
             state_bytes += (more.state_bytes - few.state_bytes) * times
             of_layers[kind] = _collectives(more) - of_few
             outside = outside - of_layers[kind]
-    findings = hlo_lint.findings(hlo_text(few.proto), few.widens_places, num_experts)
+    findings = hlo_lint.findings(hlo_text(few.proto), few.widens_places, num_experts, few.states)
     for kind, found in of_layers.items():
         findings += hlo_lint.findings_of_layer(kind, found, config.parts(kind).count)
     return GraphReport(

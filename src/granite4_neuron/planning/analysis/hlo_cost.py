@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -94,8 +94,8 @@ def hlo_text(proto: bytes) -> str:
     return _module(proto).to_string()
 
 
-def count(proto: bytes) -> Cost:
-    """Count the cost of a serialised HLO module.
+def count(proto: bytes, states: Collection[int] | None = None) -> Cost:
+    """Count the cost of a serialised HLO module; `states` as `hlo_lint.findings` takes it.
 
     A reshape moves nothing. XLA counts it as a copy, which is subtracted here.
 
@@ -110,7 +110,7 @@ def count(proto: bytes) -> Cost:
     instructions = hlo_lint.instructions(module.to_string())
     root = next(reversed(instructions.values()))
     outputs = root.operands if root.opcode == "tuple" else (root.name,)
-    moved = fused_bytes(instructions, outputs)
+    moved = fused_bytes(instructions, outputs, states)
     cost = Cost(properties.get("flops", 0.0), properties.get("bytes accessed", 0.0), len(instructions), moved)
     reshapes = [each for each in instructions.values() if each.opcode == "reshape"]
     cost -= Cost(bytes_accessed=2.0 * sum(size_of(reshape.shapes[0]) for reshape in reshapes))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_RANK = 4
@@ -112,7 +112,32 @@ def _split_at_end(rest: str) -> tuple[str, str]:
     return rest, ""
 
 
-def findings(hlo_text: str, widens_places: bool = False, num_experts: int = 0) -> list[str]:
+def transposed_weights(module: Mapping[str, Instruction], states: Collection[int]) -> list[str]:
+    """Return the names of the transposes whose results are operands of products and whose operands are parameters, but
+    for a reshape or a change of dtype.
+
+    Args:
+        module: the instructions, each after its operands.
+        states: numbers of the parameters that are state, which may be transposed.
+    """
+    unchanged = ("reshape", "convert", "copy")
+    # For each value that is a parameter in another layout: the transpose that made it so, or None.
+    made: dict[str, str | None] = {}
+    found: dict[str, None] = {}
+    for name, each in module.items():
+        if each.opcode == "parameter":
+            if each.parameter_number not in states:
+                made[name] = None
+        elif each.opcode in (*unchanged, "transpose") and each.operands[0] in made:
+            made[name] = name if each.opcode == "transpose" else made[each.operands[0]]
+        elif each.opcode == "dot":
+            found |= {transpose: None for operand in each.operands if (transpose := made.get(operand)) is not None}
+    return list(found)
+
+
+def findings(
+    hlo_text: str, widens_places: bool = False, num_experts: int = 0, states: Collection[int] | None = None
+) -> list[str]:
     """Return one sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
     The rules are:
@@ -124,7 +149,8 @@ def findings(hlo_text: str, widens_places: bool = False, num_experts: int = 0) -
     * no collective except all-reduce and all-gather;
     * a gather picks whole rows of its first axes (a slot, an expert, a token's embedding), never places in a sequence;
     * no gather or scatter at places known when the graph is made, because a slice would do;
-    * with `num_experts`, no gather of experts' weights at places that depend on data.
+    * with `num_experts`, no gather of experts' weights at places that depend on data;
+    * with `states`, no transpose of a weight.
 
     A scatter at places that depend on data is allowed, because it writes a cache. A loop over tokens that was unrolled
     while tracing cannot be told from other instructions: count instructions for two lengths.
@@ -135,12 +161,16 @@ def findings(hlo_text: str, widens_places: bool = False, num_experts: int = 0) -
             64-bit integers break no rule.
         num_experts: the number of experts if a step of decode must not fetch experts' weights by index; 0 to allow it.
             Other ports report that such a gather is slow on Trainium2, and was compiled wrongly without a message.
+        states: the numbers of the parameters that are state, if no pass of the compiler stores a weight in another
+            layout: then a weight would be transposed in each launch. None if there is such a pass.
     """
     module = instructions(hlo_text)
     rules = [_faults] if widens_places else [_faults, _faults_of_integers]
     faults = [(each.name, fault) for each in module.values() for rule in rules for fault in rule(each, module)]
     gathers = [each for each in module.values() if num_experts and _fetches_experts(each, module, num_experts)]
     faults += [(each.name, "is a gather of experts' weights at places that depend on data") for each in gathers]
+    if states is not None:
+        faults += [(name, "is a transpose of a weight") for name in transposed_weights(module, states)]
     return [f"{name} {fault}." for name, fault in faults]
 
 

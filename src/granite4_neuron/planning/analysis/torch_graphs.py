@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from granite4_neuron.devices.graphs.operators import LOOPS
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST
 from granite4_neuron.devices.graphs.runtime import decode_inputs, graph_inputs
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import compile_apart
 from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_advance, run_step, state_tensors
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.planning.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, Traced
 from granite4_neuron.planning.analysis.torch_lowering import Lowered, aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.runtime.interface import Row
@@ -31,10 +32,18 @@ def trace_torch(graph: Graph) -> Traced:
         hlo_proto_of(lowered.text),
         donated=lowered.donated,
         components={},
-        weight_bytes=sum(weight.nbytes for weight in graph.meta_model().parameters()),
+        weight_bytes=sum(weight.nbytes for weight in _bound(graph).parameters()),
         state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in graph.meta_state().tensors()),
         widens_places=True,
+        keeps_layouts=True,
     )
+
+
+def _bound(graph: Graph, rank: int = 0) -> HybridForCausalLM:
+    """Return a rank's model as `TorchRuntime` computes with it."""
+    model = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None)
+    operators = select_operators(INPUT_FIRST, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
+    return model.bind(operators)
 
 
 def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
@@ -44,9 +53,7 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
         ToolsMissing: torch-mlir or jax is not installed.
     """
     check_installed()
-    model, state = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None), graph.meta_state()
-    operators = select_operators(LOOPS, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
-    model = model.bind(operators)
+    model, state = _bound(graph, rank), graph.meta_state()
     inputs = graph_inputs([Row(1, 0, [0])] * graph.rows, graph.tokens).to("meta")
     in_order = graph.kind != PREFILL
     tensors = state_tensors(state, None if in_order else 1)
