@@ -39,6 +39,7 @@ _OPERATORS = (
     ("rms_norm",),
     ("rms_norm_gated",),
     ("residual_add",),
+    ("layouts",),
     ("mlp",),
     ("router_logits",),
     ("topk_softmax",),

@@ -1,5 +1,5 @@
-"""Each operator of compiled graphs, beside its definition in plain torch, in float32 at the widths of h-350m unless
-said otherwise.
+"""Each operator of the Neuron device's graphs, beside its definition in plain torch, in float32 at the widths of h-350m
+unless said otherwise. Matrices lie with the inputs first.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from benchmarks.probe.device import compare, compiled, judge, milliseconds, to_d
 from benchmarks.probe.process import FACT, Finding, Place
 from granite4_neuron.devices.graphs import topk
 from granite4_neuron.devices.graphs.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_capacity
-from granite4_neuron.devices.graphs.operators import XLA
+from granite4_neuron.devices.graphs.moe import fused_experts as fused_experts_of_graphs
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST
 from granite4_neuron.devices.graphs.runtime import draw_inputs
 from granite4_neuron.devices.graphs.topk import UNDECIDED, likeliest
 from granite4_neuron.engine import Sampler, SamplingParams
@@ -25,6 +27,7 @@ from granite4_neuron.runtime.interface import Row
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
 _MAMBA_HEADS, _MAMBA_HEAD_DIM, _D_STATE, _CHANNELS, _D_CONV = 48, 32, 128, 1792, 4
+_IN_PROJ_OF_H_SMALL = 4096, 4384  # in, out on a rank of four
 _EXPERTS_OF_H_SMALL = 72, 4096, 192, 10  # experts, hidden size, width on a rank of four, experts per token
 _EPS = 1e-5
 _BFLOAT16_TOLERANCE = 2e-2  # for a sum of ten experts, each rounded between its products
@@ -40,6 +43,20 @@ def _weight(*shape: int) -> torch.Tensor:
     return _randn(*shape) / shape[-1] ** 0.5
 
 
+def _exchanged(*shape: int) -> torch.Tensor:
+    """Return `_weight` with its last two axes exchanged."""
+    return _weight(*shape).transpose(-2, -1).contiguous()
+
+
+def _of_exchanged(definition: Callable[..., torch.Tensor], number: int) -> Callable[..., torch.Tensor]:
+    """Return a definition that takes its first `number` matrices, after x, with their last two axes exchanged."""
+
+    def function(x: torch.Tensor, *values: Any) -> torch.Tensor:
+        return definition(x, *(each.transpose(-2, -1) for each in values[:number]), *values[number:])
+
+    return function
+
+
 def _int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -47,46 +64,67 @@ def _int32(*values: int) -> torch.Tensor:
 def embedding(place: Place) -> Iterator[Finding]:
     for tokens in _TOKENS:
         ids = torch.randint(_VOCAB, (1, tokens), dtype=torch.int32)
-        yield compare(place, f"{tokens} tokens", XLA.embedding, TORCH.embedding, ids, _weight(_VOCAB, _HIDDEN))
+        yield compare(place, f"{tokens} tokens", INPUT_FIRST.embedding, TORCH.embedding, ids, _weight(_VOCAB, _HIDDEN))
 
 
 def linear(place: Place) -> Iterator[Finding]:
     for tokens in _TOKENS:
-        weight = _weight(_WIDTH, _HIDDEN)
-        yield compare(place, f"{tokens} tokens", XLA.linear, TORCH.linear, _randn(1, tokens, _HIDDEN), weight)
+        arguments = _randn(1, tokens, _HIDDEN), _exchanged(_WIDTH, _HIDDEN)
+        yield compare(place, f"{tokens} tokens", INPUT_FIRST.linear, _of_exchanged(TORCH.linear, 1), *arguments)
+
+
+def layouts(place: Place) -> Iterator[Finding]:
+    """A product of 1 and of 512 tokens with a matrix [out, in] and with one [in, out], in bfloat16, with times."""
+    width, rows = _IN_PROJ_OF_H_SMALL
+    weight = _weight(rows, width).bfloat16()
+    for name, function, stored in (
+        ("out, in", TORCH.linear, weight),
+        ("in, out", INPUT_FIRST.linear, weight.T.contiguous()),
+    ):
+        for tokens in (1, 512):
+            x = _randn(tokens, width).bfloat16()
+            graph, arguments = compiled(place, function), to_device(place, (x, stored))
+            with torch.no_grad():
+                expected = TORCH.linear(x, weight)
+                yield judge(f"{tokens} tokens, [{name}]", graph(*arguments), expected, _BFLOAT16_TOLERANCE)
+                time = milliseconds(place, partial(graph, *arguments))
+            what, numbers = f"time of {tokens} tokens, [{name}]", {"milliseconds": time}
+            yield Finding(what, FACT, message=f"{time:.3f} ms", numbers=numbers)
 
 
 def rms_norm(place: Place) -> Iterator[Finding]:
     arguments = _randn(1, 128, _HIDDEN), _randn(_HIDDEN), _EPS
-    yield compare(place, "128 tokens", XLA.rms_norm, TORCH.rms_norm, *arguments)
+    yield compare(place, "128 tokens", INPUT_FIRST.rms_norm, TORCH.rms_norm, *arguments)
 
 
 def rms_norm_gated(place: Place) -> Iterator[Finding]:
     x, z = (_randn(1, 128, 2 * _HIDDEN) for _ in range(2))
     for groups in (1, 2):
         arguments = x, z, _randn(2 * _HIDDEN), _EPS, groups
-        yield compare(place, f"{groups} groups", XLA.rms_norm_gated, TORCH.rms_norm_gated, *arguments)
+        yield compare(place, f"{groups} groups", INPUT_FIRST.rms_norm_gated, TORCH.rms_norm_gated, *arguments)
 
 
 def residual_add(place: Place) -> Iterator[Finding]:
     arguments = _randn(1, 128, _HIDDEN), _randn(1, 128, _HIDDEN), 0.246
-    yield compare(place, "128 tokens", XLA.residual_add, TORCH.residual_add, *arguments)
+    yield compare(place, "128 tokens", INPUT_FIRST.residual_add, TORCH.residual_add, *arguments)
 
 
 def mlp(place: Place) -> Iterator[Finding]:
     for tokens in _TOKENS:
-        arguments = _randn(1, tokens, _HIDDEN), _weight(2 * _WIDTH, _HIDDEN), _weight(_HIDDEN, _WIDTH)
-        yield compare(place, f"{tokens} tokens", XLA.mlp, TORCH.mlp, *arguments)
+        arguments = _randn(1, tokens, _HIDDEN), _exchanged(2 * _WIDTH, _HIDDEN), _exchanged(_HIDDEN, _WIDTH)
+        yield compare(place, f"{tokens} tokens", INPUT_FIRST.mlp, _of_exchanged(TORCH.mlp, 2), *arguments)
 
 
 def router_logits(place: Place) -> Iterator[Finding]:
-    arguments = _randn(128, _HIDDEN), _weight(_EXPERTS, _HIDDEN)
-    yield compare(place, "128 tokens", XLA.router_logits, TORCH.router_logits, *arguments)
+    arguments = _randn(128, _HIDDEN), _exchanged(_EXPERTS, _HIDDEN)
+    yield compare(place, "128 tokens", INPUT_FIRST.router_logits, _of_exchanged(TORCH.router_logits, 1), *arguments)
 
 
 def topk_softmax(place: Place) -> Iterator[Finding]:
     for tokens in _TOKENS:
-        yield compare(place, f"{tokens} tokens", XLA.topk_softmax, TORCH.topk_softmax, _randn(tokens, _EXPERTS), _TOP_K)
+        yield compare(
+            place, f"{tokens} tokens", INPUT_FIRST.topk_softmax, TORCH.topk_softmax, _randn(tokens, _EXPERTS), _TOP_K
+        )
 
 
 def fused_experts(place: Place, path: str) -> Iterator[Finding]:
@@ -95,11 +133,11 @@ def fused_experts(place: Place, path: str) -> Iterator[Finding]:
         ALL: (8, ExpertPath(ALL)),
         BLOCKS: (128, with_capacity(128 * _TOP_K, 48)),
     }[path]
-    weights = _weight(_EXPERTS, 512, _HIDDEN), _weight(_EXPERTS, _HIDDEN, 256)
+    weights = _exchanged(_EXPERTS, 512, _HIDDEN), _exchanged(_EXPERTS, _HIDDEN, 256)
     chosen, experts = TORCH.topk_softmax(_randn(tokens, _EXPERTS), _TOP_K)
     arguments = _randn(tokens, _HIDDEN), *weights, chosen, experts.int()
-    ours = partial(XLA.fused_experts, path=taken)
-    yield compare(place, f"{tokens} tokens", ours, TORCH.fused_experts, *arguments)
+    ours = partial(fused_experts_of_graphs, path=taken, input_first=True)
+    yield compare(place, f"{tokens} tokens", ours, _of_exchanged(TORCH.fused_experts, 2), *arguments)
 
 
 def experts_decode(place: Place, form: str) -> Iterator[Finding]:
@@ -109,8 +147,8 @@ def experts_decode(place: Place, form: str) -> Iterator[Finding]:
         return
     experts, hidden, width, top_k = _EXPERTS_OF_H_SMALL
     w1, w2 = (weight.bfloat16() for weight in (_weight(experts, 2 * width, hidden), _weight(experts, hidden, width)))
-    ours, exchanges = _form_of_experts(form)
-    own = to_device(place, [weight.transpose(1, 2).contiguous() if exchanges else weight for weight in (w1, w2)])
+    ours = _form_of_experts(form)
+    own = to_device(place, [weight.transpose(1, 2).contiguous() for weight in (w1, w2)])
     for tokens in (1, 4, 8):
         chosen, ids = TORCH.topk_softmax(_randn(tokens, experts), top_k)
         arguments = _randn(tokens, hidden).bfloat16(), w1, w2, chosen, ids.int()
@@ -123,14 +161,15 @@ def experts_decode(place: Place, form: str) -> Iterator[Finding]:
         yield Finding(f"time of {tokens} tokens", FACT, message=f"{time:.3f} ms", numbers={"milliseconds": time})
 
 
-def _form_of_experts(form: str) -> tuple[Callable[..., torch.Tensor], bool]:
-    """Return the operator of one of `choices.EXPERTS_DECODE`, and whether it takes transposed weights."""
+def _form_of_experts(form: str) -> Callable[..., torch.Tensor]:
+    """Return the operator of one of `choices.EXPERTS_DECODE`."""
     if form != "kernel":
-        return partial(XLA.fused_experts, path=ExpertPath({"all": ALL, "gather": CHOSEN}[form])), False
+        path = ExpertPath({"all": ALL, "gather": CHOSEN}[form])
+        return partial(fused_experts_of_graphs, path=path, input_first=True)
     # Imported here, because the package works without nki.
     from granite4_neuron.devices.neuron.nki.experts import fused_experts as by_kernel
 
-    return by_kernel, True
+    return by_kernel
 
 
 def rotary(place: Place) -> Iterator[Finding]:
@@ -155,14 +194,14 @@ def cached_attention(place: Place, rows: str) -> Iterator[Finding]:
     for kv_length in kv_lengths:
         arguments = query, *cache, positions, lengths, slots, 0.125, kv_length
         what = f"{tokens} tokens, cache of {kv_length}"
-        yield compare(place, what, XLA.cached_attention, TORCH.cached_attention, *arguments)
+        yield compare(place, what, INPUT_FIRST.cached_attention, TORCH.cached_attention, *arguments)
 
 
 def convolution(place: Place) -> Iterator[Finding]:
     for tokens, length in zip(_TOKENS, (1, 100), strict=True):
         weights = _weight(_CHANNELS, _D_CONV), _randn(_CHANNELS)
         arguments = _randn(1, tokens, _CHANNELS), _randn(1, _CHANNELS, _D_CONV - 1), *weights, _int32(length)
-        yield compare(place, f"{tokens} tokens", XLA.mamba_prefill.convolve, causal_conv1d, *arguments)
+        yield compare(place, f"{tokens} tokens", INPUT_FIRST.mamba_prefill.convolve, causal_conv1d, *arguments)
 
 
 def _scan_arguments(batch: int, tokens: int) -> tuple:
@@ -182,7 +221,7 @@ def _scan_arguments(batch: int, tokens: int) -> tuple:
 
 def mamba_prefill(place: Place, scan: str) -> Iterator[Finding]:
     field = {"chunked": "mamba_prefill", "quadratic": "mamba_quadratic"}[scan]
-    ours, definition = (getattr(operators, field).scan for operators in (XLA, TORCH))
+    ours, definition = (getattr(operators, field).scan for operators in (INPUT_FIRST, TORCH))
     for tokens in (128, 256):  # one chunk, and two
         yield compare(place, f"{tokens} tokens", ours, definition, *_scan_arguments(1, tokens))
 
@@ -190,12 +229,12 @@ def mamba_prefill(place: Place, scan: str) -> Iterator[Finding]:
 def mamba_decode(place: Place) -> Iterator[Finding]:
     for batch in (1, 4):
         arguments = _scan_arguments(batch, 1)
-        yield compare(place, f"{batch} sequences", XLA.mamba_decode.scan, TORCH.mamba_decode.scan, *arguments)
+        yield compare(place, f"{batch} sequences", INPUT_FIRST.mamba_decode.scan, TORCH.mamba_decode.scan, *arguments)
 
 
 def logits(place: Place) -> Iterator[Finding]:
-    arguments = _randn(4, _HIDDEN), _weight(_VOCAB, _HIDDEN), 3.0
-    yield compare(place, "4 rows", XLA.logits, TORCH.logits, *arguments)
+    arguments = _randn(4, _HIDDEN), _exchanged(_VOCAB, _HIDDEN), 3.0
+    yield compare(place, "4 rows", INPUT_FIRST.logits, _of_exchanged(TORCH.logits, 1), *arguments)
 
 
 def drawn(place: Place) -> Iterator[Finding]:

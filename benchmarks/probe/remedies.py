@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.probe.process import OK, Record
 from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.devices.torch.options import kv_write_of
 
 # A form of the cache's write is advised if it takes less than this part of the default's time.
 _MUCH_LESS = 0.67
@@ -44,7 +45,7 @@ def advice(records: Sequence[Record]) -> list[str]:
 def _kv_write(results: Mapping[str, Record]) -> Iterator[str]:
     steps = {form: results[name] for form in KV_WRITES if (name := f"states kv_write {form}") in results}
     times = {form: _time(record) for form, record in steps.items() if record.result == OK}
-    default = KV_WRITES[0]
+    default = kv_write_of(None, "neuron")
     if default not in steps or not times:
         return
     best = min(times, key=times.__getitem__)

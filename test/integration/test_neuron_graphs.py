@@ -17,9 +17,12 @@ from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu.runtime import CPURuntime
-from granite4_neuron.devices.graphs.operators import expert_path
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST, LOOPS, expert_path
+from granite4_neuron.devices.torch import runtime as torch_runtime
+from granite4_neuron.devices.torch.options import kv_write_of
 from granite4_neuron.devices.torch.runtime import TorchRuntime
-from granite4_neuron.planning.analysis import graphs, hlo_lint
+from granite4_neuron.model.parameters import matmul_weights
+from granite4_neuron.planning.analysis import graphs, hlo_lint, torch_graphs, torch_lowering
 from granite4_neuron.planning.analysis.hlo_cost import count, hlo_text
 from granite4_neuron.planning.analysis.torch_graphs import trace_torch
 from granite4_neuron.planning.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
@@ -72,13 +75,6 @@ ALL = ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
 CASES = [
     Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model")),
     pytest.param(Case("experts-layer", experts(), ("prefill 512", *ALL)), marks=pytest.mark.slow, id="experts-layer"),
-    # Prefill writes rows of the cache, and reads and writes recurrent state by slot; decode writes all of the cache.
-    Case(
-        "select",
-        small_config(layer_types=KINDS, **DENSE),
-        ("prefill 128", "decode 8"),
-        dict(kv_write="select", prefill_by_view=False),
-    ),
 ]
 
 
@@ -91,10 +87,11 @@ class Run:
     def __init__(self, case: Case):
         self.config, self.differences = case.config, []
         recorder = Recorder()
-        runtimes = (
-            TorchRuntime(random_model(case.config), GenerationConfig(), BUCKETS, compiler=recorder, **case.options),
-            CPURuntime(random_model(case.config), GenerationConfig()),
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_runtime, "LOOPS", INPUT_FIRST)  # the CPU computes with the Neuron device's operators
+            options = dict(kv_write=kv_write_of(None, "neuron"), compiler=recorder, **case.options)
+            ours = TorchRuntime(random_model(case.config), GenerationConfig(), BUCKETS, **options)
+        runtimes = ours, CPURuntime(random_model(case.config), GenerationConfig())
         self.runtimes = runtimes
         self.states = [runtime.allocate(SEQUENCES, 1024) for runtime in runtimes]
         for tensor in self.states[0].tensors():
@@ -234,7 +231,7 @@ class TestExpertsOfDecodedTokens:
         config = GraniteMoeHybridConfig.from_family("h-small")
         one_layer = replace(config, layer_types=(ATTENTION,), num_hidden_layers=1, vocab_size=1024)
         traced = trace_torch(graphs.Graph("decode", 1, one_layer, torch.bfloat16, 4, batch_size, 1024, *form))
-        return hlo_lint.findings(hlo_text(traced.proto), widens_places=True, num_experts=config.num_local_experts)
+        return hlo_lint.findings(hlo_text(traced.proto), True, config.num_local_experts, traced.states)
 
     @pytest.mark.parametrize("batch_size", [1, 8])
     def test_the_default_fetches_no_weights_by_index(self, batch_size):
@@ -245,6 +242,50 @@ class TestExpertsOfDecodedTokens:
         assert [finding.partition(" ")[2] for finding in found] == [
             "is a gather of experts' weights at places that depend on data."
         ] * 2
+
+
+def test_a_transposed_weight_is_found(monkeypatch):
+    """Every matrix of a layer that lies [out, in] is found, and the bytes of its transpose are counted."""
+    needs_tools()
+    config = replace(bundled(), layer_types=(MAMBA,), num_hidden_layers=1)
+    graph = graphs.Graph("decode", 1, config, torch.bfloat16, 1, 8, 1024)
+    stored, traced = [], []
+    for operators in (INPUT_FIRST, LOOPS):
+        monkeypatch.setattr(torch_graphs, "INPUT_FIRST", operators)
+        traced.append(trace_torch(graph))
+        stored.append(traced[-1].weight_bytes)
+    found = [hlo_lint.findings(hlo_text(each.proto), True, states=each.states) for each in traced]
+    transposes = [finding for finding in found[1] if finding.endswith("is a transpose of a weight.")]
+    # in_proj, out_proj, router, the first matrices of MLP and experts, the second ones, and the head
+    assert (found[0], len(transposes)) == ([], 8)
+    head = config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
+    assert stored[0] - stored[1] == head  # a tied head has values of its own
+    first, second = (count(each.proto, each.states).fused_bytes for each in traced)
+    matrices = sum(one.nbytes(torch.bfloat16.itemsize) for one in matmul_weights(config).values())
+    assert second - first == pytest.approx(2 * matrices, rel=0.05)
+
+
+@pytest.mark.parametrize("form", ["index", "rows"])
+def test_a_scatter_of_single_elements_is_found(form, monkeypatch):
+    """TorchNeuron makes one of each indexed write, for keys and for values."""
+    needs_tools()
+    monkeypatch.setattr(torch_graphs, "kv_write_of", lambda *_: form)
+    config = replace(bundled(), layer_types=(ATTENTION,), num_hidden_layers=1)
+    traced = trace_torch(graphs.Graph("decode", 1, config, torch.bfloat16, 1, 8, 1024))
+    found = hlo_lint.findings(hlo_text(traced.proto), True, states=traced.states)
+    assert [finding.partition(" ")[2] for finding in found] == ["is a scatter of single elements."] * 2
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (0, 1), (1,), (1, 2), (2,)])
+def test_an_indexed_write_is_torchs(axes):
+    """The decomposition that stands for TorchNeuron's writes the same elements."""
+    tensor = torch.randn(5, 3, 7, 4)
+    chosen = {0: torch.tensor([[0], [2]]), 1: torch.tensor([[1, 2, 0]]), 2: torch.tensor([-1, 3, 5])}
+    indices = [chosen[axis] if axis in axes else None for axis in range(axes[-1] + 1)]
+    place = tuple(slice(None) if index is None else index for index in indices)
+    expected, values = tensor.clone(), torch.randn_like(tensor[place])
+    expected[place] = values
+    assert torch.equal(torch_lowering._index_put(tensor, indices, values), expected)
 
 
 class TestReport:

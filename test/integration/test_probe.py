@@ -125,9 +125,9 @@ class TestAdvice:
         ("found", "option"),
         [
             (dict(), None),
-            (dict(wrong=["states kv_write index"], milliseconds=dict(rows=3.0)), "--kv-write select"),
+            (dict(wrong=["states kv_write select"], milliseconds=dict(rows=3.0)), "--kv-write index"),
             (dict(milliseconds=dict(index=9.0, rows=2.0, select=3.0)), "--kv-write rows"),
-            (dict(milliseconds=dict(index=2.0, rows=1.9, select=3.0)), None),
+            (dict(milliseconds=dict(index=2.0, rows=1.9, select=2.0)), None),
             (dict(wrong=[f"states kv_write {form}" for form in KV_WRITES]), None),
             (dict(wrong=["states leading_view"]), "--no-prefill-by-view"),
             (dict(wrong=["operators mamba_prefill chunked"]), "--prefill-scan quadratic"),
@@ -187,6 +187,7 @@ class TestSteps:
         monkeypatch.setattr(states, "MEGABYTES", (8, 16))
         monkeypatch.setattr(models, "MAX_LENGTH", 500)
         monkeypatch.setattr(operators, "_EXPERTS_OF_H_SMALL", (12, 128, 96, 3))
+        monkeypatch.setattr(operators, "_IN_PROJ_OF_H_SMALL", (64, 96))
         monkeypatch.setattr(torch_device, "VERIFY_BUCKETS", (4,))
         findings = list(pkgutil.resolve_name(step.function)(CPU, *step.arguments))
         assert findings and all(finding.verdict in (EQUAL, FACT) for finding in findings), findings

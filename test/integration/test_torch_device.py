@@ -14,6 +14,7 @@ from granite4_neuron.commands.cli import main
 from granite4_neuron.config.choices import KV_WRITES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.cuda.operators import GPU
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST
 from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Engine, Request
@@ -240,6 +241,23 @@ class TestKernels:
         for row in (Row(1, 0, [3, 4, 5]), Row(1, 3, [7])):
             expected, logits = (runtime.step(state, [row]) for runtime, state in zip((cpu, ours), states, strict=True))
             assert (logits - expected).abs().max() <= backend.tolerance
+
+
+@pytest.mark.parametrize("name", ["moe", pytest.param("projection_bias", marks=pytest.mark.slow)])
+def test_operators_of_neuron(name, monkeypatch):
+    """Matrices lie with the inputs first, and steps write caches by selecting: with poisoned states, in many slots."""
+    monkeypatch.setattr(torch_device, "LOOPS", INPUT_FIRST)
+    config = NAMED[name].config()
+    cpu = CPURuntime(random_model(config), GenerationConfig())
+    ours = TorchRuntime(random_model(config), GenerationConfig(), (16, 64), compiler="eager", kv_write="select")
+
+    def poison(state):
+        for tensor in state.tensors():
+            tensor.fill_(math.nan)
+
+    expected_logits = run_steps(cpu, STEPS, 5, 200)
+    for expected, logits in zip(expected_logits, run_steps(ours, STEPS, 5, 200, poison), strict=True):
+        assert (logits - expected).abs().max() <= 1e-5
 
 
 class TestOperatorsOfAGPU:

@@ -86,7 +86,7 @@ class BindableModel(Module):
 
     def tie_weights(self) -> None:
         """Share the embedding's matrix with the head, if the config says so. A quantized head has its own values if the
-        embedding is not quantized.
+        embedding is not quantized, and so has one whose inputs come first.
         """
         weight = self.model.embed_tokens.weight
         is_quantized_alone = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)

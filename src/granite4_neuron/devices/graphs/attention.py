@@ -46,8 +46,7 @@ def write_cache_as(form: str) -> Callable[..., None]:
     """Return `ops.write_cache` in one of the forms of `choices.KV_WRITES`. Measure on a device which is fastest there.
 
     "index" has an index for each axis. "rows" has one index, of rows of head_dim values. "select" writes the whole
-    cache, so it has no index. It is for one token of every sequence, in the order of the slots; several tokens are
-    written as with "rows".
+    cache, so it has no index; it is for a row of every sequence, in the order of the slots, or for one row.
     """
     return {"index": write_cache, "rows": _write_rows, "select": _write_selected}[form]
 
@@ -65,10 +64,29 @@ def _write_rows(
 def _write_selected(
     cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    if positions.shape[1] > 1:
-        _write_rows(cache, values, positions, lengths, slots)
-        return
+    batch, tokens = positions.shape
     offsets = torch.arange(cache.shape[2], dtype=positions.dtype, device=cache.device)
-    mask = (offsets == positions) & (lengths > 0)[:, None]  # [batch, max_length]
-    written = values.transpose(1, 2).where(mask[:, None, :, None], cache[1:])
-    cache.copy_(torch.cat([cache[:1], written]))
+    starts = positions[:, :1]
+    mask = (offsets >= starts) & (offsets < starts + lengths[:, None])  # [batch, max_length]
+    placed = values.transpose(1, 2)
+    if tokens > 1:
+        placed = _at_positions(placed, offsets, positions, lengths)
+    if batch == len(cache) - 1:
+        written = placed.where(mask[:, None, :, None], cache[1:])
+        cache.copy_(torch.cat([cache[:1], written]))
+    else:
+        at = torch.arange(len(cache), dtype=slots.dtype, device=cache.device)[:, None]
+        cache.copy_(placed.where(((at == slots) & mask)[:, None, :, None], cache))
+
+
+def _at_positions(
+    values: torch.Tensor, offsets: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Put real tokens' values [batch, kv_heads, tokens, head_dim] to their positions, [batch, kv_heads, max_length,
+    head_dim], zeros elsewhere: a product with ones and zeros, which keeps every finite number.
+    """
+    numbers = torch.arange(positions.shape[1], dtype=lengths.dtype, device=values.device)
+    is_real = (numbers < lengths[:, None])[:, None, :, None]
+    is_at = (offsets[:, None] == positions[:, None]).to(values.dtype)  # [batch, max_length, tokens]
+    is_at = is_at[:, None].expand(-1, values.shape[1], -1, -1).flatten(0, 1)
+    return torch.bmm(is_at, values.where(is_real, 0.0).flatten(0, 1)).unflatten(0, values.shape[:2])

@@ -1,6 +1,6 @@
 """Operators whose matrices lie with the inputs first, [in, out], for a device that multiplies them so.
 
-PyTorch's Neuron device has no pass that stores a weight in another layout: a graph that takes [out, in] transposes every
+PyTorch's Neuron device has no pass that stores a weight in another layout: a graph that takes [out, in] transposes each
 weight in every launch. Arguments and results are those of the definitions in `ops`, except that the last two axes of
 each matrix are exchanged.
 """

@@ -238,13 +238,30 @@ def _sum_of_choices(
     Args:
         x: [tokens + 1, hidden_size], the last row zeros.
     """
-    nobody, rows = len(x) - 1, weights.num_experts * capacity
-    at = places.row.flatten()
-    tokens = torch.arange(nobody, dtype=at.dtype, device=x.device)[:, None].where(places.mask, nobody)
-    row_tokens = tokens.new_full((rows,), nobody).index_put((at,), tokens.flatten())
+    nobody, at = len(x) - 1, places.row.flatten()
+    row_tokens = _tokens_of_rows(places, weights.num_experts, capacity)
     y = weights.second(weights.first(x.index_select(0, row_tokens).view(weights.num_experts, capacity, -1)))
     chosen = y.flatten(0, 1).index_select(0, at).view(nobody, -1, y.shape[-1])
     return torch.bmm(topk_weights.to(y.dtype)[:, None], chosen)[:, 0]
+
+
+def _tokens_of_rows(places: _Places, num_blocks: int, capacity: int) -> torch.Tensor:
+    """Return the token in each row of all blocks, [rows]; the number of tokens for a row without one.
+
+    Each row has at most one choice, so a token's number is a sum over the choices: a product of ones and zeros with the
+    number's digits, which are exact in every dtype that a compiler may choose for it. A scatter is slow on Neuron.
+    """
+    tokens, top_k = places.row.shape
+    row = places.row.flatten().float()
+    block = torch.floor(row / capacity)
+    token = torch.arange(tokens, dtype=torch.int32, device=row.device)[:, None].expand(-1, top_k)
+    digits = torch.stack([token // _ROWS, token % _ROWS + 1]).where(places.mask, 0).flatten(1).float()
+    in_block = (block == torch.arange(num_blocks, dtype=row.dtype, device=row.device)[:, None]).float()
+    at_place = (row - block * capacity)[:, None] == torch.arange(capacity, dtype=row.dtype, device=row.device)
+    high, low = ((digits[:, None] * in_block).flatten(0, 1) @ at_place.float()).unflatten(0, (2, -1))
+    number = torch.where(low == 0, tokens, high * _ROWS + low - 1)
+    # A token with NaN may choose an expert twice, and both choices are in one row.
+    return number.clamp(max=tokens).to(places.row.dtype).flatten()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from granite4_neuron.config.choices import KV_WRITES
 from granite4_neuron.devices.options import COMPILED
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.runtime.declaration import Option
 
 DEVICES = ("cpu", "cuda", "neuron")
@@ -47,8 +47,7 @@ OPTIONS = (
     Option(
         "kv_write",
         "for --backend torch: how graphs write keys and values to their cache: by an index for each axis (index), by "
-        "one index of rows (rows), or by writing the whole cache (select); default: %(default)s",
-        default=KV_WRITES[0],
+        "one index of rows (rows), or by writing the whole cache (select); default: select on neuron, index elsewhere",
         choices=KV_WRITES,
         changes_numbers=False,
     ),
@@ -72,6 +71,18 @@ OPTIONS = (
 def kind_of_device(name: str) -> str:
     """Return "cuda" for "cuda:1"."""
     return name.split(":")[0]
+
+
+def kv_write_of(form: str | None, device: str) -> str:
+    """Return a form of `choices.KV_WRITES`, or the device's default for None.
+
+    Raises:
+        UserError: there is no such form.
+    """
+    if form is None:
+        return "select" if kind_of_device(device) == "neuron" else KV_WRITES[0]
+    check_choice("kv_write", form, KV_WRITES)
+    return form
 
 
 def graphs_of(graphs: str | int | None, device: str) -> str:

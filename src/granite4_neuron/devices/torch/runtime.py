@@ -17,7 +17,7 @@ import torch.distributed
 from torch import nn
 from transformers import GenerationConfig
 
-from granite4_neuron.config.choices import KV_WRITES, NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
@@ -40,7 +40,7 @@ from granite4_neuron.devices.graphs.runtime import (
 from granite4_neuron.devices.graphs.topk import TEMPERATURE
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
 from granite4_neuron.devices.torch.devices import COMPILERS, Compiler, compile_apart, find_compiler, use_device
-from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device
+from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device, kv_write_of
 from granite4_neuron.devices.torch.step_functions import (
     GraphKey,
     call_inline,
@@ -51,7 +51,7 @@ from granite4_neuron.devices.torch.step_functions import (
     run_step,
     state_tensors,
 )
-from granite4_neuron.errors import UserError, check_choice
+from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
 from granite4_neuron.runtime.declaration import numbers_of
@@ -79,9 +79,11 @@ class TorchRuntime(GraphRuntime):
             order. None for the device's default: "model" on neuron, "layer" elsewhere. Prompts always have a graph for
             each kind of layer, because they compute long enough between two launches.
         compiler: a backend of torch.compile, or its name; None for the device's.
-        kv_write: how keys and values are written to their cache, see `devices.graphs.operators.write_cache_as`.
-        prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
-            device's choice. Not on a GPU: a CUDA graph has the addresses of its inputs.
+        kv_write: how keys and values are written to their cache, see `devices.graphs.operators.write_cache_as`; None
+            for the device's choice: "select" on neuron, where an index is one of each element, elsewhere "index".
+        prefill_by_view: give prefill a view of its slot's recurrent state, and with kv_write "select" of its cache, in
+            place of the slot's number; None for the device's choice. Not on a GPU: a CUDA graph has the addresses of
+            its inputs.
         batch_invariant: on a GPU, decode a state of one sequence with the kernels for several, so that a token has the
             same bits alone, beside others and in a verification. Otherwise a state of one sequence has kernels of its
             own, which are faster and add up in another order. None for the device's default, which is the latter.
@@ -102,7 +104,7 @@ class TorchRuntime(GraphRuntime):
         device: str = DEVICES[0],
         graphs: str | int | None = None,
         compiler: str | Compiler | None = None,
-        kv_write: str = KV_WRITES[0],
+        kv_write: str | None = None,
         prefill_by_view: bool | None = None,
         batch_invariant: bool | None = None,
         prefill_scan: str = "chunked",
@@ -110,8 +112,8 @@ class TorchRuntime(GraphRuntime):
         experts_decode: str | None = None,
     ):
         graphs = graphs_of(graphs, device)
-        check_choice("kv_write", kv_write, KV_WRITES)
         where, kind = use_device(device), kind_of_device(device)
+        kv_write = kv_write_of(kv_write, device)
         if kind == "neuron":
             experts_decode = experts_decode or default_experts_decode(decode_kernel)
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
@@ -132,6 +134,8 @@ class TorchRuntime(GraphRuntime):
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
+        # The other forms write padding to the null slot, which a view of a cache does not have.
+        self._views_caches = self._prefill_by_view and kv_write == "select"
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
         self._memories: list[_Memory] = []
@@ -250,11 +254,15 @@ class TorchRuntime(GraphRuntime):
         return self._run_captured(memory, (draw,), run, inputs, (logits, tokens), TEMPERATURE)
 
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
-        key = GraphKey(kv_length, looks_up=not self._prefill_by_view, all_logits=all_logits)
+        by_view, in_order = self._prefill_by_view, self._views_caches
+        key = GraphKey(kv_length, in_order=in_order, looks_up=not by_view, all_logits=all_logits)
         if self._captures and not all_logits:
             logits, _ = self._execute(run_step, state, key, inputs)
             return self._to_host(logits)
-        slot = None if key.looks_up else int(inputs[0, SLOT])
+        slot = int(inputs[0, SLOT]) if by_view else None
+        if in_order:
+            inputs = inputs.clone()
+            inputs[0, SLOT] = 1  # the only one of the views
         hidden_states, *_ = self._execute(run_layers, state, key, inputs, slot=slot)
         # Parts of one size, cut outside of the graphs, so that prompts of all lengths share the graph of the head.
         length = max(1, int(inputs[0, LENGTH]))
@@ -294,7 +302,7 @@ class TorchRuntime(GraphRuntime):
         kept_inputs: Tensors = (),
         slot: int | None = None,
     ) -> Any:
-        """Run `run_step`, `run_layers` or `run_advance`; with a slot, on views of its recurrent state.
+        """Run `run_step`, `run_layers` or `run_advance`; with a slot, on views of its state.
 
         Args:
             inputs: of `graph_inputs`, on the host.
@@ -302,13 +310,14 @@ class TorchRuntime(GraphRuntime):
         """
         memory = self._memory(state)
         chosen = memory.chosen
+        joins_layers = key.in_order and slot is None  # a prompt has a graph for each kind of layer
 
         def run(*inputs: torch.Tensor) -> Any:
-            tensors = [*([chosen] if key.chooses else ()), *state_tensors(state, slot)]
+            tensors = [*([chosen] if key.chooses else ()), *state_tensors(state, slot, self._views_caches)]
             with tensor_cores(self.device, self.model.dtype):
-                if key.in_order and self._layers_per_graph is None:
+                if joins_layers and self._layers_per_graph is None:
                     return self._call(function, call_inline, self.model, key, inputs, tensors)
-                size = self._layers_per_graph if key.in_order and self._layers_per_graph else 1
+                size = self._layers_per_graph if joins_layers and self._layers_per_graph else 1
                 return function(self._call, self.model, key, inputs, tensors, size)
 
         if not self._captures or (key.all_logits and not key.verifies):

@@ -42,13 +42,15 @@ class GraphKey(NamedTuple):
     chooses: bool = False
 
 
-def state_tensors(state: HybridState, slot: int | None = None) -> list[torch.Tensor]:
-    """Return the state's tensors. With a slot, recurrent states are views of that slot, [1, ...]."""
+def state_tensors(state: HybridState, slot: int | None = None, views_caches: bool = False) -> list[torch.Tensor]:
+    """Return the state's tensors. With a slot, recurrent states are views of that slot, [1, ...]; with `views_caches`
+    also caches, [2, ...]: the first entry is another slot's, and must stay as it is.
+    """
     if slot is None:
         return list(state.tensors())
-    entry = slice(slot - 1, slot)
+    recurrent, cache = slice(slot - 1, slot), slice(slot - 1, slot + 1) if views_caches else slice(None)
     return [
-        tensor[entry] if isinstance(layer, MambaState) else tensor
+        tensor[recurrent if isinstance(layer, MambaState) else cache]
         for layer in state.layers
         for tensor in vars(layer).values()
     ]

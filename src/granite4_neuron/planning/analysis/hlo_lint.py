@@ -150,10 +150,10 @@ def findings(
     * a gather picks whole rows of its first axes (a slot, an expert, a token's embedding), never places in a sequence;
     * no gather or scatter at places known when the graph is made, because a slice would do;
     * with `num_experts`, no gather of experts' weights at places that depend on data;
-    * with `states`, no transpose of a weight.
+    * with `states`, no transpose of a weight, and no scatter of single elements.
 
-    A scatter at places that depend on data is allowed, because it writes a cache. A loop over tokens that was unrolled
-    while tracing cannot be told from other instructions: count instructions for two lengths.
+    Another scatter at places that depend on data is allowed, because it writes a cache. A loop over tokens that was
+    unrolled while tracing cannot be told from other instructions: count instructions for two lengths.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.
@@ -161,8 +161,9 @@ def findings(
             64-bit integers break no rule.
         num_experts: the number of experts if a step of decode must not fetch experts' weights by index; 0 to allow it.
             Other ports report that such a gather is slow on Trainium2, and was compiled wrongly without a message.
-        states: the numbers of the parameters that are state, if no pass of the compiler stores a weight in another
-            layout: then a weight would be transposed in each launch. None if there is such a pass.
+        states: the numbers of the parameters that are state, for a graph of TorchNeuron. No pass of its stores a weight
+            in another layout, so a graph would transpose it in each launch. Its scatters are reported to be slow. None
+            for a graph of another tool.
     """
     module = instructions(hlo_text)
     rules = [_faults] if widens_places else [_faults, _faults_of_integers]
@@ -171,6 +172,7 @@ def findings(
     faults += [(each.name, "is a gather of experts' weights at places that depend on data") for each in gathers]
     if states is not None:
         faults += [(name, "is a transpose of a weight") for name in transposed_weights(module, states)]
+        faults += [(each.name, "is a scatter of single elements") for each in module.values() if _scatters_one(each)]
     return [f"{name} {fault}." for name, fault in faults]
 
 
@@ -207,6 +209,11 @@ def _faults_of_integers(instruction: Instruction, module: dict[str, Instruction]
         yield f"({instruction.opcode}) is arithmetic on integers of 64 bits"
     if instruction.opcode in ("gather", "scatter") and module[instruction.operands[1]].shapes[0][0] == "s64":
         yield f"is a {instruction.opcode} at places in 64 bits"
+
+
+def _scatters_one(instruction: Instruction) -> bool:
+    """Return whether an instruction is a scatter with an index for each element."""
+    return instruction.opcode == "scatter" and "update_window_dims={}" in instruction.attributes
 
 
 def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:

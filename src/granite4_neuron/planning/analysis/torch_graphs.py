@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from granite4_neuron.devices.graphs.operators import INPUT_FIRST
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST, write_cache_as
 from granite4_neuron.devices.graphs.runtime import decode_inputs, graph_inputs
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import compile_apart
+from granite4_neuron.devices.torch.options import kv_write_of
 from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_advance, run_step, state_tensors
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.planning.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, Traced
@@ -43,7 +45,7 @@ def _bound(graph: Graph, rank: int = 0) -> HybridForCausalLM:
     """Return a rank's model as `TorchRuntime` computes with it."""
     model = graph.meta_model(rank, _GROUP if graph.tp_degree > 1 else None)
     operators = select_operators(INPUT_FIRST, graph.config, graph.tp_degree, experts_decode=graph.experts_decode)
-    return model.bind(operators)
+    return model.bind(replace(operators, write_cache=write_cache_as(kv_write_of(None, "neuron"))))
 
 
 def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
@@ -55,17 +57,18 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
     check_installed()
     model, state = _bound(graph, rank), graph.meta_state()
     inputs = graph_inputs([Row(1, 0, [0])] * graph.rows, graph.tokens).to("meta")
-    in_order = graph.kind != PREFILL
-    tensors = state_tensors(state, None if in_order else 1)
+    tensors = state_tensors(state, 1 if graph.kind == PREFILL else None, views_caches=True)
     if graph.kind == COMMIT:
         sizes = graph.config.rank_dimensions(graph.tp_degree)
         shape = (graph.rows, graph.tokens, sizes.mamba_conv_dim + sizes.mamba_heads)
         kept_input = torch.empty(shape, dtype=graph.dtype, device="meta")
         kept_inputs = [kept_input] * sum(layer.is_mamba for layer in model.model.layers)
-        module = _graph(run_advance, model, GraphKey(0, in_order), (inputs, *kept_inputs), tensors)
+        module = _graph(run_advance, model, GraphKey(0, in_order=True), (inputs, *kept_inputs), tensors)
     else:
         verifies = graph.kind == VERIFY
-        key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies, chooses=graph.kind == DECODE)
+        key = GraphKey(
+            graph.max_length, in_order=True, all_logits=verifies, verifies=verifies, chooses=graph.kind == DECODE
+        )
         if key.chooses:
             inputs = decode_inputs([], graph.rows).to("meta")
             tensors = [torch.empty(graph.rows, dtype=torch.int32, device="meta"), *tensors]

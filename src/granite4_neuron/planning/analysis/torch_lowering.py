@@ -1,16 +1,18 @@
 """Lowers graphs of torch.compile to StableHLO as TorchNeuron does: AOTAutograd keeps writes to inputs, torch-mlir
 lowers.
 
-Source: the design of TorchNeuron's backend, as far as it is known; TorchNeuron itself is not used.
+Source: the decomposition table and the passes of TorchNeuron's public beta (a snapshot of April 2026); TorchNeuron
+itself is not used, and the source of SDK 2.33 is not public. Its table makes a scatter of single elements of an
+`index_put`, with an index of 64 bits for each, so the graphs have none.
 
-torch-mlir widens the indices of `index_put` and of an embedding to int64, one to three for each row; those of
-`index_select` stay int32. A slice before an index (`state[:, rows]`) becomes an index for each element, so the graphs
-have none.
+torch-mlir widens the indices of an embedding to int64, one for each row; those of `index_select` stay int32. A slice
+before an index (`state[:, rows]`) becomes an index for each element, so the graphs have none.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -64,9 +66,31 @@ def aot_backend(compile: Compile) -> Callable[..., Any]:
     return aot_autograd(
         fw_compiler=compile_boxed,
         inference_compiler=compile_boxed,
-        decompositions=get_decompositions(_DECOMPOSED),
+        decompositions={**get_decompositions(_DECOMPOSED), aten.index_put.default: _index_put},
         keep_inference_input_mutations=True,
     )
+
+
+def _index_put(
+    tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """Return `aten.index_put` as TorchNeuron computes it. Indexed axes must be side by side, as in all our graphs."""
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    assert axes == list(range(axes[0], axes[-1] + 1)) and not accumulate
+    given = torch.broadcast_tensors(*(index for index in indices if index is not None))
+    block = given[0].shape
+    shape = (*tensor.shape[: axes[0]], *block, *tensor.shape[axes[-1] + 1 :])
+    places = torch.zeros(shape, dtype=torch.int64, device=tensor.device)
+    for axis, size in enumerate(tensor.shape):
+        if axis in axes:
+            index = given[axis - axes[0]]
+            at, last = index.where(index >= 0, index + size).to(torch.int64), axes[-1]
+        else:
+            at, last = torch.arange(size, device=tensor.device), axis
+        behind = tensor.dim() - 1 - last + (len(block) - len(axes) if last < axes[0] else 0)
+        places = places + at.view(*at.shape, *[1] * behind) * math.prod(tensor.shape[axis + 1 :])
+    flat = tensor.flatten().scatter(0, places.flatten(), values.to(tensor.dtype).expand(shape).flatten())
+    return flat.view(tensor.shape)
 
 
 def written_inputs(graph: fx.GraphModule) -> list[fx.Node]:
