@@ -27,7 +27,7 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
-from granite4_neuron.devices.neuron.neuron_sdk import COMPILED_STATE_DTYPES, KERNELS
+from granite4_neuron.devices.neuron.neuron_sdk import COMPILED_STATE_DTYPES, INSTANCES, KERNELS
 from granite4_neuron.devices.neuron.stand_ins import SOURCES, why_not_importable
 from granite4_neuron.errors import UserError
 
@@ -47,8 +47,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "optimisation, beside the least that a step can cost; fused is the number of bytes that would move if "
         "element-wise operations moved none. Temporaries are those of one layer of each kind, compiled for the CPU; in "
         "bfloat16 they include float32 copies of weights. The live set estimates the activations that a prompt's graph "
-        "keeps in SBUF, of which two physical cores have 24 MiB each. A list below the table has the constructs that "
-        "the compiler for Trainium is reported to handle badly.",
+        "keeps in SBUF. A list below the table has the constructs that the compiler for Trainium is reported to handle "
+        "badly.",
     )
     add_model(graph, family=True)
     graph.add_argument(
@@ -74,6 +74,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="T",
         help="also the graphs that verify T tokens of each sequence, the last one and drafts, and commit them",
     )
+    graph.add_argument(
+        "--instance", choices=INSTANCES, default="trn2.3xlarge", help="whose SBUF is meant (default: %(default)s)"
+    )
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     graph.set_defaults(run=run)
 
@@ -87,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from rich.table import Table
 
-    from granite4_neuron.planning.analysis.live_set import SBUF_BYTES
+    from granite4_neuron.planning.analysis.live_set import sbuf_bytes
 
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
     dtype = dtype_of(options.dtype or stored_dtype)
@@ -97,7 +100,13 @@ def run(options: argparse.Namespace) -> int:
         reports = list(_reports(options, kernels, config, dtype))
         table = Table(
             *("graph", "GFLOP", "least", "", "GB accessed", "least", "", "fused", ""),
-            *("instructions", "weights", "state", "temporaries", f"live set, of {size(SBUF_BYTES)}"),
+            *(
+                "instructions",
+                "weights",
+                "state",
+                "temporaries",
+                f"live set, of {size(sbuf_bytes(INSTANCES[options.instance].chip))}",
+            ),
         )
         titles = [f"one rank of {options.tp_degree}", str(dtype).removeprefix("torch.")]
         if options.backend == "nxdi":
@@ -123,6 +132,8 @@ def _reports(
     from granite4_neuron.devices.selection import default_experts_decode
     from granite4_neuron.planning.analysis import graphs
 
+    chip = INSTANCES[options.instance].chip
+
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     if options.backend != "nxdi":
         if (kernels, options.state_dtype) != (KERNELS["torch"], COMPILED_STATE_DTYPES[0]):
@@ -144,14 +155,15 @@ def _reports(
 
             return trace_torch(graph)
 
-        return graphs.report(config, dtype, *sizes, options.verify, trace)
+        return graphs.report(config, dtype, *sizes, options.verify, trace, chip)
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
     from granite4_neuron.planning.analysis.nxdi_graphs import report
 
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
-    return report(config, dtype, *sizes, {**kernels, **of_experts, "state_dtype": options.state_dtype}, options.verify)
+    kernels = {**kernels, **of_experts, "state_dtype": options.state_dtype}
+    return report(config, dtype, *sizes, kernels, options.verify, chip)
 
 
 def _summary(reports: Sequence[graphs.GraphReport]) -> str:

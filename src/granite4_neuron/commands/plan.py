@@ -1,4 +1,4 @@
-"""`granite4-neuron plan`: what fits into the memory of a Trainium2 core, how long a step is predicted to take, and how
+"""`granite4-neuron plan`: what fits into the memory of a Neuron core, how long a step is predicted to take, and how
 many replicas some traffic needs.
 """
 
@@ -36,7 +36,7 @@ _MOST_DRAFTED = 1024
 def add_parser(commands: argparse._SubParsersAction) -> None:
     planner = commands.add_parser(
         "plan",
-        help="what fits into the memory of a Trainium2 core, and how fast it would be",
+        help="what fits into the memory of a Neuron core, and how fast it would be",
         description="Add up the memory that a model needs on each core of an instance: weights, state, cache and "
         "logits, and estimates, with upper bounds, of what a step and each compiled graph need besides. The exit "
         "status is 0 if all of it fits, 1 if it does not, and 3 if that is open. Without --model: a line for each "
@@ -152,11 +152,12 @@ def _plan_latency(options: argparse.Namespace) -> int:
     graphs = _graph_options(options, config)
     pieces = graphs.prompt_pieces(0, prompt, max(prompt, graphs.longest_prompt))
     model = (config, options.tp_degree, dtype)
-    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, pieces=pieces)
+    chip = INSTANCES[options.instance].chip
+    lines = latency.predictions(*model, prompt, context, batch_sizes, drafted, acceptance, pieces=pieces, chip=chip)
     if options.count_graphs:
-        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, pieces=pieces)
+        lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, pieces=pieces, chip=chip)
     title = f"{options.model} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
-    spills = {tokens: live_set(*model, tokens).spill() for tokens in sorted(set(pieces))}
+    spills = {tokens: live_set(*model, tokens, chip).spill() for tokens in sorted(set(pieces))}
     _write_latency(lines, title, spills)
     if options.plot:
         _plot_latency(lines, title, options.plot)
@@ -246,7 +247,7 @@ def _plan_model(options: argparse.Namespace) -> int:
 
     planned = _planned(options.model, options)
     batch_size, context = planned.batch_size, planned.context
-    table = Table("per logical core", f"GiB, of {_gibibytes(plan.CORE_BYTES)}", "at most", "")
+    table = Table("per logical core", f"GiB, of {_gibibytes(planned.core_bytes)}", "at most", "")
     ranks = f"{planned.tp_degree} ranks, --backend {_backend_of(planned.options)}"
     table.title = f"{escape(options.model)} on {options.instance}, {ranks}"
 
@@ -288,12 +289,15 @@ def _plan_model(options: argparse.Namespace) -> int:
 
 def _write_live_sets(planned: plan.Plan) -> None:
     """Print the live set of each graph for prompts, and what spills."""
-    from granite4_neuron.planning.analysis.live_set import SBUF_BYTES, live_set
+    from granite4_neuron.planning.analysis.live_set import live_set, sbuf_bytes
 
     lengths = planned.prompt_lengths
-    lives = {tokens: live_set(planned.config, planned.tp_degree, planned.dtype, tokens) for tokens in lengths}
+    lives = {
+        tokens: live_set(planned.config, planned.tp_degree, planned.dtype, tokens, planned.chip) for tokens in lengths
+    }
     listed = ", ".join(f"{size(live.live)} for {tokens:,}" for tokens, live in lives.items())
-    write(f"Live set of the graphs for prompts, of {size(SBUF_BYTES)} of SBUF, by estimate: {listed} tokens.")
+    capacity = size(sbuf_bytes(planned.chip))
+    write(f"Live set of the graphs for prompts, of {capacity} of SBUF, by estimate: {listed} tokens.")
     for tokens, live in lives.items():
         if spill := live.spill():
             write(f"Prompts of {tokens:,}: {spill}")

@@ -14,6 +14,7 @@ from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.commands.serve import MAX_GAP, MAX_NUM_SEQS, MODEL_LEN, PREFIX_CACHE
+from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def add_traffic(planner: argparse.ArgumentParser) -> None:
         "--steps",
         type=Path,
         metavar="FILE",
-        help="step times that granite4-neuron measure wrote (default: those predicted for a Trainium2)",
+        help="step times that granite4-neuron measure wrote (default: those predicted for --instance)",
     )
     for name in ("prompt", "output"):
         group.add_argument(
@@ -258,7 +259,13 @@ def _predicted(options: argparse.Namespace, graph_options: OptionsOf) -> tuple[d
         raise UserError(f"--token-buckets end at {caches[-1]:,}, and texts have up to {longest:,} tokens.")
     prompt_pieces = functools.partial(graphs.prompt_pieces, seq_len=longest)
     steps = PredictedSteps(
-        config, options.tp_degree, dtype, slots=slots, prompt_pieces=prompt_pieces, cache_buckets=caches
+        config,
+        options.tp_degree,
+        dtype,
+        slots=slots,
+        prompt_pieces=prompt_pieces,
+        cache_buckets=caches,
+        chip=INSTANCES[options.instance].chip,
     )
     runtime = dict(
         config=config,

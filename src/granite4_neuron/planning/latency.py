@@ -18,6 +18,7 @@ import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import EXPERTS_DECODE
+from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import matmul_weights
 from granite4_neuron.planning.analysis import graphs
@@ -25,17 +26,8 @@ from granite4_neuron.planning.analysis.hlo_cost import Cost
 from granite4_neuron.planning.analysis.live_set import live_set
 from granite4_neuron.planning.analysis.roofline import minimum, minimum_of_commit
 
-# A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
-# architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a
-# quarter of the first two. Messages between the four ranks on a chip use no link.
-HBM_BYTES_PER_SECOND = 2.9e12 / 4
-TENSOR_FLOPS_PER_SECOND = 667e12 / 4
-CHIP_LINK_BYTES_PER_SECOND = 1.28e12
-RANKS_PER_CHIP = 4
-# VectorE of each of the two physical cores: 0.96 GHz, 256 elements per cycle, or 512 if all have 16 bits:
-# "Trainium2 architecture guide for NKI" (nki/guides/architecture/trainium2_arch). Each operation whose elements are
-# counted here has an operand in float32.
-VECTOR_ELEMENTS_PER_SECOND = 2 * 256 * 0.96e9
+# Messages between the ranks on a chip use no link.
+RANKS_PER_CHIP = Chip.logical_cores
 # An all-reduce of less than 1 MB uses a mesh: it scatters and gathers, in two hops each, for any number of ranks; a hop
 # takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
 # (neuron-runtime/explore/intranode-collective-comm).
@@ -96,13 +88,18 @@ class Latency:
         return max(parts, key=parts.__getitem__)
 
 
-def latency(work: Work) -> Latency:
+def hbm_bytes_per_second(chip: Chip) -> float:
+    """Return a logical core's share."""
+    return chip.hbm_bytes_per_second / chip.logical_cores
+
+
+def latency(work: Work, chip: Chip = TRAINIUM2) -> Latency:
     """Return the roofline and the losses of a step."""
     units = {
-        "HBM": work.bytes_accessed / HBM_BYTES_PER_SECOND,
-        "TensorE": work.flops / TENSOR_FLOPS_PER_SECOND,
-        "VectorE": work.vector_elements / VECTOR_ELEMENTS_PER_SECOND,
-        "links": work.link_bytes / CHIP_LINK_BYTES_PER_SECOND,
+        "HBM": work.bytes_accessed / hbm_bytes_per_second(chip),
+        "TensorE": work.flops / (chip.tensor_flops / chip.logical_cores),
+        "VectorE": work.vector_elements / chip.vector_elements_per_second,
+        "links": work.link_bytes / chip.link_bytes_per_second,
     }
     losses = {"collectives": work.collectives * COLLECTIVE_SECONDS, "launches": work.layers * LAUNCH_SECONDS}
     return Latency(units, losses)
@@ -132,6 +129,7 @@ def step_work(
     *,
     verifies: bool = False,
     experts_decode: str = "kernel",
+    chip: Chip = TRAINIUM2,
 ) -> Work:
     """Return the work of a step, from `minimum`, the NKI kernels, and the bytes that move if a prompt does not fit into
     SBUF.
@@ -162,7 +160,7 @@ def step_work(
         flops=least.flops + more_flops,
         bytes_accessed=least.bytes_accessed
         + more_bytes
-        + live_set(config, tp_degree, dtype, batch_size * tokens).moved,
+        + live_set(config, tp_degree, dtype, batch_size * tokens, chip).moved,
         vector_elements=config.layers_with(MAMBA) * per_layer,
         # Ranks add up float32.
         link_bytes=link_bytes(parts, batch_size * tokens, config.hidden_size, tp_degree, torch.float32.itemsize),
@@ -171,14 +169,16 @@ def step_work(
     )
 
 
-def prompt_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, pieces: Sequence[int]) -> Work:
+def prompt_work(
+    config: ModelConfig, tp_degree: int, dtype: torch.dtype, pieces: Sequence[int], chip: Chip = TRAINIUM2
+) -> Work:
     """Return the work of a prompt that runs in pieces of so many tokens, with padding.
 
     Raises:
         UserError: tp_degree does not divide the model.
     """
     starts = itertools.accumulate(pieces[:-1], initial=0)
-    works = [step_work(config, tp_degree, dtype, 1, *piece) for piece in zip(pieces, starts, strict=True)]
+    works = [step_work(config, tp_degree, dtype, 1, *piece, chip=chip) for piece in zip(pieces, starts, strict=True)]
     return sum(works[1:], works[0])
 
 
@@ -215,13 +215,14 @@ def commit_work(config: ModelConfig, tp_degree: int, dtype: torch.dtype, batch_s
     )
 
 
-def counted_bound(cost: Cost) -> float:
+def counted_bound(cost: Cost, chip: Chip = TRAINIUM2) -> float:
     """Return the seconds of a graph by XLA's count, in which every operand of every instruction moves.
 
     A compiler avoids most of that by fusing. As far as bytes and arithmetic decide, the real time is between the bound
     of `latency` and this one.
     """
-    return max(cost.bytes_accessed / HBM_BYTES_PER_SECOND, cost.flops / TENSOR_FLOPS_PER_SECOND)
+    flops_per_second = chip.tensor_flops / chip.logical_cores
+    return max(cost.bytes_accessed / hbm_bytes_per_second(chip), cost.flops / flops_per_second)
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ def predictions(
     acceptance: float = 0.0,
     *,
     pieces: Sequence[int] | None = None,
+    chip: Chip = TRAINIUM2,
 ) -> list[Prediction]:
     """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
 
@@ -280,6 +282,7 @@ def predictions(
             verification with its commit; 0 drafts for no such lines. Drafts cost nothing here, because n-grams are
             looked up on the host.
         pieces: tokens of the graphs that the prompt runs in, in order; None for one of just this prompt.
+        chip: that the ranks are on.
 
     Raises:
         UserError: tp_degree does not divide the model, or a number is out of range.
@@ -292,17 +295,17 @@ def predictions(
             f"{max(prompt, context):,} tokens are asked for; the model's longest sequence is {longest:,} tokens."
         )
 
-    work = prompt_work(config, tp_degree, dtype, pieces or (prompt,))
-    lines = [Prediction(f"first token, prompt of {prompt:,}", 1, latency(work))]
+    work = prompt_work(config, tp_degree, dtype, pieces or (prompt,), chip)
+    lines = [Prediction(f"first token, prompt of {prompt:,}", 1, latency(work, chip))]
     for batch_size in batch_sizes:
         for form, name in _decode_names(config).items():
-            work = step_work(config, tp_degree, dtype, batch_size, 1, context, experts_decode=form)
-            lines.append(Prediction(name, batch_size, latency(work)))
+            work = step_work(config, tp_degree, dtype, batch_size, 1, context, experts_decode=form, chip=chip)
+            lines.append(Prediction(name, batch_size, latency(work, chip)))
     gives = tokens_per_verification(drafted, acceptance)
     for batch_size in batch_sizes if drafted else ():
-        work = step_work(config, tp_degree, dtype, batch_size, drafted + 1, context, verifies=True)
+        work = step_work(config, tp_degree, dtype, batch_size, drafted + 1, context, verifies=True, chip=chip)
         work += commit_work(config, tp_degree, dtype, batch_size, drafted + 1)
-        lines.append(Prediction(f"token, {drafted} drafted", batch_size, latency(work), gives))
+        lines.append(Prediction(f"token, {drafted} drafted", batch_size, latency(work, chip), gives))
     return lines
 
 
@@ -324,6 +327,7 @@ def with_counted_graphs(
     drafted: int,
     *,
     pieces: Sequence[int] | None = None,
+    chip: Chip = TRAINIUM2,
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
@@ -341,7 +345,7 @@ def with_counted_graphs(
         reports = graphs.report(config, dtype, tp_degree, batch_size, traced, length, verified)
         others = {name for form, name in _decode_names(config).items() if form != "all" and config.num_local_experts}
         names = [line.step for line in lines if line.batch_size == batch_size and line.step not in others]
-        seconds = [counted_bound(report.cost) for report in reports]
+        seconds = [counted_bound(report.cost, chip) for report in reports]
         if traced:
             of_prompt = sum(seconds[at] * pieces.count(tokens) for at, tokens in enumerate(traced))
             seconds[: len(traced)] = [of_prompt]

@@ -1,4 +1,4 @@
-"""Adds up the memory of a Trainium2 core: a model's weights, state and cache, its graphs, and a step's temporaries.
+"""Adds up the memory of a Neuron core: a model's weights, state and cache, its graphs, and a step's temporaries.
 
 Tensors are exact. Graphs and temporaries are estimates with an upper end. So a plan has a sum and an upper limit of it
 (`at_most`). It fits if the upper limit fits.
@@ -14,7 +14,7 @@ import torch
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
-from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES
+from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES, Chip
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.planning.analysis import temporaries
@@ -23,9 +23,6 @@ from granite4_neuron.planning.analysis.graph_memory import GRAPHS_AT_MOST, MICRO
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 GIBIBYTE = 2**30
-# A logical core has 24 GiB and cannot use another core's: the compiler's limit is 25,769,803,776 bytes. "Usable
-# ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
-CORE_BYTES = 47 * GIBIBYTE // 2
 
 FITS, OPEN, DOES_NOT_FIT = "fits", "open", "does not fit"
 
@@ -48,6 +45,7 @@ class Plan:
     logits: of one token of a sequence, over the whole vocabulary in float32, as a rank computes them and as gathered
         from all ranks.
     options: the graphs that are compiled.
+    chip: that the core is of.
     draft: the plan of a draft model that is loaded too. A step's temporaries are the larger of the two models'.
     """
 
@@ -61,7 +59,13 @@ class Plan:
     token: int
     logits: int
     options: GraphOptions | DeviceGraphOptions
+    chip: Chip
     draft: Plan | None = None
+
+    @property
+    def core_bytes(self) -> int:
+        """The memory of a logical core."""
+        return self.chip.core_bytes
 
     @property
     def tensors(self) -> int:
@@ -83,9 +87,9 @@ class Plan:
     @property
     def outcome(self) -> str:
         """FITS if the upper limit fits; DOES_NOT_FIT if the sum does not; OPEN in between."""
-        if self.at_most <= CORE_BYTES:
+        if self.at_most <= self.core_bytes:
             return FITS
-        return DOES_NOT_FIT if self.total > CORE_BYTES else OPEN
+        return DOES_NOT_FIT if self.total > self.core_bytes else OPEN
 
     @property
     def max_context(self) -> int:
@@ -117,24 +121,24 @@ class Plan:
     @property
     def longest_context(self) -> int:
         """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
-        return _largest(self.max_context, lambda context: self._at_most(self.batch_size, context) <= CORE_BYTES)
+        return _largest(self.max_context, lambda context: self._at_most(self.batch_size, context) <= self.core_bytes)
 
     @property
     def largest_batch(self) -> int:
         """The most sequences of this context that fit; 0 for none."""
-        enough = CORE_BYTES // self._sequence(self.context)
-        return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= CORE_BYTES)
+        enough = self.core_bytes // self._sequence(self.context)
+        return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= self.core_bytes)
 
     def verdict(self) -> str:
         """Return whether it fits, how certain that is, and what would fit."""
-        capacity = f"of a core's {_shown(CORE_BYTES)} GiB"
+        capacity = f"of a core's {_shown(self.core_bytes)} GiB"
         known = (
             f"weights and sequences take {_shown(self.tensors)} {capacity}, and {_shown(self.total)} with what is "
             f"estimated, at most {_shown(self.at_most)}"
         )
         if self.outcome == FITS:
             return f"It fits: {known}."
-        if self.tensors > CORE_BYTES:
+        if self.tensors > self.core_bytes:
             alone = f"weights and sequences alone take {_shown(self.tensors)} {capacity}"
             return f"It does not fit: {alone}.{self._what_fits()}"
         says = "It is open whether it fits" if self.outcome == OPEN else "By estimate it does not fit"
@@ -147,7 +151,7 @@ class Plan:
                 f" With fewer graphs it does, at most {_shown(fewest.at_most)} GiB with "
                 f"{self.options.fewest(self.context)[1]}."
             )
-        if fewest._at_most(1, 1) > CORE_BYTES:
+        if fewest._at_most(1, 1) > self.core_bytes:
             return " Split it over more ranks."
         longest, largest = self.longest_context, self.largest_batch
         if not longest and not largest:
@@ -239,6 +243,7 @@ def plan(
         token=token_bytes(config, dtype.itemsize, tp_degree),
         logits=config.vocab_size * torch.float32.itemsize * 2,
         options=options,
+        chip=INSTANCES[instance].chip,
         draft=draft,
     )
 
@@ -249,5 +254,6 @@ def check_ranks(instance: str, tp_degree: int) -> None:
     Raises:
         UserError: it does not.
     """
-    if tp_degree > INSTANCES[instance]:
-        raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
+    cores = INSTANCES[instance].logical_cores
+    if tp_degree > cores:
+        raise UserError(f"tp_degree is {tp_degree}; {instance} has {cores} logical cores.")

@@ -10,6 +10,7 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.config.choices import EXPERTS_DECODE
+from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, TRAINIUM3
 from granite4_neuron.planning import latency
 from granite4_neuron.planning import published_latency as published
 from granite4_neuron.planning.analysis.hlo_cost import Cost
@@ -17,6 +18,9 @@ from granite4_neuron.planning.analysis.roofline import minimum, minimum_of_commi
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
 DENSE = GraniteMoeHybridConfig.from_family("h-1b")
+
+
+UNITS = ("HBM", "TensorE", "VectorE", "links")
 
 
 def work(**changes):
@@ -41,6 +45,16 @@ def test_rates(changes, unit):
     other = "flops" if unit == "HBM" else "bytes_accessed"
     step = latency.latency(work(**half, **{other: 725e9 if other == "bytes_accessed" else 166.75e12}))
     assert step.bound == pytest.approx(1.0) and step.limit != unit
+
+
+def test_a_trainium3():
+    """Its rates are those of the documentation, and a prediction is for them; only the losses are the same."""
+    whole = dict(bytes_accessed=1.225e12, flops=167.75e12, vector_elements=2 * 256 * 1.2e9, link_bytes=2.56e12)
+    assert latency.latency(work(**whole), TRAINIUM3).units == pytest.approx(dict.fromkeys(UNITS, 1.0))
+    chips = TRAINIUM2, TRAINIUM3
+    of_chips = (latency.predictions(DENSE, 4, torch.bfloat16, 128, 1000, [1], chip=chip) for chip in chips)
+    before, after = (lines[1].latency for lines in of_chips)
+    assert after.bound == pytest.approx(before.bound * 2.9 / 4.9) and after.losses == before.losses
 
 
 def test_a_token_of_layers_of_one_part():

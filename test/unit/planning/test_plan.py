@@ -16,6 +16,7 @@ from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, default_context_buckets
+from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
@@ -77,7 +78,7 @@ def test_h_small_at_its_whole_context():
     result = planned("h-small")
     assert [len(result.graphs), len(result.with_fewest_graphs.graphs)] == [21, 3]
     assert result.with_fewest_graphs.total == planned("h-small", options=FEWEST).total
-    assert result.total < plan.CORE_BYTES < result.at_most and result.outcome == plan.OPEN
+    assert result.total < TRAINIUM2.core_bytes < result.at_most and result.outcome == plan.OPEN
     assert result.verdict().startswith(
         "It is open whether it fits: weights and sequences take 15.8 of a core's 23.5 GiB, and "
     )
@@ -98,7 +99,7 @@ def test_another_port_of_h_small():
     assert ours.outcome == plan.FITS
     theirs = replace(ours, state=state)
     object.__setattr__(theirs, "_temporaries", lambda *sizes: round(2.05 * GIBIBYTE))
-    assert theirs.total < plan.CORE_BYTES < theirs.at_most and theirs.outcome == plan.OPEN
+    assert theirs.total < TRAINIUM2.core_bytes < theirs.at_most and theirs.outcome == plan.OPEN
     assert theirs.at_most / GIBIBYTE == pytest.approx(24.46, rel=0.1)
     halves = planned("h-small", tp_degree=2, context=256)
     assert halves.weights / GIBIBYTE == pytest.approx(30, abs=0.5)
@@ -141,7 +142,7 @@ def test_more_ranks_than_key_heads_hold_them_several_times():
 def test_a_core_has_23_and_a_half_gibibytes(monkeypatch):
     """One byte more is too much. Between the sum and its upper bound the verdict is open."""
     monkeypatch.setattr(plan, "graph_memory", lambda *arguments: plan.GraphMemory(arguments[0], 0, 0, 0))
-    sizes = dict(state=1, token=0, logits=0, options=GraphOptions())
+    sizes = dict(state=1, token=0, logits=0, options=GraphOptions(), chip=TRAINIUM2)
     plan_with = partial(plan.Plan, small_config(), torch.bfloat16, 1, 1, 10, **sizes)
     estimated = plan_with(weights=0).temporaries
     assert estimated > 0
@@ -152,7 +153,17 @@ def test_a_core_has_23_and_a_half_gibibytes(monkeypatch):
     assert [hardly.outcome, not_at_all.outcome] == [plan.OPEN, plan.DOES_NOT_FIT]
     assert not_at_all.verdict().startswith("By estimate it does not fit")
     assert plan_with(weights=free + MICROCODE_BYTES + 1).verdict().startswith("It does not fit: weights and sequences")
-    assert plan.INSTANCES == {"trn2.3xlarge": 4, "trn2.48xlarge": 64}  # one chip and sixteen chips
+    cores = {name: instance.logical_cores for name, instance in plan.INSTANCES.items()}
+    assert cores == {"trn2.3xlarge": 4, "trn2.48xlarge": 64, "trn3.3xlarge": 4}
+
+
+def test_a_trainium3_has_half_as_much_again():
+    config, options = GraniteMoeHybridConfig.from_family("h-small"), GraphOptions()
+    sizes = config, torch.bfloat16, "trn3.3xlarge", 4, 1, 131072, options
+    result, before = plan.plan(*sizes), planned("h-small")
+    assert (result.total, result.at_most) == (before.total, before.at_most)
+    assert (before.outcome, result.outcome) == (plan.OPEN, plan.FITS)
+    assert "of a core's 35.5 GiB" in result.verdict() and result.largest_batch > before.largest_batch
 
 
 TABLE = re.findall(

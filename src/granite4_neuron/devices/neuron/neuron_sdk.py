@@ -6,12 +6,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
 from granite4_neuron.errors import UserError
 
 # The most tokens of a step that continues a prompt. Graphs with this many fit into SBUF, see `analysis.live_set`.
 CONTINUATION_TOKENS = 512
-# Physical NeuronCores per logical core: Trainium2's default, which the NKI kernels are launched for. The runtime's
+# Physical NeuronCores per logical core: the default, which the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2
 # The code that multiplies with the experts' weights in NxD Inference: this package in torch; this package in torch, and
@@ -24,8 +26,78 @@ KERNELS = {
 }
 # The dtypes of SSM states in compiled graphs.
 COMPILED_STATE_DTYPES = ("float32", "bfloat16")
-# Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
-INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A chip of Neuron cores, used as logical cores of two physical ones (LNC=2).
+
+    core_bytes: of HBM that a logical core can use.
+    hbm_bytes_per_second, tensor_flops: of the whole chip; FLOPs in bfloat16.
+    link_bytes_per_second: to other chips.
+    vector_elements_per_second: of a logical core's two VectorEs, with an operand in float32.
+    sbuf_bytes: of a physical core.
+    """
+
+    name: str
+    core_name: str
+    core_bytes: int
+    hbm_bytes_per_second: float
+    tensor_flops: float
+    link_bytes_per_second: float
+    vector_elements_per_second: float
+    sbuf_bytes: int
+
+    logical_cores: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A machine. chips: how many it has."""
+
+    chip: Chip
+    chips: int
+
+    @property
+    def logical_cores(self) -> int:
+        return self.chips * self.chip.logical_cores
+
+
+_GIBIBYTE, _MEBIBYTE = 2**30, 2**20
+# Rates: "Trainium2 architecture" and "Trainium3 architecture" (about-neuron/arch/neuron-hardware) and the "architecture
+# guide for NKI" of each (nki/guides/architecture), in the Neuron SDK's documentation of 2026-08-21. VectorE has 256
+# elements per cycle if not all have 16 bits, at 0.96 and at 1.2 GHz.
+TRAINIUM2 = Chip(
+    "Trainium2",
+    "NeuronCore-v3",
+    # A logical core has 24 GiB and cannot use another core's: the compiler's limit is 25,769,803,776 bytes. "Usable
+    # ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
+    core_bytes=47 * _GIBIBYTE // 2,
+    hbm_bytes_per_second=2.9e12,
+    tensor_flops=667e12,
+    link_bytes_per_second=1.28e12,
+    vector_elements_per_second=2 * 256 * 0.96e9,
+    # "the tiles stop fitting the 24 MB SBUF": the source of `published_latency.SPILLS`. The documentation says 28 MiB.
+    sbuf_bytes=24 * _MEBIBYTE,
+)
+TRAINIUM3 = Chip(
+    "Trainium3",
+    "NeuronCore-v4",
+    # 144 GiB for four logical cores. How much of its 36 GiB a core can use is not published: as much less as on
+    # Trainium2 is left out.
+    core_bytes=71 * _GIBIBYTE // 2,
+    hbm_bytes_per_second=4.9e12,  # by the architecture page; 4.7 by the guide for NKI
+    tensor_flops=671e12,
+    link_bytes_per_second=2.56e12,
+    vector_elements_per_second=2 * 256 * 1.2e9,
+    sbuf_bytes=28 * _MEBIBYTE,  # of 32 MiB; 4 are left out, as on Trainium2
+)
+# One chip, sixteen, and one.
+INSTANCES = {
+    "trn2.3xlarge": Instance(TRAINIUM2, 1),
+    "trn2.48xlarge": Instance(TRAINIUM2, 16),
+    "trn3.3xlarge": Instance(TRAINIUM3, 1),
+}
 # The code that computes attention over a prompt: NxD Inference's kernel, or torch throughout.
 ATTENTION_KERNELS = ("nxd", "torch")
 # Within a folder of compiled graphs, those of a draft model.

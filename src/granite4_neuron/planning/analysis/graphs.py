@@ -17,6 +17,7 @@ from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import TOKENS, unpacked
+from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
 from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
 from granite4_neuron.model.decoder_layer import DecoderLayer
@@ -185,6 +186,7 @@ def report(
     max_length: int,
     verified_tokens: int | None = None,
     trace_graph: Callable[[Graph], Traced] = trace_xla,
+    chip: Chip = TRAINIUM2,
 ) -> Iterator[GraphReport]:
     """Report the graphs of a runtime: prefill of one sequence per bucket, and decode of the whole batch.
 
@@ -199,6 +201,7 @@ def report(
         max_length: length of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
         trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
+        chip: whose SBUF holds the live set of a prompt's graph.
 
     Raises:
         ToolsMissing: the tools that trace or count the graphs are not installed.
@@ -213,7 +216,7 @@ def report(
     for name, kind, tokens in kinds:
         graph = Graph(kind, tokens, config, dtype, tp_degree, batch_size, max_length)
         trace = partial(_trace_layers, trace_graph, graph)
-        live = live_set(config, tp_degree, dtype, tokens) if kind == PREFILL else None
+        live = live_set(config, tp_degree, dtype, tokens, chip) if kind == PREFILL else None
         num_experts = config.num_local_experts if kind == DECODE else 0
         yield replace(graph_report(name, config, trace, graph.minimum(), num_experts), live_set=live)
 

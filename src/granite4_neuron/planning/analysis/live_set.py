@@ -26,10 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, TRAINIUM2, Chip
 
-# "the tiles stop fitting the 24 MB SBUF", of a physical core: the source of `published_latency.SPILLS`.
-SBUF_BYTES = LOGICAL_CORE_SIZE * 24 * 2**20
 # PSUM has 128 partitions of 8 banks of 2 KiB, which hold sums in float32. The results of a product are columns of the
 # weight on the partitions, and tokens along the banks.
 _PARTITIONS, _SUMS = 128, 8 * 2048 // 4
@@ -55,16 +53,18 @@ class LiveSet:
     """The estimate for one graph, in bytes of one rank.
 
     live: the live set of the product `largest`. read, written: bytes in HBM because of products that do not fit.
+    capacity: of SBUF.
     """
 
     live: int
     largest: str
     read: int
     written: int
+    capacity: int
 
     @property
     def fits(self) -> bool:
-        return self.live <= SBUF_BYTES
+        return self.live <= self.capacity
 
     @property
     def moved(self) -> int:
@@ -74,28 +74,35 @@ class LiveSet:
         """Return a sentence about the product that does not fit; None if all fit."""
         if self.fits:
             return None
-        live, capacity = (f"{count / 2**20:.1f}" for count in (self.live, SBUF_BYTES))
+        live, capacity = (f"{count / 2**20:.1f}" for count in (self.live, self.capacity))
         return (
             f"it spills by estimate: {live} MiB are live during {self.largest} product, and SBUF has {capacity}; that "
             f"moves {self.moved / 1e9:.2g} GB in HBM."
         )
 
 
-def live_set(config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int) -> LiveSet:
+def sbuf_bytes(chip: Chip) -> int:
+    """Return the SBUF of a logical core."""
+    return LOGICAL_CORE_SIZE * chip.sbuf_bytes
+
+
+def live_set(config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int, chip: Chip = TRAINIUM2) -> LiveSet:
     """Estimate the live set of a prompt's graph on one rank.
 
     Raises:
         UserError: tp_degree does not divide the model.
     """
-    return live_set_of(list(products(config, tp_degree)), config.hidden_size, dtype.itemsize, tokens)
+    return live_set_of(list(products(config, tp_degree)), config.hidden_size, dtype.itemsize, tokens, chip)
 
 
-def live_set_of(of_model: Sequence[Product], hidden_size: int, itemsize: int, tokens: int) -> LiveSet:
+def live_set_of(
+    of_model: Sequence[Product], hidden_size: int, itemsize: int, tokens: int, chip: Chip = TRAINIUM2
+) -> LiveSet:
     """Estimate the live set of a graph of `tokens` tokens, from a model's products."""
     columns_at_a_time = _PARTITIONS * max(1, _SUMS // tokens)
     entry = tokens * itemsize
     live = {product: (hidden_size + product.operand + product.result) * entry for product in of_model}
-    spilled = [product for product in of_model if live[product] > SBUF_BYTES]
+    spilled = [product for product in of_model if live[product] > sbuf_bytes(chip)]
     largest = max(live, key=live.__getitem__)
     return LiveSet(
         live[largest],
@@ -105,6 +112,7 @@ def live_set_of(of_model: Sequence[Product], hidden_size: int, itemsize: int, to
             for product in spilled
         ),
         written=sum(product.layers * product.operand * entry for product in spilled),
+        capacity=sbuf_bytes(chip),
     )
 
 

@@ -1,4 +1,4 @@
-"""Step times predicted for Trainium2; see `planning.latency`. Nothing here is measured."""
+"""Step times predicted for a Neuron device; see `planning.latency`. Nothing here is measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.graphs.runtime import bucket
+from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
 from granite4_neuron.planning.analysis.roofline import minimum_of_copy
-from granite4_neuron.planning.latency import HBM_BYTES_PER_SECOND, latency, step_work
+from granite4_neuron.planning.latency import hbm_bytes_per_second, latency, step_work
 from granite4_neuron.runtime.interface import Row
 
 
@@ -25,6 +26,7 @@ class PredictedSteps:
             a single token is decoded.
         cache_buckets: entries of the cache that graphs read, ascending.
         experts_decode: how the experts of decoded tokens are computed; see `devices.selection`.
+        chip: that the ranks are on.
 
     Raises:
         UserError: `tp_degree` does not divide the model.
@@ -40,11 +42,14 @@ class PredictedSteps:
         prompt_pieces: Callable[[int, int], Sequence[int]],
         cache_buckets: Sequence[int],
         experts_decode: str = "all",
+        chip: Chip = TRAINIUM2,
     ):
-        self._model = config, tp_degree, dtype
+        self._model, self._chip = (config, tp_degree, dtype), chip
         self._prompt_pieces, self._cache_buckets = prompt_pieces, cache_buckets
         self._decode = {
-            each: latency(step_work(*self._model, slots, 1, each, experts_decode=experts_decode)).predicted
+            each: latency(
+                step_work(*self._model, slots, 1, each, experts_decode=experts_decode, chip=chip), chip
+            ).predicted
             for each in cache_buckets
         }
         self._pieces: dict[tuple[int, int], float] = {}
@@ -76,7 +81,8 @@ class PredictedSteps:
     def copy(self, tokens: int) -> float:
         """Implement `StepTimes.copy`: the time to copy a whole slot at the rate of HBM."""
         config, tp_degree, dtype = self._model
-        return minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed / HBM_BYTES_PER_SECOND
+        moved = minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed
+        return moved / hbm_bytes_per_second(self._chip)
 
     def _prompt(self, row: Row) -> float:
         stop = row.start + len(row.tokens)
@@ -93,5 +99,7 @@ class PredictedSteps:
         context = max(start, bucket(stop, self._cache_buckets) - tokens) if start else 0
         key = tokens, context
         if key not in self._pieces:
-            self._pieces[key] = latency(step_work(*self._model, 1, tokens, context)).predicted
+            self._pieces[key] = latency(
+                step_work(*self._model, 1, tokens, context, chip=self._chip), self._chip
+            ).predicted
         return self._pieces[key]
