@@ -73,11 +73,7 @@ class Case:
 ALL = ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
 # Each form of graphs with one of the models: a second takes long to trace, and has the same parts.
 CASES = [
-    pytest.param(
-        Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model")),
-        marks=pytest.mark.slow,
-        id="bundled-model",
-    ),
+    Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model")),
     pytest.param(Case("experts-layer", experts(), ("prefill 512", *ALL)), marks=pytest.mark.slow, id="experts-layer"),
 ]
 
