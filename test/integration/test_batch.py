@@ -172,7 +172,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
         cut.write_bytes(expected[:size])
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected, size
-    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0])):
+    for size, end in ((ends[4], torn[0]), (ends[4], torn[1]), (0, torn[0]), (ends[-2], b"\0" * 9999)):
         cut.write_bytes(expected[:size] + end)
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected
