@@ -233,6 +233,7 @@ class TestExpertsOfDecodedTokens:
         traced = trace_torch(graphs.Graph("decode", 1, one_layer, torch.bfloat16, 4, batch_size, 1024, *form))
         return hlo_lint.findings(hlo_text(traced.proto), True, config.num_local_experts, traced.states)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("batch_size", [1, 8])
     def test_the_default_fetches_no_weights_by_index(self, batch_size):
         assert self.found(batch_size) == []
@@ -288,6 +289,7 @@ def test_an_indexed_write_is_torchs(axes):
     assert torch.equal(torch_lowering._index_put(tensor, indices, values), expected)
 
 
+@pytest.mark.slow
 class TestReport:
     """`granite4-neuron graphs --backend torch` reports the graphs that run."""
 

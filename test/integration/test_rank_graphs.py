@@ -48,6 +48,7 @@ def sent(text):
     return {"all_reduce": sums, "all_gather": parts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "degree", "kind", "ranks"), CASES)
 def test_one_graph_for_all_ranks(name, degree, kind, ranks):
     """A layer of each kind, of real widths. Nothing is run."""
