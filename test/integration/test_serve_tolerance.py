@@ -189,6 +189,7 @@ BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
         (BODY, "br", 415, "Content-Encoding is br"),
         (b"\xff\xfea", None, 400, "begins as a text in utf-16"),
     ],
+    ids=["BOM", "UTF-16", "UTF-32", "gzip", "gzip cut off", "no gzip", "gzip bomb", "brotli", "UTF-16 cut off"],
 )
 def test_bodies_in_other_encodings(post, body, encoding, status, message):
     answer = post("completions", body, **({"Content-Encoding": encoding} if encoding else {}))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from neuronx_distributed_inference.models.config import MoENeuronConfig
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, TRAINIUM2, Chip
@@ -125,9 +124,9 @@ def _application(
     config: ModelConfig, neuron_config: Mapping[str, object], kernels: Mapping[str, str]
 ) -> NeuronGraniteMoeHybridForCausalLM:
     """Make an application without a checkpoint: a graph has no weights."""
-    return NeuronGraniteMoeHybridForCausalLM(
-        "", GraniteMoeHybridInferenceConfig(MoENeuronConfig(**neuron_config), **config.to_dict(), **kernels)
-    )
+    config_class = GraniteMoeHybridInferenceConfig
+    options = config_class.get_neuron_config_cls()(**neuron_config)
+    return NeuronGraniteMoeHybridForCausalLM("", config_class(options, **config.to_dict(), **kernels))
 
 
 def _traced(traced: Trace, layer_types: Sequence[str]) -> Traced:
