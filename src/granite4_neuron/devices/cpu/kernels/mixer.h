@@ -125,8 +125,8 @@ struct MambaMixer {
         0 < settings.chunk_size && settings.chunk_size <= MAX_SCAN_BLOCK, "chunk_size is ", settings.chunk_size,
         " and should be from 1 to ", MAX_SCAN_BLOCK);
     TORCH_CHECK(
-        0 <= rounds && rounds <= StateRounding::MAX_ROUNDS, "there are ", rounds, " rounds of Philox, of at most ",
-        StateRounding::MAX_ROUNDS);
+        0 <= rounds && rounds <= Philox::MAX_ROUNDS, "there are ", rounds, " rounds of Philox, of at most ",
+        Philox::MAX_ROUNDS);
   }
 };
 

@@ -2,7 +2,7 @@
 // same bit by bit.
 #pragma once
 
-#include "common.h"
+#include "philox.h"
 
 namespace granite4_neuron {
 
@@ -34,16 +34,8 @@ constexpr int64_t WORDS = 16, WORD_COLUMNS = 2 * WORDS;
 class StateRounding {
  public:
   StateRounding(const Rounding& rounding, int64_t head_dim, int64_t d_state)
-      : stream_(rounding.stream), rounds_(rounding.rounds),
-        head_groups_((head_dim + SHARED_ROWS - 1) / SHARED_ROWS), runs_((d_state + RUN - 1) / RUN) {
-    uint32_t low = static_cast<uint32_t>(rounding.seed), high = static_cast<uint32_t>(rounding.seed >> 32);
-    for (auto& [first, second] : keys_) {
-      first = low;
-      second = high;
-      low += 0x9E3779B9;
-      high += 0xBB67AE85;
-    }
-  }
+      : philox_(rounding.seed, rounding.rounds), stream_(rounding.stream),
+        head_groups_((head_dim + SHARED_ROWS - 1) / SHARED_ROWS), runs_((d_state + RUN - 1) / RUN) {}
 
   // The number of words for SHARED_ROWS rows, rounded up: `fill` writes two runs at a time, whose products overlap.
   int64_t num_words() const {
@@ -58,19 +50,15 @@ class StateRounding {
       fill_runs(static_cast<uint32_t>(position), counter, words);
   }
 
-  static constexpr int64_t MAX_ROUNDS = 10;
-
  private:
   static constexpr int64_t COUNTERS = 8, RUN = 8 * COUNTERS;
-  static constexpr uint32_t MULTIPLIER_A = 0xD2511F53, MULTIPLIER_C = 0xCD9E8D57;
 
+  Philox philox_;
   uint32_t stream_;
-  int64_t rounds_, head_groups_, runs_;
-  std::array<std::array<uint32_t, 2>, MAX_ROUNDS> keys_;
+  int64_t head_groups_, runs_;
 
   void fill_runs(uint32_t position, int64_t counter, uint32_t* words) const {
 #if defined(CPU_CAPABILITY_AVX512)
-    // A counter in each 64-bit lane; the upper halves hold arbitrary bits.
     __m512i a[2], b[2], c[2], d[2];
     for (int run = 0; run < 2; run++) {
       a[run] = _mm512_add_epi64(_mm512_set1_epi64(counter + run * COUNTERS), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
@@ -78,19 +66,7 @@ class StateRounding {
       c[run] = _mm512_set1_epi32(stream_);
       d[run] = _mm512_setzero_si512();
     }
-    const __m512i multiplier_a = _mm512_set1_epi64(MULTIPLIER_A), multiplier_c = _mm512_set1_epi64(MULTIPLIER_C);
-    constexpr int XOR = 0x96;
-    for (int64_t round = 0; round < rounds_; round++) {
-      __m512i low = _mm512_set1_epi32(keys_[round][0]), high = _mm512_set1_epi32(keys_[round][1]);
-#pragma GCC unroll 2
-      for (int run = 0; run < 2; run++) {
-        __m512i product_a = _mm512_mul_epu32(a[run], multiplier_a), product_c = _mm512_mul_epu32(c[run], multiplier_c);
-        a[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(product_c, 32), b[run], low, XOR);
-        c[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(product_a, 32), d[run], high, XOR);
-        b[run] = product_c;
-        d[run] = product_a;
-      }
-    }
+    philox_.run(a, b, c, d);
     constexpr __mmask16 ODD = 0xaaaa;
 #pragma GCC unroll 2
     for (int run = 0; run < 2; run++) {
@@ -100,15 +76,7 @@ class StateRounding {
     }
 #else
     for (int64_t i = 0; i < 2 * COUNTERS; i++) {
-      uint32_t a = static_cast<uint32_t>(counter + i), b = position, c = stream_, d = 0;
-      for (int64_t round = 0; round < rounds_; round++) {
-        uint64_t product_a = uint64_t{MULTIPLIER_A} * a, product_c = uint64_t{MULTIPLIER_C} * c;
-        auto [low, high] = keys_[round];
-        a = static_cast<uint32_t>(product_c >> 32) ^ b ^ low;
-        c = static_cast<uint32_t>(product_a >> 32) ^ d ^ high;
-        b = static_cast<uint32_t>(product_c);
-        d = static_cast<uint32_t>(product_a);
-      }
+      auto [a, b, c, d] = philox_.words(static_cast<uint32_t>(counter + i), position, stream_, 0);
       uint32_t *even = words + i / COUNTERS * RUN / 2 + i % COUNTERS * 2, *odd = even + 16;
       even[0] = a;
       even[1] = b;
