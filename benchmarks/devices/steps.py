@@ -151,7 +151,7 @@ def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bo
         nonlocal position
         logits = runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
         for sampler, row_logits in zip(samplers, logits, strict=False):
-            sampler(row_logits, ())
+            sampler(row_logits, range(position))
         position += 1
 
     return _median_ms(runtime, step, steps)
@@ -166,9 +166,7 @@ def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samp
     def decode(position: int, tokens: Sequence[int]) -> Decoded:
         rows = []
         for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), 1):
-            draw = sampler and sampler.draw(0, runtime.config.vocab_size)
-            if sampler is not None:
-                sampler.count_drawn()
+            draw = sampler and sampler.draw(position + 1, runtime.config.vocab_size)
             rows.append(Row(slot, position, [token], draw=draw))
         return runtime.decode(state, rows)
 

@@ -245,7 +245,7 @@ def drawn(place: Place) -> Iterator[Finding]:
     arguments = to_device(place, (draw_inputs(draws, rows, _VOCAB), logits, likeliest(logits)))
     with torch.no_grad():
         found = compiled(place, topk.drawn)(*arguments).cpu()
-    expected = torch.tensor([sampler(row_logits, ()) for row_logits in logits])
+    expected = torch.tensor([sampler(row_logits, range(row)) for row, row_logits in enumerate(logits)])
     is_left = found == UNDECIDED
     yield judge(f"{rows} tokens", torch.where(is_left, expected, found), expected, 0)
     yield Finding("left to the host", FACT, message=f"{int(is_left.sum())} of {rows}")

@@ -280,13 +280,15 @@ class DecodeContract:
         for number in range(8):
             rows = []
             for slot, length in lengths.items():
-                draw = samplers[slot].draw(0, ours.config.vocab_size) if slot in samplers else None
+                draw = samplers[slot].draw(length + 1, ours.config.vocab_size) if slot in samplers else None
                 is_known = number in (0, 4) or slot == 2
                 rows.append(Row(slot, length, [tokens[slot] if is_known else CHOSEN], draw=draw))
             decoded = ours.decode(state, rows)
             found, logits = decoded.tokens(), decoded.logits(range(4))
             for row, token, row_logits in zip(rows, found, logits, strict=True):
-                expected = samplers[row.slot](row_logits, [0]) if row.draw else int(row_logits.argmax())
+                expected = (
+                    samplers[row.slot](row_logits, range(row.start + 1)) if row.draw else int(row_logits.argmax())
+                )
                 assert token == (UNDECIDED if row.slot == 2 else expected)
                 tokens[row.slot], lengths[row.slot] = expected, row.start + 1
         requests = [Request([slot] * 5, 9 + slot, seed=slot, **each) for slot, each in options.items()]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 
@@ -35,4 +36,16 @@ class Constraint(Protocol):
         """Return the next tokens that have no alternative, `most` at most.
 
         They only save time: it is never wrong to return fewer, or none. Each must be the only one in its mask.
+        """
+
+
+@runtime_checkable
+class BitConstraint(Constraint, Protocol):
+    """A constraint that has its masks as bits, which costs less."""
+
+    def bits(self, vocab_size: int) -> np.ndarray:
+        """Return a bit for each token, 1 if it may follow, lowest bit first: [vocab_size / 8, rounded up] uint8. Bits
+        beyond the vocabulary are 0.
+
+        Raises: see `mask`.
         """

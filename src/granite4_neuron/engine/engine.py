@@ -25,12 +25,14 @@ from granite4_neuron.engine.prefix.cache import PrefixCache
 from granite4_neuron.engine.prefix.reuse import PrefixReuse
 from granite4_neuron.engine.prefix.slot_cache import SlotPrefixCache
 from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
+from granite4_neuron.engine.sampling import Question, choose
 from granite4_neuron.engine.sampling_params import is_number, is_whole
 from granite4_neuron.engine.scheduler import ScheduledStep, Scheduler
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops.sampling import Chosen
 from granite4_neuron.runtime.interface import UNDECIDED, Decoded, Runtime, Verification, require
 
 # One count for all engines: a drafter that outlives its engine must not take a new sequence for an old one.
@@ -143,6 +145,7 @@ class Engine:
         drafting = Drafting(drafter, runtime, draft_tokens)
         longest = runtime.max_length
         self.runtime = runtime
+        self._form = runtime.sampling  # it may compile kernels: not while a request waits
         self.num_sequences = num_sequences
         self.max_length = longest if max_length is None else min(max_length, longest)
         self.stats = GenerationStats()
@@ -211,7 +214,8 @@ class Engine:
         request = request.with_defaults(self.runtime.generation_config)
         text = TextStream(self._tokenizer, request.stop or (), request.tokens, request.skip_special_tokens)
         adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
-        sequence = RunningSequence(next(_IDS), request, limit, text, adapter, self.runtime.prompt_cuts)
+        cuts, form = self.runtime.prompt_cuts, self._form
+        sequence = RunningSequence(next(_IDS), request, limit, text, adapter, cuts, form)
         self._live.add(sequence)
         return sequence.id
 
@@ -289,14 +293,49 @@ class Engine:
 
     def _choose(self, step: ScheduledStep, logits: torch.Tensor) -> None:
         """Choose the next token of each sequence whose tokens have all been run."""
-        for sequence, row, row_logits in zip(step.sequences, step.rows, logits, strict=True):
+        lasts = [
+            row_logits[len(row.tokens) - 1] if step.all_logits else row_logits
+            for row, row_logits in zip(step.rows, logits, strict=True)
+        ]
+        are_run = [
+            row.start + len(row.tokens) == len(sequence.tokens)
+            for sequence, row in zip(step.sequences, step.rows, strict=True)
+        ]
+        answers = self._answers(
+            [(each, [last], ()) for each, last, is_run in zip(step.sequences, lasts, are_run, strict=True) if is_run]
+        )
+        for sequence, row, row_logits, last, is_run in zip(
+            step.sequences, step.rows, logits, lasts, are_run, strict=True
+        ):
+            if is_run and sequence.id not in answers:  # it has failed
+                continue
             with self._live.guard(sequence):
                 if step.all_logits:
                     sequence.record_prompt_logprobs(row, row_logits)
-                last = row_logits[len(row.tokens) - 1] if step.all_logits else row_logits
-                is_run = row.start + len(row.tokens) == len(sequence.tokens)
-                outputs = sequence.choose([last]) if is_run else []
+                outputs = sequence.choose([last], (), answers[sequence.id]) if is_run else []
                 self._live.count(sequence, len(row.tokens), last, [*sequence.give_taken(), *outputs])
+
+    def _answers(
+        self, questions: Sequence[tuple[RunningSequence, Sequence[torch.Tensor], Sequence[int]]]
+    ) -> dict[int, list[Chosen | UserError]]:
+        """Choose tokens of all sequences in one call, as far as that is possible.
+
+        Args:
+            questions: sequences with the arguments of `RunningSequence.ask`.
+
+        Returns:
+            The argument `answers` of `RunningSequence.choose`, by sequence id; none for a sequence that fails.
+        """
+        asked: dict[int, list[Question | Chosen | UserError]] = {}
+        for sequence, logits, drafts in questions:
+            with self._live.guard(sequence):
+                asked[sequence.id] = sequence.ask(logits, drafts)
+        flat = [each for of_sequence in asked.values() for each in of_sequence if not isinstance(each, UserError)]
+        found = iter(choose(flat, self._form))
+        return {
+            id: [each if isinstance(each, UserError) else next(found) for each in of_sequence]
+            for id, of_sequence in asked.items()
+        }
 
     def _show_drafter(self, step: ScheduledStep, hidden_states: Sequence[torch.Tensor]) -> None:
         """Show the drafter each row's hidden states, except those of sequences that have ended."""
@@ -340,11 +379,15 @@ class Engine:
         logits = dict(zip(on_host, whole, strict=True))
         if following is None or self._ahead is not None:
             self._slots.failed_steps = 0
+        of_host = [each for each in step.sequences if each.id in logits]
+        answers = self._answers([(each, [logits[each.id]], ()) for each in of_host])
         for sequence in step.sequences:
+            if sequence.id in logits and sequence.id not in answers:  # it has failed
+                continue
             with self._live.guard(sequence):
                 row = rows[sequence.id]
                 if sequence.id in logits:
-                    outputs = sequence.choose([logits[sequence.id]])
+                    outputs = sequence.choose([logits[sequence.id]], (), answers[sequence.id])
                 else:
                     outputs = [sequence.take(tokens[row])]
                 if self._ahead is not None and sequence.takes_drawn:
@@ -373,10 +416,17 @@ class Engine:
         chosen: list[Sequence[Output]] = [[] for _ in step.rows]
         certain = [each.num_unrun - each.has_ended for each in step.sequences]  # tokens of rows that are no drafts
         ended = [each.has_ended for each in step.sequences]
-        for at, (sequence, row, logits) in enumerate(zip(step.sequences, step.rows, verification.logits, strict=True)):
-            if not ended[at]:
+        questions = [
+            (sequence, logits[before - 1 : len(row.tokens)], row.tokens[before:])
+            for sequence, row, logits, before in zip(
+                step.sequences, step.rows, verification.logits, certain, strict=True
+            )
+        ]
+        answers = self._answers([each for each, has_ended in zip(questions, ended, strict=True) if not has_ended])
+        for at, (sequence, logits, drafts) in enumerate(questions):
+            if sequence.id in answers:
                 with self._live.guard(sequence):
-                    chosen[at] = sequence.choose(logits[certain[at] - 1 :], row.tokens[certain[at] :])
+                    chosen[at] = sequence.choose(logits, drafts, answers[sequence.id])
         accepted = [
             before - (not has_ended) + sum(output.error is None for output in outputs)
             for before, has_ended, outputs in zip(certain, ended, chosen, strict=True)

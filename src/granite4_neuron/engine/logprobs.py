@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+
+from granite4_neuron.ops.sampling import Logprobs
 
 
 class TopLogprobs(Sequence[tuple[int, float]]):
@@ -66,24 +66,12 @@ class TokenLogprob:
 
 
 def certain_logprob(token: int, num_top: int) -> TokenLogprob:
-    """Return what `token_logprobs` returns for a token that is the only one allowed."""
+    """Return the report of a token that is the only one allowed."""
     top = TopLogprobs(np.array([[token]], np.int32), np.zeros((1, 1), np.float32), 0, min(num_top, 1))
     return TokenLogprob(token, 0.0, 1, top)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probability of one token after each row of logits.
-
-    Args:
-        logits: [tokens, vocab_size], float32.
-        tokens: the token that follows each row.
-        num_top: how many top tokens to report with each.
-    """
-    logprobs = logits.log_softmax(-1)
-    of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])
-    ranks = (logprobs >= of_tokens).sum(1).tolist()
-    values, ids = (tensor.cpu().numpy() for tensor in logprobs.topk(num_top))
-    ids = ids.astype(np.int32)
-    lengths = (values > -math.inf).sum(1).tolist()
-    tops = [TopLogprobs(ids, values, row, length) for row, length in enumerate(lengths)]
-    return [TokenLogprob(*fields) for fields in zip(tokens, of_tokens[:, 0].tolist(), ranks, tops, strict=True)]
+def reported(token: int, report: Logprobs) -> TokenLogprob:
+    """Return a report of `ops.sampling` about a token."""
+    ids, values = report.top.numpy().astype(np.int32)[None], report.values.numpy()[None]
+    return TokenLogprob(token, report.logprob, report.rank, TopLogprobs(ids, values, 0, ids.shape[1]))

@@ -88,11 +88,13 @@ class PromptReport:
     cached_tokens: how many of its tokens the prefix cache had.
     started: when the sequence got a slot, in seconds of the engine's clock, which is `time.perf_counter` by default.
     logprobs: of all its tokens except the first, if the request asks for them.
+    seed: of the sequence's random numbers: the request's, or the one that it got. None if it is greedy.
     """
 
     cached_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
     started: float = field(default=0.0, compare=False)
+    seed: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,22 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import replace
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from granite4_neuron.engine.constraint import Constraint
+from granite4_neuron.engine.constraint import BitConstraint, Constraint
 from granite4_neuron.engine.sampling_params import SamplingParams, is_list, is_whole
-from granite4_neuron.engine.token_rules import TokenRules
+from granite4_neuron.engine.token_counts import TokenCounts
+from granite4_neuron.engine.token_rules import TokenRules, bits_of
 from granite4_neuron.errors import UserError, described
+from granite4_neuron.ops import sampling as definition
+from granite4_neuron.ops.sampling import ALL_MASKED, NONE_LEFT, Choice, Chosen, Penalties
 from granite4_neuron.runtime.interface import MOST_TOP_K, Draw
 
 NOT_FINITE = "no token can be chosen: the model's logits are not finite."
@@ -33,6 +28,7 @@ _NOTHING_LEFT = (
     "no token can be chosen: the request's options (a grammar or another constraint, allowed_token_ids, bad_words, "
     "min_tokens, logits_processors) together allow none."
 )
+_ALL_FORBIDDEN = "no token can be chosen: the request's constraint allows none."
 _CONSTRAINT = "the request's constraint"
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -60,33 +56,58 @@ def _blamed_on(what: str) -> Iterator[None]:
         raise RequestFault(f"{what} failed ({described(error)}).") from error
 
 
+class Question(NamedTuple):
+    """A token that `ops.sampling.choose` can choose: logits [vocab_size], and how.
+
+    processed: scores [vocab_size] that a request's processors have made of them, in place of which they are chosen
+        from; with the choice that is left then.
+    """
+
+    logits: torch.Tensor
+    choice: Choice
+    processed: tuple[torch.Tensor, Choice] | None = None
+
+
 class Sampler:
     """Chooses the next token of one sequence, greedily or by sampling, among those that its `TokenRules` allow.
 
-    Biases and penalties change the model's logits first; then tokens that may not come next get -inf; then the
-    request's processors run, and what only sampling needs. This is the order of transformers' generate.
+    `ops.sampling` says how. A request's own processors run after its biases, penalties and rules, and before the
+    temperature, as in transformers' generate.
 
     Args:
         params: the options, with the checkpoint's defaults.
         prompt_length: how many of the sequence's tokens are the prompt's.
+        form: `ops.sampling`, or a device's form of it.
+
+    Attributes:
+        seed: of the random numbers; None for a greedy sequence.
     """
 
-    def __init__(self, params: SamplingParams, prompt_length: int):
+    def __init__(self, params: SamplingParams, prompt_length: int, form: ModuleType = definition):
+        self.form = form
         self._rules = TokenRules(params, prompt_length)
-        self._changes = _changes(params, prompt_length)
-        self._processors = LogitsProcessorList(map(_RequestsProcessor, params.logits_processors or ()))
-        self._warpers = _warpers(params)
+        self._processors = [_RequestsProcessor(each) for each in params.logits_processors or ()]
         self._constraint = _fork(params.constraint)
         self._certain: list[int] = []  # the tokens that the constraint forces, as far as they are known
         self._is_greedy = params.temperature == 0
-        options = _temperature(params), params.top_k or 0, params.top_p or 1
-        self._options = Draw(*options, params.min_p or 0, torch.empty(0))
-        self._noise: deque[torch.Tensor] = deque()  # of the next choices, in order
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
+        self.seed = None if self._is_greedy else params.with_seed().seed
+        biases = [(int(token), float(bias)) for token, bias in (params.logit_bias or {}).items() if bias]
+        self._choice = Choice(
+            temperature=0.0 if self._is_greedy else 1.0 if params.temperature is None else _normal(params.temperature),
+            top_k=int(params.top_k or 0),
+            top_p=float(params.top_p or 1),
+            min_p=float(params.min_p or 0),
+            seed=self.seed or 0,
+            biases=(torch.tensor([each[0] for each in biases]), torch.tensor([each[1] for each in biases]))
+            if biases
+            else None,
+            num_logprobs=params.logprobs,
+        )
+        repetition = 1.0 if params.repetition_penalty is None else _normal(params.repetition_penalty)
+        self._penalties = float(params.frequency_penalty or 0), float(params.presence_penalty or 0), repetition
+        # Only a repetition penalty applies to the prompt.
+        begin = 0 if repetition != 1 else prompt_length
+        self._counts = TokenCounts(begin, prompt_length) if self._penalties != (0, 0, 1) else None
 
     @property
     def takes_likeliest(self) -> bool:
@@ -96,47 +117,118 @@ class Sampler:
     @property
     def is_drawn(self) -> bool:
         """Whether the token is drawn with temperature, top_k, top_p and min_p alone, which a `Draw` describes."""
-        return not self._is_greedy and self._options.top_k <= MOST_TOP_K and self._is_free
+        return not self._is_greedy and self._choice.top_k <= MOST_TOP_K and self._is_free
 
     @property
     def _is_free(self) -> bool:
         """Whether all tokens may come next, and no option changes logits."""
-        return self._constraint is None and not (self._rules.forbid_any or self._changes or self._processors)
+        changes = self._choice.biases is not None or self._counts is not None or bool(self._processors)
+        return self._constraint is None and not (self._rules.forbid_any or changes)
 
-    def draw(self, ahead: int, vocab_size: int) -> Draw:
-        """Return how a device is to draw the token that comes after `ahead` others, if `is_drawn`."""
-        return self._options._replace(noise=self.noise(ahead, vocab_size))
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether how a token is chosen depends on the ones before it in ways that only their choice shows."""
+        return self._constraint is not None or bool(self._processors)
 
-    def count_drawn(self) -> None:
-        """Discard the next token's noise, with which a device has drawn that token."""
-        self._noise.popleft()
+    def draw(self, place: int, vocab_size: int) -> Draw:
+        """Return how a device is to draw the token at a place of the sequence, if `is_drawn`."""
+        choice = self._choice
+        noise = self.form.exponentials(choice.seed, place, vocab_size)
+        return Draw(choice.temperature, choice.top_k, choice.top_p, choice.min_p, noise)
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        """Choose the token to append from the model's logits; see `mask` and `choose`."""
-        return self.choose(self.mask(logits), tokens)
+        """Choose the token to append from the model's logits [vocab_size], and advance the constraint by it. See `ask`
+        and `answer`.
+        """
+        return self.answer(*choose([self.ask(logits, tokens)], self.form))
 
-    def mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [vocab_size] with -inf for tokens that the constraint forbids; without one, the same tensor.
+    def ask(self, logits: torch.Tensor, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Question | Chosen:
+        """Return how the token that follows is chosen, or that token if the logits decide nothing.
 
-        If it allows one token, the logits decide nothing, and that token gets 0: it may also be forced, without logits.
+        Args:
+            logits: [vocab_size], float32, the model's.
+            tokens: the sequence so far, prompt included.
+            drafts: further tokens after them.
 
         Raises:
             NoTokenLeft: the constraint forbids all tokens.
+            RequestFault: a logits processor or the constraint fails.
+            UserError: the logits are not finite.
+        """
+        if self.takes_likeliest:
+            return Question(logits, self._choice)
+        vocab_size, place = len(logits), len(tokens) + len(drafts)
+        counts = None if self._counts is None else self._counts.of(tokens, drafts)
+        penalties = None if counts is None else Penalties(*counts, *self._penalties)
+        choice = replace(self._choice, place=place, penalties=penalties)
+        if self._constraint is None and not self._rules.forbid_any and not self._processors:
+            return Question(logits, choice)
+        history = [*tokens, *drafts] if drafts else tokens
+        bits = None if self._constraint is None else self._mask(vocab_size)
+        only = None if bits is None else _only_one(bits)
+        if only is not None and not self._processors:
+            if not self._rules.allows(only, history):
+                raise NoTokenLeft(_NOTHING_LEFT)
+            return Chosen(only)
+        forbidden = self._rules.forbidden(bits, history, vocab_size)
+        choice = replace(
+            choice,
+            mask=None if bits is None else torch.from_numpy(bits),
+            allowed=self._rules.allowed_bits(vocab_size),
+            forbidden=torch.tensor(forbidden) if forbidden else None,
+        )
+        if not self._processors:
+            return Question(logits, choice)
+        return self._processed(logits, choice, history, is_only=only is not None)
+
+    def _mask(self, vocab_size: int) -> np.ndarray:
+        """Return bits of the tokens that the constraint allows, see `bits_of`.
+
+        Raises: see `ask`.
+        """
+        assert self._constraint is not None
+        with _blamed_on(_CONSTRAINT):
+            if isinstance(self._constraint, BitConstraint):
+                bits = self._constraint.bits(vocab_size)
+            else:
+                zeros = torch.zeros(vocab_size)
+                bits = bits_of(_checked(self._constraint.mask(zeros.clone()), zeros).numpy() > -math.inf)
+        if not bits.any():
+            raise NoTokenLeft(_ALL_FORBIDDEN)
+        return bits
+
+    def _processed(self, logits: torch.Tensor, choice: Choice, tokens: Sequence[int], is_only: bool) -> Question:
+        """Run the request's processors on scores; what is left of the choice comes after them."""
+        if is_only:  # the logits decide nothing
+            logits = torch.zeros_like(logits)
+        else:
+            _check_finite(logits)
+        masked = definition.masked(logits, choice)
+        scores = definition.scores(masked, choice)
+        is_allowed = scores > -math.inf
+        input_ids = torch.tensor([tokens])
+        for processor in self._processors:
+            scores = processor(input_ids, scores[None])[0]
+        scores = torch.where(is_allowed, scores, -math.inf)
+        if not are_finite(scores):
+            raise NoTokenLeft(_NOTHING_LEFT)
+        rest = replace(choice, mask=None, allowed=None, biases=None, penalties=None, forbidden=None, num_logprobs=None)
+        return Question(masked, choice, (scores, rest))
+
+    def answer(self, chosen: Chosen) -> int:
+        """Return a token that was chosen, and advance the constraint by it.
+
+        Raises:
+            NoTokenLeft: the request's options allow no token.
             RequestFault: the constraint fails.
             UserError: the logits are not finite.
         """
-        if self._constraint is None:
-            return logits
-        zeros = torch.zeros_like(logits)
-        with _blamed_on(_CONSTRAINT):
-            allowed = _checked(self._constraint.mask(zeros.clone()), logits) > -math.inf
-        count = np.count_nonzero(allowed.numpy())
-        if count > 1:
-            _check_finite(logits)
-        masked = torch.where(allowed, logits if count > 1 else zeros, -math.inf)
-        if not are_finite(masked):
-            raise NoTokenLeft("no token can be chosen: the request's constraint allows none.")
-        return masked
+        if chosen.token < 0:
+            if chosen.token == NONE_LEFT:
+                raise NoTokenLeft(_NOTHING_LEFT)
+            raise NoTokenLeft(_ALL_FORBIDDEN) if chosen.token == ALL_MASKED else UserError(NOT_FINITE)
+        self._advance(chosen.token)
+        return chosen.token
 
     def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
         """Return the drafts before the first one that the constraint forbids.
@@ -176,30 +268,9 @@ class Sampler:
                 self._certain.append(token)
         return self._certain[:most]
 
-    def take_certain(self, vocab_size: int) -> int:
-        """Return the first of the `certain` tokens and advance as `choose` does. The random numbers advance too, so
-        that later tokens get the same ones.
-        """
+    def take_certain(self) -> int:
+        """Return the first of the `certain` tokens and advance as `answer` does."""
         token = self._certain[0]
-        if not self._is_greedy:
-            self.noise(0, vocab_size)
-            self._noise.popleft()
-        self._advance(token)
-        return token
-
-    def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        """Choose the token to append, and advance the constraint by it.
-
-        Args:
-            logits: [vocab_size], float32, from `mask`.
-            tokens: the sequence so far, prompt included.
-
-        Raises:
-            NoTokenLeft: the request's options allow no token.
-            RequestFault: a logits processor or the constraint fails.
-            UserError: the logits are not finite.
-        """
-        token = self._choose(logits, tokens)
         self._advance(token)
         return token
 
@@ -209,64 +280,45 @@ class Sampler:
             with _blamed_on(_CONSTRAINT):
                 self._constraint.accept(token)
 
-    def _choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        scores = self._scores(logits, tokens)
-        if self._is_greedy:
-            return _argmax(scores)
-        quotients = scores.softmax(-1).div_(self.noise(0, len(scores)))
-        self._noise.popleft()
-        return _argmax(quotients)
-
-    def noise(self, ahead: int, vocab_size: int) -> torch.Tensor:
-        """Return the random numbers [vocab_size] of the choice that comes after `ahead` others, in float32.
-
-        They do not depend on logits, so they may be drawn before the logits are known. Each choice has its own numbers,
-        whenever they are drawn. With probabilities p, the token with the highest p / noise is chosen, bit by bit as in
-        torch.multinomial: noise has an exponential distribution, so each token wins with its probability.
-        """
-        while len(self._noise) <= ahead:
-            # `exponential_` computes the same numbers one by one, which takes 2.6 times as long.
-            uniform = torch.empty(vocab_size, dtype=torch.float64).uniform_(generator=self._generator)
-            self._noise.append(uniform.neg_().log1p_().neg_().float())
-        return self._noise[ahead]
-
     def fork(self) -> Sampler:
-        """Return a copy that chooses the same tokens and advances neither random numbers nor constraint of this one.
+        """Return a copy that chooses the same tokens and does not advance the constraint of this one.
 
         Raises:
             RequestFault: the constraint fails.
         """
         forked = copy.copy(self)
-        forked._generator, forked._noise = self._generator.clone_state(), self._noise.copy()
         forked._constraint = _fork(self._constraint)
         forked._certain = list(self._certain)
+        forked._counts = copy.deepcopy(self._counts)
         return forked
 
-    def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Apply the options to logits [vocab_size]. A token is drawn from the softmax of the result, and the highest
-        number of it is finite.
 
-        Raises: see `choose`.
-        """
-        _check_finite(logits)  # before options can be blamed
-        if self._is_free and self._is_greedy:
-            return logits
-        scores = logits[None]
-        input_ids = cast(torch.LongTensor, torch.tensor([tokens]))  # transformers' name for int64
-        if self._changes:
-            scores = self._changes(input_ids, scores).clamp(_FLOAT32.min, _FLOAT32.max)
-        if not self._is_free:
-            by_constraint = None if self._constraint is None else logits.numpy() > -math.inf
-            allowed = torch.from_numpy(self._rules.allowed(by_constraint, tokens, len(logits)))
-            scores = torch.where(allowed, scores, -math.inf)
-            if self._processors:
-                scores = torch.where(allowed, self._processors(input_ids, scores), -math.inf)
-            if not are_finite(scores[0]):
-                raise NoTokenLeft(_NOTHING_LEFT)
-        return self._warpers(input_ids, scores)[0]
+def choose(questions: Sequence[Question | Chosen], form: ModuleType) -> list[Chosen]:
+    """Choose the tokens of questions, of any sequences, in one call of a form of `ops.sampling`."""
+    asked = [each for each in questions if isinstance(each, Question)]
+    pairs = [each.processed or (each.logits, each.choice) for each in asked]
+    found = iter(form.choose([logits for logits, _ in pairs], [choice for _, choice in pairs]))
+    return [each if isinstance(each, Chosen) else _reported(each, next(found), form) for each in questions]
 
 
-class _RequestsProcessor(LogitsProcessor):
+def _reported(question: Question, chosen: Chosen, form: ModuleType) -> Chosen:
+    """Add the report of a token that was chosen from processed scores."""
+    num_logprobs = question.choice.num_logprobs
+    if question.processed is None or num_logprobs is None or chosen.token < 0:
+        return chosen
+    [report] = form.token_logprobs(question.logits[None], [chosen.token], num_logprobs)
+    return Chosen(chosen.token, report)
+
+
+def _only_one(bits: np.ndarray) -> int | None:
+    """Return the token whose bit is the only one set, if there is one."""
+    [places] = bits.nonzero()
+    byte = int(bits[places[0]])
+    is_only = len(places) == 1 and byte.bit_count() == 1
+    return int(places[0]) * 8 + byte.bit_length() - 1 if is_only else None
+
+
+class _RequestsProcessor:
     """A logits processor that a request brings."""
 
     def __init__(self, processor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
@@ -286,53 +338,6 @@ class _RequestsProcessor(LogitsProcessor):
             if math.isnan(highest) or highest == math.inf:
                 raise UserError("it returned NaN" if math.isnan(highest) else "it returned infinity")
             return result
-
-
-class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
-    """Makes generated tokens less likely, as OpenAI's frequency and presence penalties do
-    (https://platform.openai.com/docs/api-reference/completions).
-
-    Args:
-        frequency: subtracted from a token's logit for each time that it was generated.
-        presence: subtracted once if it was generated.
-        prompt_length: the first tokens, which do not count.
-    """
-
-    def __init__(self, frequency: float, presence: float, prompt_length: int):
-        self._frequency = frequency
-        self._presence = presence
-        self._prompt_length = prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Subtract the penalties.
-
-        Args:
-            input_ids: [batch_size, tokens].
-            scores: [batch_size, vocab_size].
-        """
-        generated = input_ids[:, self._prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
-        return scores - self._frequency * counts - self._presence * (counts > 0)
-
-
-class DifferenceTemperatureWarper(LogitsProcessor):
-    """Divides each score's difference to the highest one, so that no temperature leaves all of them infinite.
-
-    Args:
-        temperature: one of float32's normal numbers.
-    """
-
-    def __init__(self, temperature: float):
-        self._temperature = temperature
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the quotients.
-
-        Args:
-            input_ids: [batch_size, tokens].
-            scores: [batch_size, vocab_size]; the highest is finite.
-        """
-        return (scores - scores.amax(-1, keepdim=True)) / self._temperature
 
 
 def _fork(constraint: Constraint | None) -> Constraint | None:
@@ -381,41 +386,3 @@ def _argmax(logits: torch.Tensor) -> int:
 def _normal(value: float) -> float:
     """Return the number, or the nearest normal number above 0 of float32, in which scores are."""
     return min(max(float(value), _FLOAT32.tiny), _FLOAT32.max)
-
-
-def _temperature(params: SamplingParams) -> float:
-    """Return the temperature to sample with; any number for a greedy sequence."""
-    return 1.0 if params.temperature is None else _normal(params.temperature)
-
-
-def _changes(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
-    """Return processors for the options that change the model's own logits, in the order of transformers' generate."""
-    processors = LogitsProcessorList()
-    if params.logit_bias:
-        biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
-        # Annotated to take lists, but with a list transformers 4.57 refuses the token 0.
-        processors.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]  # it takes a dictionary too
-    if params.frequency_penalty or params.presence_penalty:
-        penalties = params.frequency_penalty or 0, params.presence_penalty or 0
-        processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))
-    if params.repetition_penalty not in (None, 1):
-        processors.append(RepetitionPenaltyLogitsProcessor(_normal(params.repetition_penalty)))
-    return processors
-
-
-def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    """Return processors for the options that only sampling needs, in the order of transformers' generate. Each leaves
-    the likeliest token.
-    """
-    processors = LogitsProcessorList()
-    if params.temperature == 0:
-        return processors
-    if params.temperature not in (None, 1):
-        processors.append(DifferenceTemperatureWarper(_temperature(params)))
-    if params.top_k not in (None, 0):
-        processors.append(TopKLogitsWarper(params.top_k))
-    if params.top_p not in (None, 1):
-        processors.append(TopPLogitsWarper(float(params.top_p)))
-    if params.min_p is not None:
-        processors.append(MinPLogitsWarper(float(params.min_p)))
-    return processors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -151,7 +152,8 @@ class SamplingParams:
     suppress_tokens, begin_suppress_tokens: tokens that are never chosen, and that are not chosen first.
     no_repeat_ngram_size: no this many tokens in a row are chosen that the prompt or the text has already; 0 for no such
         rule.
-    seed: of the sequence's random numbers; None for a different seed each time.
+    seed: of the sequence's random numbers, which depend on it, on a token's place and on the token; None for a
+        different seed each time, which `PromptReport` tells.
     stop: one string or several that end the text and are not part of it.
     stop_token_ids: tokens that end the sequence.
     min_tokens: before this many new tokens none of `stop_token_ids` is chosen, and no string of `stop` ends the text.
@@ -238,6 +240,10 @@ class SamplingParams:
         if not defaults.do_sample and not any(SAMPLING_OPTIONS[name].turns_on_sampling for name in given):
             values["temperature"] = 0
         return replace(self, **values)
+
+    def with_seed(self: Params) -> Params:
+        """Return a copy with a random seed, unless there is one."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbelow(_NUM_SEEDS))
 
     def with_seed_offset(self: Params, number: int) -> Params:
         """Return a copy for text `number` of several, with the seed plus that number."""

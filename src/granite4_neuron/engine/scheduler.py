@@ -263,7 +263,7 @@ class Scheduler:
         for sequence in sequences:
             if sequence.id in self._live.running:
                 with self._live.guard(sequence):
-                    sequence.take_certain(min(counts[sequence.id], longest - sequence.num_unrun), vocab_size)
+                    sequence.take_certain(min(counts[sequence.id], longest - sequence.num_unrun))
                     if sequence.has_ended and self._prefixes.cache is None:  # nobody needs its state
                         assert sequence.logits is not None  # its prompt has been run
                         self._live.stats.decode_tokens += len(sequence.taken)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.drafting.backoff import DraftBackoff
-from granite4_neuron.engine.logprobs import TokenLogprob, certain_logprob, token_logprobs
+from granite4_neuron.engine.logprobs import TokenLogprob, certain_logprob, reported
 from granite4_neuron.engine.prefix.interface import FoundPrefix, salted
 from granite4_neuron.engine.request import Output, PromptReport, Request
-from granite4_neuron.engine.sampling import NOT_FINITE, RequestFault, Sampler
+from granite4_neuron.engine.sampling import NOT_FINITE, Question, RequestFault, Sampler, choose
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import sampling
+from granite4_neuron.ops.sampling import Chosen, Logprobs
 from granite4_neuron.runtime.interface import CHOSEN, MOST_STOPS, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE, PromptCuts
 
@@ -40,6 +42,7 @@ class RunningSequence:
     limit: the most tokens, prompt and new ones.
     adapter: the one that the request names, or none.
     prompt_cuts: of the runtime.
+    form: how tokens are chosen, see `Sampler`.
     slot: 0 until it has one. started: when it got the slot, by the engine's clock.
     tokens: prompt and new ones.
     stored: how many of the tokens the state has seen.
@@ -60,6 +63,7 @@ class RunningSequence:
     text: TextStream
     adapter: AppliedAdapter
     prompt_cuts: PromptCuts = ANYWHERE
+    form: ModuleType = sampling
     sampler: Sampler = field(init=False)
     slot: int = 0
     started: float = 0.0
@@ -78,7 +82,7 @@ class RunningSequence:
     _cut: int = 0  # the end of the tokens that run now, in this step or in several
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.request, len(self.request.tokens))
+        self.sampler = Sampler(self.request, len(self.request.tokens), self.form)
         self.tokens = list(self.request.tokens)
         self.cuts = {self.adapter.start} - {0}  # a row has one adapter, or none
         self.cut_at(self.request.snapshots_at or ())
@@ -153,7 +157,9 @@ class RunningSequence:
 
     def with_draw(self, row: Row, ahead: int, vocab_size: int) -> Row:
         """Return the row with the description of how a device draws the token after `ahead` others, if it may."""
-        return replace(row, draw=self.sampler.draw(ahead, vocab_size)) if self.takes_drawn else row
+        if not self.takes_drawn:
+            return row
+        return replace(row, draw=self.sampler.draw(len(self.tokens) + ahead, vocab_size))
 
     def following_row(self) -> Row:
         """Return the row that runs the token that the device chooses in `next_row` without drafts."""
@@ -195,10 +201,10 @@ class RunningSequence:
         """Return whether a prefix cache keeps a snapshot when the state has seen `more` more tokens than now."""
         return self._is_kept_at(self.stored + more, interval)
 
-    def take_certain(self, count: int, vocab_size: int) -> None:
+    def take_certain(self, count: int) -> None:
         """Add `count` forced tokens, up to one that ends the sequence."""
         for _ in range(count):
-            self.taken.append(self.append(self.sampler.take_certain(vocab_size)))
+            self.taken.append(self.append(self.sampler.take_certain()))
             if self.has_ended:
                 return
 
@@ -214,27 +220,52 @@ class RunningSequence:
         if self.request.prompt_logprobs is None:
             return
         following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
-        self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
+        reports = self.form.token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
+        self.prompt_logprobs += map(reported, following, reports)
 
-    def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Output]:
+    def ask(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Question | Chosen | UserError]:
+        """Return how the next token is chosen, and the tokens after drafts if that is known before it. An error is what
+        `choose` is to report.
+
+        Args:
+            logits, drafts: as for `choose`.
+        """
+        count = 1 if self.sampler.needs_each_token else len(logits)
+        try:
+            return [self.sampler.ask(logits[number], self.tokens, drafts[:number]) for number in range(count)]
+        except UserError as error:  # the logits are not finite, or the request's own code failed
+            return [error]
+
+    def choose(
+        self,
+        logits: Sequence[torch.Tensor],
+        drafts: Sequence[int] = (),
+        answers: Sequence[Chosen | UserError] = (),
+    ) -> list[Output]:
         """Choose the next token, and further tokens while each equals its draft.
 
-        Each token is chosen exactly as without drafts: from the logits after the same tokens, with the next random
-        number.
+        Each token is chosen exactly as without drafts: from the logits after the same tokens, with the random numbers
+        of its place.
 
         Args:
             logits: [vocab_size], after the last token and after each draft.
+            answers: to what `ask` returned.
         """
         outputs: list[Output] = []
-        for token_logits, draft in itertools.zip_longest(logits, drafts):
+        for number, token_logits in enumerate(logits):
             try:
-                allowed = self.sampler.mask(token_logits)
-                token = self.sampler.choose(allowed, self.tokens)
-            except UserError as error:  # the logits are not finite, or the request's own code failed
+                if number < len(answers):
+                    answer = answers[number]
+                else:
+                    [answer] = choose([self.sampler.ask(token_logits, self.tokens)], self.form)
+                if isinstance(answer, UserError):
+                    raise answer
+                token = self.sampler.answer(answer)
+            except UserError as error:
                 is_requests_fault = isinstance(error, RequestFault)
                 return [*outputs, Output(self.id, None, self.text.finish(), "error", str(error), is_requests_fault)]
-            outputs.append(self.append(token, allowed))
-            if token != draft or outputs[-1].finish_reason is not None:
+            outputs.append(self.append(token, answer.logprobs))
+            if drafts[number : number + 1] != [token] or outputs[-1].finish_reason is not None:
                 break
         return outputs
 
@@ -242,19 +273,15 @@ class RunningSequence:
         """Add a token of `Decoded.tokens`, which the device chose."""
         if token < 0:
             return Output(self.id, None, self.text.finish(), "error", NOT_FINITE)
-        if self.takes_drawn:
-            self.sampler.count_drawn()
         return self.append(token)
 
-    def append(self, token: int, logits: torch.Tensor | None = None) -> Output:
-        """Add a token that was chosen from logits [vocab_size], the result of `Sampler.mask`. They are None for a
-        forced token, and if no log-probability is needed.
-        """
+    def append(self, token: int, report: Logprobs | None = None) -> Output:
+        """Add a token with its report: None if none is needed, and for a token that is the only one allowed."""
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
-            prompt = PromptReport(self.cached_tokens, self.prompt_logprobs, self.started)
-        if self.request.logprobs is not None and logits is not None:
-            [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
+            prompt = PromptReport(self.cached_tokens, self.prompt_logprobs, self.started, self.sampler.seed)
+        if report is not None:
+            logprob = reported(token, report)
         elif self.request.logprobs is not None:
             logprob = certain_logprob(token, self.request.logprobs)
         self.tokens.append(token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
 
 from granite4_neuron.engine.sampling_params import SamplingParams
 
@@ -33,6 +34,7 @@ class TokenRules:
     """
 
     def __init__(self, params: SamplingParams, prompt_length: int):
+        self._allowed_bits: torch.Tensor | None = None
         self._allowed = None if params.allowed_token_ids is None else frozenset(map(int, params.allowed_token_ids))
         self._bad_words = [(list(before), last) for *before, last in params.bad_words_ids or ()]
         self._suppressed = frozenset(params.suppress_tokens or ())
@@ -48,23 +50,26 @@ class TokenRules:
         lists = self._bad_words, self._suppressed, self._not_first, self._stops
         return self._allowed is not None or self._ngram_size > 0 or any(map(bool, lists))
 
-    def allowed(self, by_constraint: np.ndarray | None, tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-        """Return the tokens that may come next, before processors: [vocab_size], bool.
+    def allowed_bits(self, vocab_size: int) -> torch.Tensor | None:
+        """Return bits of `allowed_token_ids` (see `bits_of`); None if all are allowed."""
+        if self._allowed is not None and self._allowed_bits is None:
+            is_allowed = np.zeros(vocab_size, bool)
+            is_allowed[_within(vocab_size, self._allowed)] = True
+            self._allowed_bits = torch.from_numpy(bits_of(is_allowed))
+        return self._allowed_bits
+
+    def forbidden(self, by_constraint: np.ndarray | None, tokens: Sequence[int], vocab_size: int) -> list[int]:
+        """Return the tokens that other rules than `constraint` and `allowed_token_ids` forbid, before processors.
 
         Args:
-            by_constraint: those that the constraint allows, the same; None without one.
+            by_constraint: bits of the tokens that the constraint allows; None without one.
             tokens: the sequence so far, prompt included.
         """
-        result = np.ones(vocab_size, bool) if by_constraint is None else by_constraint.copy()
+        result = _within(vocab_size, self._forbidden(tokens))
         if len(tokens) - self._prompt_length < self._min_tokens:
-            result[_within(vocab_size, self._stops)] = False
-            if by_constraint is not None and not result.any():
-                result = by_constraint.copy()
-        if self._allowed is not None:
-            others = np.ones(vocab_size, bool)
-            others[_within(vocab_size, self._allowed)] = False
-            result[others] = False
-        result[_within(vocab_size, self._forbidden(tokens))] = False
+            stops = _within(vocab_size, self._stops)
+            if by_constraint is None or not _are_all(by_constraint, stops):
+                result += stops
         return result
 
     def allows(self, token: int, tokens: Sequence[int]) -> bool:
@@ -93,3 +98,16 @@ class TokenRules:
 
 def _within(vocab_size: int, tokens: Iterable[int]) -> list[int]:
     return [token for token in tokens if token < vocab_size]
+
+
+def bits_of(is_set: np.ndarray) -> np.ndarray:
+    """Return a bit for each token, lowest bit first: [vocab_size] bool to [vocab_size / 8, rounded up] uint8."""
+    return np.packbits(is_set, bitorder="little")
+
+
+def _are_all(bits: np.ndarray, tokens: Sequence[int]) -> bool:
+    """Return whether no bits of other tokens are set."""
+    others = bits.copy()
+    for token in tokens:
+        others[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+    return not others.any()

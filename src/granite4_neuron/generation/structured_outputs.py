@@ -103,17 +103,21 @@ class GrammarConstraint:
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Constraint.mask`."""
+        is_allowed = np.unpackbits(self.bits(len(logits)), count=len(logits), bitorder="little").view(bool)
+        return torch.where(torch.from_numpy(is_allowed), logits, -math.inf)
+
+    def bits(self, vocab_size: int) -> np.ndarray:
+        """See `BitConstraint.bits`."""
         bits = self._run(self._matcher.compute_bitmask, b"")
         if self._seconds_left <= 0:
             raise NoTokenLeft("the grammar takes too much processor time; use a simpler or less ambiguous one.")
         if self._has_ended:
             raise NoTokenLeft("the grammar allows no further token (its text has ended).")
-        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").view(bool)
+        allowed = np.frombuffer(bits, np.uint8)[: -(-vocab_size // 8)].copy()
+        allowed[-1] &= 0xFF >> -vocab_size % 8  # there may be bits beyond the vocabulary
         if self._matcher.is_error() or not allowed.any():
             raise NoTokenLeft(f"the grammar allows no further token ({error_of(self._matcher) or 'none spells it'}).")
-        masked = np.full(len(logits), -np.inf, np.float32)
-        np.copyto(masked, logits.numpy(), where=allowed)
-        return torch.from_numpy(masked)
+        return allowed
 
     def accept(self, token: int) -> None:
         """See `Constraint.accept`."""

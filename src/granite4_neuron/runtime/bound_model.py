@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.build import library_key
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
@@ -24,6 +26,11 @@ from granite4_neuron.state.snapshot import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
+
+
+def host_sampling() -> ModuleType:
+    """Return the CPU's form of `ops.sampling`, which is compiled at first use, on any device's host."""
+    return sampling.form()
 
 
 class BoundModel:
@@ -80,6 +87,11 @@ class BoundModel:
     def fallbacks(self) -> tuple[str, ...]:
         """For each faster implementation that this runtime does not use, a sentence that says why."""
         return self.model.fallbacks
+
+    @cached_property
+    def sampling(self) -> ModuleType:
+        """Implement `Runtime.sampling`."""
+        return host_sampling()
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

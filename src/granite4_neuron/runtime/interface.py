@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -32,13 +33,14 @@ StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of
 
 
 class Draw(NamedTuple):
-    """How a row's token is drawn, by transformers' logits warpers in this order.
+    """How a row's token is drawn, see `ops.sampling.Choice`.
 
     temperature: above 0.
     top_k: at most `MOST_TOP_K`; 0 for none.
     top_p: 1 for none.
     min_p: 0 for none.
-    noise: [vocab_size] in float32; with probabilities p, the token with the highest p / noise is drawn.
+    noise: [vocab_size] in float32, `ops.sampling.exponentials`; with probabilities p, the token with the highest
+        p / noise is drawn.
     """
 
     temperature: float
@@ -206,6 +208,10 @@ class Runtime(Protocol[State]):
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """For each faster implementation that it does not use, a sentence that says why."""
+
+    @property
+    def sampling(self) -> ModuleType:
+        """How tokens are chosen from logits on the host: `ops.sampling`, or a form of it."""
 
     @property
     def fingerprint(self) -> Fingerprint:

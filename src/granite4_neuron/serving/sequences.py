@@ -274,7 +274,8 @@ class SequenceMaker:
 
     def _requests(self, request: Request, which: str, choices: int) -> list[Request]:
         request.check(self._vocab_size, which)
-        return [request.with_seed_offset(number) for number in range(choices)]
+        first = request if choices == 1 else request.with_seed()
+        return [first.with_seed_offset(number) for number in range(choices)]
 
     def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
         """Return how many new tokens to generate, at most as many as there is room for. For 0, one token is generated

@@ -1,5 +1,7 @@
 """Changes that requests make to logits, reports about logits, and cuts of prompts that begin alike."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
-from granite4_neuron.engine.logprobs import token_logprobs
+from granite4_neuron.engine.logprobs import reported
+from granite4_neuron.ops import sampling
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
 from test.support.stepping import random_tokens
@@ -16,6 +19,12 @@ from test.support.stepping import random_tokens
 pytestmark = pytest.mark.versions
 
 PROMPT = random_tokens(VOCAB, 40, seed=1).tolist()
+
+
+def scores_of(sampler, logits, tokens):
+    """Return logits with the options that come before the temperature."""
+    question = sampler.ask(logits, tokens)
+    return sampling.scores(sampling.masked(question.logits, question.choice), question.choice)
 
 
 def logits_by_hand(runtime, tokens):
@@ -32,20 +41,23 @@ class TestAdditions:
     )
     def test_equal_openais_formula(self, tokens, frequency, presence, logit_bias):
         """logit[j] -> logit[j] - count[j] * frequency - (count[j] > 0) * presence, token by token."""
-        logits = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        logits = torch.linspace(-1, 1, 8)
         expected = [
             value + logit_bias.get(id, 0) - tokens[2:].count(id) * frequency - (id in tokens[2:]) * presence
             for id, value in enumerate(logits.tolist())
         ]
         options = dict(logit_bias=logit_bias, frequency_penalty=frequency, presence_penalty=presence)
-        scores = Sampler(SamplingParams(temperature=0, **options), 2)._scores(logits, tokens)
-        assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
+        scores = scores_of(Sampler(SamplingParams(temperature=0, **options), 2), logits, tokens)
+        assert torch.allclose(scores, torch.tensor(expected), atol=1e-5)
 
     def test_are_applied_before_the_temperature(self):
         """Biases and penalties are added to the model's logits, before temperature and top_k."""
         params = SamplingParams(temperature=0.5, top_k=2, logit_bias={2: 1.5}, presence_penalty=1.0)
-        scores = Sampler(params, 1)._scores(torch.tensor([1.0, 0.5, 0.0, -1.0]), [9, 0])
-        assert scores.tolist() == [float("-inf"), -2.0, 0.0, float("-inf")]  # of the softmax, only differences matter
+        sampler, logits = Sampler(params, 1), torch.tensor([1.0, 0.5, 0.0, -1.0])
+        scores, choice = scores_of(sampler, logits, [9, 0]), sampler.ask(logits, [9, 0]).choice
+        logs = sampling.log2_weights(scores, choice.scale)
+        assert (logs * math.log(2)).tolist() == pytest.approx([-3, -2, 0, -5])
+        assert sampling.kept(scores, logs, choice).tolist() == [False, True, True, False]
 
     def test_apply_to_their_own_sequence_only(self, runtime):
         """One request has a bias, one has penalties, and one has neither. In a batch each gets its text alone."""
@@ -73,7 +85,7 @@ class TestAdditions:
         logits = torch.linspace(-1, 1, 5)
         expected = [float("-inf") if token in forbidden else value for token, value in enumerate(logits.tolist())]
         sampler = Sampler(SamplingParams(temperature=0, bad_words_ids=bad, allowed_token_ids=allowed), 0)
-        assert sampler._scores(logits, tokens).tolist() == expected
+        assert bool(forbidden >= set(range(5))) or scores_of(sampler, logits, tokens).tolist() == expected
         assert not sampler.takes_likeliest or not (bad or allowed)
 
     def test_verification_of_drafts_applies_them(self, runtime):
@@ -120,15 +132,12 @@ class TestAdditions:
 
 
 class TestLogprobs:
-    def test_equal_a_softmax_by_hand(self):
-        logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-        expected = (logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)).log()
-        for row, token, found in zip(expected, (4, 0, 49), token_logprobs(logits, (4, 0, 49), 5), strict=True):
-            order = row.argsort(descending=True)[:5].tolist()
-            assert found.token == token and found.logprob == pytest.approx(float(row[token]), abs=1e-5)
-            assert [id for id, _ in found.top] == order
-            assert [value for _, value in found.top] == pytest.approx(row[order].tolist(), abs=1e-5)
-            assert hash(found.top) == hash(tuple(found.top)) and repr(found.top) == repr(list(found.top))
+    def test_a_report_is_a_list_of_pairs(self):
+        report = sampling.logprobs(torch.tensor([1.0, 3, 2]), 2, 2)
+        found = reported(2, report)
+        assert found.token == found.rank == 2 and found.logprob == report.logprob
+        assert found.top == list(zip([1, 2], report.values.tolist(), strict=True))
+        assert hash(found.top) == hash(tuple(found.top)) and repr(found.top) == repr(list(found.top))
 
     @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
     def test_of_prompt_and_new_tokens(self, model, drafted):
@@ -191,24 +200,23 @@ class TestBranches:
             assert [output.token for output in outputs[id]] == alone
 
 
-class TestNoise:
-    """Random numbers may be drawn before the logits are known. The tokens are those of torch.multinomial."""
+class TestRandomNumbers:
+    def test_depend_on_the_seed_and_the_place_only(self):
+        """A sampler may be asked in any order, any number of times; a fork chooses the same tokens."""
+        logits, places = torch.zeros(500), [4, 9, 4, 300]
+        sampler = Sampler(SamplingParams(temperature=1, seed=11), 1)
+        tokens = [sampler(logits, range(place)) for place in places]
+        assert tokens[0] == tokens[2] and len(set(tokens)) == 3
+        assert [sampler.fork()(logits, range(place)) for place in places] == tokens
+        assert [Sampler(SamplingParams(temperature=1, seed=12), 1)(logits, range(place)) for place in places] != tokens
 
-    @pytest.mark.parametrize("vocab_size", [7, 5000])
-    def test_tokens_are_multinomials_whenever_noise_is_drawn(self, vocab_size):
-        def scores(number):
-            row = 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(number))
-            return row.masked_fill(row < -2, float("-inf")) if number % 2 else row.round()  # some are equal
+    def test_a_request_without_a_seed_reports_the_one_that_it_gets(self, runtime):
+        def first_output(**options):
+            engine = Engine(runtime, 1)
+            id = engine.add(Request(PROMPT, 8, temperature=1.5, **options))
+            outputs = run(engine)[id]
+            return outputs[0].prompt.seed, [output.token for output in outputs]
 
-        generator = torch.Generator().manual_seed(11)
-        expected = [int(torch.multinomial(scores(n).softmax(-1), 1, generator=generator)) for n in range(60)]
-        sampler, tokens = Sampler(SamplingParams(temperature=1, top_k=0, seed=11), 1), []
-        for number in range(60):
-            if number % 7 == 4:
-                ahead = [sampler.noise(more, vocab_size) for more in (2, 0)]
-                assert not torch.equal(*ahead) and sampler.noise(0, vocab_size) is ahead[1]
-            forked = sampler.fork()
-            assert [forked(scores(more), [0]) for more in range(number, min(number + 4, 60))] == expected[number:][:4]
-            tokens.append(sampler(scores(number), [0]))
-        assert tokens == expected
-        assert torch.equal(sampler._generator.get_state(), generator.get_state())
+        (seed, tokens), (other, _) = first_output(), first_output()
+        assert seed != other and first_output(seed=seed) == (seed, tokens)
+        assert SamplingParams(seed=5).with_seed().seed == 5

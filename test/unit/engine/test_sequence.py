@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.request import Request
@@ -85,7 +84,7 @@ def test_a_stop_string_completed_within_min_tokens_is_text(texting, min_tokens, 
     request = Request([1], 9, stop=["b"], min_tokens=min_tokens)
     text = TextStream(tokenizer, request.stop)
     sequence = RunningSequence(0, request, 10, text, AppliedAdapter.of(None, request.tokens, {}))
-    outputs = [sequence.append(token, torch.zeros(264)) for token in (first, second)]
+    outputs = [sequence.append(token) for token in (first, second)]
     assert outputs[1].finish_reason == ("stop" if ends else None)
     assert [output.stop_string for output in outputs] == [None, "b" if ends else None]
     assert "".join(output.text for output in outputs) == ("a" if ends else "ab")

@@ -306,10 +306,9 @@ class TestSampling:
             ]
         )
         expected = processors(torch.tensor([sequence]), logits[None].clone()).softmax(-1)[0]
-        sampler = Sampler(SamplingParams(**options, seed=1), 0)
         counts = torch.zeros(50)
-        for _ in range(4000):
-            counts[sampler(logits, sequence)] += 1
+        for seed in range(4000):
+            counts[Sampler(SamplingParams(**options, seed=seed), 0)(logits, sequence)] += 1
         assert ((counts > 0) <= (expected > 0)).all()
         assert (counts / 4000 - expected).abs().max() < 0.03
         assert 1 < (expected > 0).sum() < 20
@@ -361,7 +360,7 @@ class TestSampling:
         params = SamplingParams(top_k=5, temperature=2.0, seed=1, logits_processors=[keep])
         sampler = Sampler(params, 0)
         odd = (logits.masked_fill(torch.arange(50) % 2 == 0, -math.inf)).topk(5).indices.tolist()
-        assert {sampler(logits, [1]) for _ in range(200)} == set(odd)
+        assert {sampler(logits, [1] * place) for place in range(1, 200)} == set(odd)
 
     def test_which_options_mean_sampling(self):
         def temperature(checkpoint, **options):
@@ -393,7 +392,7 @@ class TestSampling:
 
         def draw(seed):
             sampler = Sampler(SamplingParams(seed=seed), 0)
-            return [sampler(logits, [0]) for _ in range(8)]
+            return [sampler(logits, [0] * place) for place in range(8)]
 
         assert draw(3) == draw(3) != draw(4)
         assert draw(None) != draw(None)

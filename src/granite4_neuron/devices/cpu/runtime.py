@@ -21,6 +21,7 @@ from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
 from granite4_neuron.model.mtp import MultiTokenPrediction
 from granite4_neuron.model.step import PackedStep, Step
+from granite4_neuron.ops import sampling
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.declaration import numbers_of
@@ -106,6 +107,8 @@ class CPURuntime(BoundModel):
         self.weights_digest = partial(digest_of_weights, self.model.weights_of_states(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
+        if kernels == "torch":
+            self.sampling = sampling
         self.kernels = "cpu", operators.pack is not None, chunk, chosen
 
     @property

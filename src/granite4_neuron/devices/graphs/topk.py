@@ -109,7 +109,7 @@ def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> to
     """Return the token that a host draws for each row, wherever it cannot depend on how numbers are rounded.
 
     A host keeps the tokens that temperature, top_k, top_p and min_p leave, in this order and as transformers' logits
-    warpers do, and takes the highest p / noise of their probabilities p (`engine.Sampler.noise`). A factor common to
+    warpers do, and takes the highest p / noise of their probabilities p (`ops.sampling.draw`). A factor common to
     all tokens does not change the highest p / noise, so exp((logit - highest) / temperature) can replace p. Rounding is
     handled as follows:
 

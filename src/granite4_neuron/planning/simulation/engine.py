@@ -22,9 +22,12 @@ from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.pace import STEPS
 from granite4_neuron.engine.prefix.cache import PrefixCache
 from granite4_neuron.engine.prefix.slot_cache import SlotPrefixCache
+from granite4_neuron.engine.sampling import Question
 from granite4_neuron.engine.scheduler import ScheduledStep
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops.sampling import Chosen, Logprobs
 from granite4_neuron.planning.simulation.runtime import SimulatedRuntime
 from granite4_neuron.planning.simulation.statistics import Histogram
 from granite4_neuron.planning.simulation.traffic import Arrival
@@ -94,11 +97,20 @@ class SimulatedSequence(RunningSequence):
         self._last_row.start = self.stored
         return self._last_row  # type: ignore[return-value]  # called often
 
-    def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Output]:
+    def ask(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Question | Chosen | UserError]:
+        """Return nothing: the token is always 0."""
+        return []
+
+    def choose(
+        self,
+        logits: Sequence[torch.Tensor],
+        drafts: Sequence[int] = (),
+        answers: Sequence[Chosen | UserError] = (),
+    ) -> list[Output]:
         """Choose token 0."""
         return [self.append(0)]
 
-    def append(self, token: int, logits: torch.Tensor | None = None) -> Output:
+    def append(self, token: int, report: Logprobs | None = None) -> Output:
         """Add a token, which ends the sequence at its limit."""
         self.tokens.append(token)
         return Output(self.id, token, "", "length" if len(self.tokens) == self.limit else None)

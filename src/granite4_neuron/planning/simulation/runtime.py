@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from transformers import GenerationConfig
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.ops.sampling import Choice, Chosen
 from granite4_neuron.planning.simulation.step_times import StepTimes
 from granite4_neuron.runtime.interface import Ability, Decoded, Row, Verification
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
@@ -57,6 +59,15 @@ class _Sized:
         return 0
 
 
+class _FirstToken:
+    """Stands in for `ops.sampling`: all logits are equal."""
+
+    @staticmethod
+    def choose(logits: Sequence[torch.Tensor], choices: Sequence[Choice]) -> list[Chosen]:
+        """Return the first token for each."""
+        return [Chosen(0)] * len(choices)
+
+
 class SimulatedRuntime:
     """A `Runtime` that has only times and sizes.
 
@@ -78,6 +89,7 @@ class SimulatedRuntime:
     tokens_per_verification = 1
     is_quantized = False
     fallbacks = ()
+    sampling = cast(ModuleType, _FirstToken)
 
     def __init__(
         self,

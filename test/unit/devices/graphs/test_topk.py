@@ -1,6 +1,7 @@
 """The likeliest token equals numpy's argmax and needs finite logits. A drawn token equals the host's."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from granite4_neuron.devices.graphs.topk import UNDECIDED, candidates, drawn, likeliest
 from granite4_neuron.engine import Sampler, SamplingParams
+from granite4_neuron.ops import sampling
 from granite4_neuron.planning.analysis.torch_lowering import aot_backend, lower
 from test.support.fx_lint import findings
 from test.support.stablehlo import execute
@@ -134,8 +136,8 @@ class TestDrawn:
         logits, noise = kind(logits, noise, options.get("temperature", 1))
         sampler, expected = Sampler(SamplingParams(**{"temperature": 1, "top_k": 0, **options}), 1), []
         for row_logits, row_noise in zip(logits, noise, strict=True):
-            sampler._noise.append(row_noise)
-            expected.append(sampler(row_logits, [0]))
+            with mock.patch.object(sampling, "exponentials", return_value=row_noise):
+                expected.append(sampler(row_logits, [0]))
         draws = draws_of(noise, **options)
         return expected, [drawn(draws, each, likeliest(each)).tolist() for each in (logits, device(logits))]
 
