@@ -81,9 +81,9 @@ def _kinds() -> list[tuple[str, Body]]:
 
 MALFORMED: list[tuple[str, bytes]] = [
     (COMPLETIONS, b"nonsense"),
-    (COMPLETIONS, b'{"prompt": "x", "tools": []}'),
+    (COMPLETIONS, b'{"prompt": "x", "mirostat": 2}'),
     (COMPLETIONS, b'{"prompt": [100000000]}'),
-    (COMPLETIONS, b'{"prompt": "x", "max_tokens": 100000}'),
+    (COMPLETIONS, b'{"prompt": "x", "max_tokens": -1}'),
     (COMPLETIONS, b'{"prompt": "x", "temperature": -1}'),
     (CHAT, b'{"messages": [{"role": "nobody", "content": ""}]}'),
     ("/v1/nothing", b"{}"),

@@ -20,7 +20,7 @@ from test.support.pseudo_terminal import COMMAND, PseudoTerminal, foreign_contro
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;eA==\x07\x1b[35;41mred\x1b[1A\x9b2J\x90\u202egnp.\u2066\x08\x7f\r"
 NAME = HOSTILE.replace("/", "")
 SHOWN = visible(HOSTILE)
-RANDOM = ("--temperature", 100, "--seed", 1, "--max-tokens", 550, "--ignore-eos")
+RANDOM = ("--temperature", 100, "--seed", 2, "--max-tokens", 550, "--ignore-eos")
 
 
 @pytest.fixture(scope="module")

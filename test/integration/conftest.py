@@ -8,6 +8,7 @@ from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model
+from test.support.scripted import script_tokens
 from test.support.tool_template import TOOL_TEMPLATE
 
 
@@ -58,13 +59,13 @@ def say(byte_model, monkeypatch):
     def script(*texts):
         tokens = [token for text in texts for token in ([None] if text is None else byte_model[1].encode(text))]
 
-        def choose(_, logits, past):
+        def choose(past):
             begin = len(past) - past[::-1].index(3)  # after the last <|assistant|>
-            token = [*tokens, 1][len(past) - begin]
+            token = [*tokens, 1][min(len(past) - begin, len(tokens))]  # past the end there are drafts
             if token is None:
                 raise UserError("the logits are wrong.")
             return token
 
-        monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
+        script_tokens(monkeypatch, choose)
 
     return script

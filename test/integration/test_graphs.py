@@ -230,7 +230,7 @@ class TestWholeGraphs:
         expected = {(each.operand, each.result) for each in products(GraniteMoeHybridConfig.from_family("h-small"), 4)}
         expected -= {(4096, query + 2 * key), (4096, 2 * width + 4096)}
         assert found == expected | {(4096, query), (4096, key), (4096, all_experts), (width, 4096)}
-        assert [graph.live_set is None for graph in graphs.values()] == [False, False, True]
+        assert [graph.prompt_tokens for graph in graphs.values()] == [128, 512, None]
 
     def test_graphs_avoid_what_the_neuron_compiler_handles_badly(self, graphs, fetching):
         assert [graph.findings for graph in graphs.values()] == [(), (), ()]

@@ -25,10 +25,10 @@ SAMPLING_OPTION = {
         "    )\n",
     ),
     "engine/sampling.py": (
-        r".*MinPLogitsWarper\(.*\n",
-        "    if params.typicality is not None:\n"
-        "        from transformers import TypicalLogitsWarper\n\n"
-        "        processors.append(TypicalLogitsWarper(params.typicality))\n",
+        r"        self._processors = .*\n",
+        "        if params.typicality is not None:\n"
+        "            from transformers import TypicalLogitsWarper\n\n"
+        "            self._processors.append(_RequestsProcessor(TypicalLogitsWarper(params.typicality)))\n",
     ),
     "commands/options.py": (
         r"    sampling = parser.add_argument_group\((?:\n|.)*?\n    \)\n",
@@ -61,7 +61,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from granite4_neuron.commands import cli
 from granite4_neuron import UserError, load
-from granite4_neuron.generation.loading import _GENERATION_FIELDS
+from granite4_neuron.generation.defaults import _USED
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, parse
 
@@ -88,7 +88,7 @@ def body(value):
         return str(error)
 
 SCALES = dict(attention_scale=1.0), dict(attention_scale=0.5)
-hot = "generate", "--cpu-kernels", "torch", "--max-tokens", 8, "--temperature", 2, "--seed", 1, "The"
+hot = "generate", "--cpu-kernels", "torch", "--max-tokens", 24, "--temperature", 2, "--seed", 1, "The"
 answers = {
     "help": said_by("generate", "--help"),
     "text": said_by(*hot),
@@ -96,7 +96,7 @@ answers = {
     "refused": said_by(*hot, "--typicality", 1),
     "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set typicality 0.5\\n/set\\n"),
     "bodies": [body(b"0.25"), body(b"3")],
-    "is of checkpoints": "typicality" in _GENERATION_FIELDS,
+    "is of checkpoints": "typicality" in _USED,
     "fingerprints": [str(load(cpu_kernels="torch", **each)[0].fingerprint) for each in ({}, *SCALES)],
     "wrong values": [refusal_of(attention_scale=value) for value in (3, "0.5", float("nan"))],
     "scaled text": said_by(*hot, "--attention-scale", 0.5),

@@ -396,8 +396,8 @@ class TestLoad:
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     def test_logits_that_are_not_finite_are_a_server_error(self, tiny, stream, monkeypatch):
-        mask = Sampler.mask
-        monkeypatch.setattr(Sampler, "mask", lambda sampler, logits: mask(sampler, logits * math.nan))
+        ask = Sampler.ask
+        monkeypatch.setattr(Sampler, "ask", lambda sampler, logits, *tokens: ask(sampler, logits * math.nan, *tokens))
         with serving(*tiny) as server:
             body = {"prompt": PROMPT, "stream": stream}
             answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)

@@ -10,6 +10,7 @@ from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model
+from test.support.scripted import script_tokens
 from test.support.tool_template import NEMOTRON_TEMPLATE
 
 
@@ -44,11 +45,11 @@ def say(
     tokens = tokenizer.encode(text)
     begins = [tokenizer.encode(begin) for begin in (f"<think>{thought}</think>", "<think>\n")]
 
-    def choose(_, logits, past):
+    def choose(past):
         answer = past[len(past) - past[::-1].index(3) :]  # behind the last <|assistant|>
         begin = next(begin for begin in begins if answer[: len(begin)] == begin)
         number = len(answer) - len(begin)
         reached(number)
         return tokens[number] if number < len(tokens) else 1
 
-    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
+    script_tokens(monkeypatch, choose)

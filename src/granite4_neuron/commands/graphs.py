@@ -90,14 +90,20 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from rich.table import Table
 
-    from granite4_neuron.planning.analysis.live_set import sbuf_bytes
+    from granite4_neuron.planning.analysis.live_set import live_set, sbuf_bytes
 
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
     dtype = dtype_of(options.dtype or stored_dtype)
+    chip = INSTANCES[options.instance].chip
     numbers = []
     for name in dict.fromkeys(options.kernels):
         kernels = kernels_of(options, name)
-        reports = list(_reports(options, kernels, config, dtype))
+        reports = [
+            each
+            if each.prompt_tokens is None
+            else replace(each, live_set=live_set(config, options.tp_degree, dtype, each.prompt_tokens, chip))
+            for each in _reports(options, kernels, config, dtype)
+        ]
         table = Table(
             *("graph", "GFLOP", "least", "", "GB accessed", "least", "", "fused", ""),
             *(
@@ -105,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
                 "weights",
                 "state",
                 "temporaries",
-                f"live set, of {size(sbuf_bytes(INSTANCES[options.instance].chip))}",
+                f"live set, of {size(sbuf_bytes(chip))}",
             ),
         )
         titles = [f"one rank of {options.tp_degree}", str(dtype).removeprefix("torch.")]
@@ -132,8 +138,6 @@ def _reports(
     from granite4_neuron.devices.selection import default_experts_decode
     from granite4_neuron.planning.analysis import graphs
 
-    chip = INSTANCES[options.instance].chip
-
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     if options.backend != "nxdi":
         if (kernels, options.state_dtype) != (KERNELS["torch"], COMPILED_STATE_DTYPES[0]):
@@ -155,7 +159,7 @@ def _reports(
 
             return trace_torch(graph)
 
-        return graphs.report(config, dtype, *sizes, options.verify, trace, chip)
+        return graphs.report(config, dtype, *sizes, options.verify, trace)
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
@@ -163,7 +167,7 @@ def _reports(
 
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
     kernels = {**kernels, **of_experts, "state_dtype": options.state_dtype}
-    return report(config, dtype, *sizes, kernels, options.verify, chip)
+    return report(config, dtype, *sizes, kernels, options.verify)
 
 
 def _summary(reports: Sequence[graphs.GraphReport]) -> str:

@@ -206,13 +206,11 @@ class Scheduler:
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
 
     def _in_turn(self, prompts: Sequence[RunningSequence]) -> Sequence[RunningSequence]:
-        """Return prompts in the order in which they may be in a step. How much of a prompt is cached is known once it
-        has begun, so that others come first.
-        """
+        """Return prompts in the order in which they may be in a step."""
         self._shortest_is_next = not self._shortest_is_next
         if self._shortest_is_next or self._prompts_first:
             return prompts
-        return sorted(prompts, key=lambda each: (each.has_begun, len(each.request.tokens) - each.stored))
+        return sorted(prompts, key=self._prefixes.num_left)
 
     def _room(self, rows: Sequence[Row], most: int) -> int:
         """Return how many tokens another row may have in a step with these rows."""

@@ -14,6 +14,7 @@ from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.generation import Conversation, ConversationEncoder, generate
 from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import PoisonedPrefixCache, poison_engine
+from test.support.scripted import script_tokens
 
 pytestmark = pytest.mark.versions
 
@@ -78,7 +79,7 @@ def test_prompts_equal_transformers(new, texting, monkeypatch):
     conversation = new("Be brief.")
     replies = iter(["fine", "thanks", "what for"])
     script = []
-    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", lambda self, logits, tokens: script.pop(0))
+    script_tokens(monkeypatch, lambda tokens: script.pop(0))
     for message in ("How are you?", "Good.", "Bye"):
         expected = spelled(tokenizer, conversation, message)
         script += [*tokenizer.encode(next(replies)), END]

@@ -10,6 +10,7 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import Conversation, ConversationEncoder
 from test.support.checkpoints import save_byte_tokenizer
+from test.support.scripted import script_tokens
 from test.support.tool_template import NEMOTRON_TEMPLATE
 
 ANSWERS = ["so\n</think>\n\nHi.", "then </think>Yes.", "on and on"]
@@ -29,11 +30,11 @@ def new(texting, tokenizer, monkeypatch):
     """Yield a function that begins a conversation; its answers are `ANSWERS`."""
     runtime, _ = texting
 
-    def choose(_, logits, past):
+    def choose(past):
         number, begin = past.count(3) - 1, len(past) - past[::-1].index(3) + len(tokenizer.encode("<think>\n"))
         return [*tokenizer.encode(ANSWERS[number]), 1][len(past) - begin]
 
-    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", choose)
+    script_tokens(monkeypatch, choose)
     with closing(ConversationEncoder(tokenizer)) as encoder:
 
         def begin():

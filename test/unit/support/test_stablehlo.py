@@ -29,7 +29,7 @@ def test_a_fault_is_found(fault):
 
 
 def test_rows_and_numbers_are_accepted():
-    graph = graph_of(lambda x, state: state.index_put_((ROWS,), x.index_select(0, ROWS) * 0.5).sum())
+    graph = graph_of(lambda x, state: state.copy_(x.index_select(0, ROWS.repeat(2)) * 0.5).sum())
     assert findings(lower(graph).text, 4) == []
 
 

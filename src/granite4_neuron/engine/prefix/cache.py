@@ -149,6 +149,11 @@ class PrefixCache:
         self._stats.hit_tokens += node.length
         return prefix
 
+    def cached_length(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> int:
+        """Return the length of the prefix in memory that `match_prefix` would find, without counting it as used."""
+        self._check_tree()
+        return self._longest(tokens, is_cut_point).length
+
     def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
         """Return the length at which a sequence diverges from an earlier one, if it is far enough after the last
         snapshot.

@@ -55,6 +55,9 @@ class AnyPrefixCache(Protocol[Found]):
     def match_prefix(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> Found | None:
         """Find the longest cached prefix of a sequence that ends at a cut point; it may be the whole sequence."""
 
+    def cached_length(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> int:
+        """Return the length of the prefix in memory that `match_prefix` would find, without counting it as used."""
+
     def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> set[int]:
         """Return further lengths at which to cut a sequence and keep snapshots. It may continue only from prefixes that
         end at a cut point.

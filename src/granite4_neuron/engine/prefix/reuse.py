@@ -49,6 +49,14 @@ class PrefixReuse:
             for other, length in kept
         )
 
+    def num_left(self, sequence: RunningSequence) -> int:
+        """Return how many tokens of a prompt are neither stored nor, if it has not begun, in the cache."""
+        stored = sequence.stored
+        if self.cache is not None and not sequence.has_begun:
+            with self._saving_time:
+                stored = self.cache.cached_length(sequence.keys, sequence.is_cut_point)
+        return len(sequence.request.tokens) - stored
+
     def begin(self, sequence: RunningSequence) -> None:
         """Start a prompt from its longest cached prefix, which may be the whole prompt."""
         if self.cache is None or sequence.has_begun:

@@ -96,6 +96,11 @@ class SlotPrefixCache:
         self._found.add(found)
         return found
 
+    def cached_length(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> int:
+        """Return the length of the prefix that `match_prefix` would find, without counting it as used."""
+        longest = self._longest(tokens, is_cut_point)
+        return 0 if longest is None else longest.length
+
     def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
         """Return the lengths at which to cut a sequence: where it diverges from a kept prefix, if far enough, and where
         pinned prefixes end.

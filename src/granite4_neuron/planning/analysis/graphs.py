@@ -17,7 +17,6 @@ from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import TOKENS, unpacked
-from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
 from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
 from granite4_neuron.model.decoder_layer import DecoderLayer
@@ -33,7 +32,7 @@ from granite4_neuron.planning.analysis.hlo_cost import (
     temporary_bytes,
     tracer,
 )
-from granite4_neuron.planning.analysis.live_set import LiveSet, live_set
+from granite4_neuron.planning.analysis.live_set import LiveSet
 from granite4_neuron.planning.analysis.roofline import Minimum, minimum, minimum_of_commit
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, LayerState, MambaState, input_output_aliases
 
@@ -129,7 +128,8 @@ class GraphReport:
 
     cost: the whole graph's. components: the cost of all layers' components, by their names in `COMPONENTS`.
     findings: those of `hlo_lint`. notes: the choices made for the graph with their reasons, and its collectives.
-    few: the graph with one layer of each kind. live_set: for a prompt's graph.
+    few: the graph with one layer of each kind. prompt_tokens: of a prompt's graph.
+    live_set: of a prompt's graph, once its chip is known.
     """
 
     graph: str
@@ -141,6 +141,7 @@ class GraphReport:
     findings: tuple[str, ...]
     few: Traced = field(repr=False)
     notes: tuple[str, ...] = ()
+    prompt_tokens: int | None = None
     live_set: LiveSet | None = None
 
     @cached_property
@@ -186,7 +187,6 @@ def report(
     max_length: int,
     verified_tokens: int | None = None,
     trace_graph: Callable[[Graph], Traced] = trace_xla,
-    chip: Chip = TRAINIUM2,
 ) -> Iterator[GraphReport]:
     """Report the graphs of a runtime: prefill of one sequence per bucket, and decode of the whole batch.
 
@@ -201,7 +201,6 @@ def report(
         max_length: length of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
         trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
-        chip: whose SBUF holds the live set of a prompt's graph.
 
     Raises:
         ToolsMissing: the tools that trace or count the graphs are not installed.
@@ -216,9 +215,9 @@ def report(
     for name, kind, tokens in kinds:
         graph = Graph(kind, tokens, config, dtype, tp_degree, batch_size, max_length)
         trace = partial(_trace_layers, trace_graph, graph)
-        live = live_set(config, tp_degree, dtype, tokens, chip) if kind == PREFILL else None
+        prompt_tokens = tokens if kind == PREFILL else None
         num_experts = config.num_local_experts if kind == DECODE else 0
-        yield replace(graph_report(name, config, trace, graph.minimum(), num_experts), live_set=live)
+        yield replace(graph_report(name, config, trace, graph.minimum(), num_experts), prompt_tokens=prompt_tokens)
 
 
 def _trace_layers(trace_graph: Callable[[Graph], Traced], graph: Graph, layer_types: Sequence[str]) -> Traced:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, TRAINIUM2, Chip
+from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.devices.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.devices.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.devices.neuron.nxdi.trace import Trace, trace
@@ -22,7 +22,6 @@ from granite4_neuron.planning.analysis.graphs import (
     graph_report,
 )
 from granite4_neuron.planning.analysis.hlo_cost import hlo_proto, parameter_numbers
-from granite4_neuron.planning.analysis.live_set import live_set
 from granite4_neuron.planning.analysis.roofline import Minimum, minimum, minimum_of_commit, minimum_of_copy
 
 # Modules of the traced model, with the names of their components.
@@ -45,7 +44,6 @@ def report(
     max_length: int,
     kernels: Mapping[str, str] = {},
     verified_tokens: int | None = None,
-    chip: Chip = TRAINIUM2,
 ) -> Iterator[GraphReport]:
     """Report context encoding of one prompt per bucket, its continuation over the whole cache, and decode of all rows.
 
@@ -59,7 +57,6 @@ def report(
         max_length: of the cache.
         kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graphs.
-        chip: whose SBUF holds the live set of a prompt's graph.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -98,7 +95,7 @@ def report(
         return replace(
             reported,
             notes=(*application.config.notes(rows * tokens), *reported.notes),
-            live_set=live_set(config, tp_degree, dtype, rows * tokens, chip) if is_of_prompt else None,
+            prompt_tokens=rows * tokens if is_of_prompt else None,
         )
 
     application = _application(config, neuron_config, kernels)

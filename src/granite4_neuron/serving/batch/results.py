@@ -63,7 +63,7 @@ class Results:
     """
 
     def __init__(self, path: Path, lines: Lines, options: Mapping[str, Any]):
-        self.path, self._record_path = path, path.with_name(f"{path.name}.record")
+        self.path, self._record_path = path, path.parent / f"{path.name}.record"
         self._options = json.loads(json.dumps(options, default=str))
         self._waiting: list[Result] = []
         self._written_at = 0.0
