@@ -136,15 +136,15 @@ inline uint32_t ordered(float score) {
 }
 
 // Memory of a thread, kept for the next call.
-struct Scratch {
+struct RowBuffers {
   std::vector<float> masked, adjusted, logs, highest;
   std::vector<uint32_t> keys;
   std::vector<int32_t> tokens;
   std::vector<int64_t> weights;
   std::array<int64_t, 4 * 2048> histogram;
 
-  static Scratch& of_this_thread() {
-    thread_local Scratch scratch;
+  static RowBuffers& of_this_thread() {
+    thread_local RowBuffers scratch;
     return scratch;
   }
 };
@@ -209,7 +209,7 @@ struct Edge {
 // Finds the last key before which the mass, from the highest key down, is less than `limit`. It narrows the keys down
 // by their bits, 11 at a time, so that nothing is sorted; sums of whole numbers do not depend on an order.
 // keys: [count], and room for a block; overwritten. masses: alike; null for a mass of 1 each.
-Edge find_edge(uint32_t* keys, int64_t* masses, int64_t count, int64_t limit, Scratch& scratch) {
+Edge find_edge(uint32_t* keys, int64_t* masses, int64_t count, int64_t limit, RowBuffers& scratch) {
   auto& histogram = scratch.histogram;
   for (int64_t before = 0;;) {
     uint32_t low = UINT32_MAX, high = 0;
@@ -261,7 +261,7 @@ inline float score_of(uint32_t key) {
 }
 
 // The highest tokens' edge by count, and so the `number`-th highest score, from 1 on.
-inline Edge top_edge(const float* scores, int64_t count, int64_t number, Scratch& scratch) {
+inline Edge top_edge(const float* scores, int64_t count, int64_t number, RowBuffers& scratch) {
   auto& [masked, adjusted, logs, highest, keys, tokens, weights, histogram] = scratch;
   // At least `number` scores reach the `number`-th highest of the blocks' highest ones. Lower scores are left out.
   float lowest = LOWEST;
@@ -310,7 +310,7 @@ inline int64_t total_weight(const float* scores, int64_t count, float highest, f
 
 // Keeps the likeliest tokens with the probability top_p, of those with scores from kept.lowest on.
 inline Kept nucleus(
-    const float* scores, int64_t count, float highest, float scale, double top_p, Kept kept, Scratch& scratch) {
+    const float* scores, int64_t count, float highest, float scale, double top_p, Kept kept, RowBuffers& scratch) {
   int64_t total = total_weight(scores, count, highest, scale, kept.lowest);
   int64_t limit = std::max<int64_t>(1, static_cast<int64_t>(top_p * static_cast<double>(total)));
   // A token and those after it have at most `count` times its weight. If that is not enough to reach up to the limit,
@@ -367,7 +367,7 @@ struct Row {
   const float* values;
 };
 
-inline int64_t draw(const float* scores, float highest, const Row& row, Scratch& scratch) {
+inline int64_t draw(const float* scores, float highest, const Row& row, RowBuffers& scratch) {
   int64_t count = row.vocab_size;
   Kept kept;
   if (0 < row.top_k && row.top_k < count)
@@ -423,7 +423,7 @@ inline void copy_allowed(const float* from, const uint8_t* bits, float* to, int6
   for (; i < count; i++) to[i] = bits[i / 8] >> i % 8 & 1 ? from[i] : LOWEST;
 }
 
-inline const float* masked(const Row& row, Scratch& scratch) {
+inline const float* masked(const Row& row, RowBuffers& scratch) {
   if (row.mask == nullptr) return row.logits;
   scratch.masked.resize(row.vocab_size);
   copy_allowed(row.logits, row.mask, scratch.masked.data(), row.vocab_size);
@@ -431,7 +431,7 @@ inline const float* masked(const Row& row, Scratch& scratch) {
 }
 
 // As `scores` of ops/sampling.py.
-inline const float* adjusted(const float* logits, const Row& row, Scratch& scratch) {
+inline const float* adjusted(const float* logits, const Row& row, RowBuffers& scratch) {
   if (row.allowed == nullptr && row.offsets[0] == row.offsets[3]) return logits;
   scratch.adjusted.resize(row.vocab_size);
   float* scores = scratch.adjusted.data();
@@ -456,7 +456,7 @@ inline const float* adjusted(const float* logits, const Row& row, Scratch& scrat
 // Writes log-probabilities [1 + num_top] of a token and the likeliest, and its rank and the likeliest, [1 + num_top].
 inline void report(
     const float* logits, int64_t count, float highest, int64_t token, int64_t num_top, float* logprobs, int64_t* about,
-    Scratch& scratch) {
+    RowBuffers& scratch) {
   constexpr float ALL = std::numeric_limits<float>::lowest();
   double total = static_cast<double>(total_weight(logits, count, highest, LOG2_E, ALL));
   double normalizer = highest + std::log(total * 0x1p-44);
@@ -549,7 +549,7 @@ std::tuple<std::vector<int64_t>, at::Tensor, at::Tensor> choose(
   auto* to_logprobs = logprobs.mutable_data_ptr<float>();
   auto* to_about = about.mutable_data_ptr<int64_t>();
   parallel_tasks(num_rows, 1, [&](int64_t begin, int64_t end) {
-    Scratch& scratch = Scratch::of_this_thread();
+    RowBuffers& scratch = RowBuffers::of_this_thread();
     for (int64_t number = begin; number < end; number++) {
       const double* real = &reals[number * REALS];
       const int64_t* whole = &wholes[number * WHOLES];
@@ -591,7 +591,7 @@ std::tuple<at::Tensor, at::Tensor> token_logprobs(
   auto* to_about = about.mutable_data_ptr<int64_t>();
   const auto* from = logits.const_data_ptr<float>();
   parallel_tasks(num_rows, 1, [&](int64_t begin, int64_t end) {
-    Scratch& scratch = Scratch::of_this_thread();
+    RowBuffers& scratch = RowBuffers::of_this_thread();
     for (int64_t row = begin; row < end; row++) {
       const float* its_logits = from + row * vocab_size;
       report(
