@@ -49,12 +49,9 @@ for each in "${sources[@]}"; do
     read -r variable name commit <<<"$each"
     folder=${!variable:-.venv-xla/src/$name}
     if [ ! -d "$folder" ] && ! clone "$name" "$commit" "$folder"; then
-        folder=../shared/sources/$name
-        if [ ! -d "$folder" ]; then
-            echo "SKIPPED: $name cannot be cloned; set $variable to a checkout of its commit $commit." >&2
-            [ $status = 0 ] && exit 3
-            exit 1
-        fi
+        echo "SKIPPED: $name cannot be cloned; set $variable to a checkout of its commit $commit." >&2
+        [ $status = 0 ] && exit 3
+        exit 1
     fi
     variables+=("$variable=$(realpath "$folder")")
 done
