@@ -105,8 +105,7 @@ class SlotPrefixCache:
         """Return the lengths at which to cut a sequence: where it diverges from a kept prefix, if far enough, and where
         pinned prefixes end.
         """
-        longest = self._longest(tokens, is_cut_point)
-        found = 0 if longest is None else longest.length
+        found = self.cached_length(tokens, is_cut_point)
         shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
         branches = {shared} if shared - found >= SHORTEST_SHARED else set()
