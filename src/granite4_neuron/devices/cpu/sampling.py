@@ -36,7 +36,7 @@ def choose(logits: Sequence[torch.Tensor], choices: Sequence[Choice]) -> list[Ch
     for choice in choices:
         reals += choice.scale if choice.temperature > 0 else 0.0, choice.top_p, choice.cutoff
         reals += (0.0, 0.0, 1.0) if choice.penalties is None else choice.penalties[2:]
-        wholes += choice.seed if choice.seed < 2**63 else choice.seed - 2**64, choice.place, choice.top_k
+        wholes += _signed(choice.seed), choice.place, choice.top_k
         for bits in (choice.mask, choice.allowed):
             wholes.append(-1 if bits is None else len(masks))
             masks += [] if bits is None else [bits]
@@ -74,8 +74,13 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) ->
 def exponentials(seed: int, place: int, vocab_size: int) -> torch.Tensor:
     """Compute `ops.sampling.exponentials`."""
     numbers = torch.empty(vocab_size)
-    kernel("exponentials")(seed if seed < 2**63 else seed - 2**64, place, numbers)
+    kernel("exponentials")(_signed(seed), place, numbers)
     return numbers
+
+
+def _signed(seed: int) -> int:
+    """Return the number whose two's complement has the 64 bits of a seed."""
+    return seed if seed < 2**63 else seed - 2**64
 
 
 def _report(logprobs: torch.Tensor, about: torch.Tensor, num_top: int) -> Logprobs:
