@@ -255,7 +255,8 @@ def _tokens_of_rows(places: _Places, num_blocks: int, capacity: int) -> torch.Te
     row = places.row.flatten().float()
     block = torch.floor(row / capacity)
     token = torch.arange(tokens, dtype=torch.int32, device=row.device)[:, None].expand(-1, top_k)
-    digits = torch.stack([token // _ROWS, token % _ROWS + 1]).where(places.mask, 0).flatten(1).float()
+    high = token.div(_ROWS, rounding_mode="trunc")  # torch-mlir lowers `//` of integers to float64
+    digits = torch.stack([high, token % _ROWS + 1]).where(places.mask, 0).flatten(1).float()
     in_block = (block == torch.arange(num_blocks, dtype=row.dtype, device=row.device)[:, None]).float()
     at_place = (row - block * capacity)[:, None] == torch.arange(capacity, dtype=row.dtype, device=row.device)
     high, low = ((digits[:, None] * in_block).flatten(0, 1) @ at_place.float()).unflatten(0, (2, -1))

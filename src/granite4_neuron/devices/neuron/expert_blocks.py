@@ -40,13 +40,13 @@ def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     is_choice = topk_ids[..., None] == experts  # [tokens, top_k, num_experts]
     chosen_before = _counts_before(is_choice.any(1))
 
-    blocks = _divide(is_choice.any(1).sum(0, dtype=torch.int32) + BLOCK_ROWS - 1)
+    blocks = _divide(is_choice.any(1).sum(0, dtype=torch.int32) + BLOCK_ROWS - 1, BLOCK_ROWS)
     first_block = (blocks[:, None] * (experts[:, None] < experts)).sum(0, dtype=torch.int32)
     total = blocks.sum(dtype=torch.int32)
-    in_first_part = (total + 1) // PARTS
+    in_first_part = _divide(total + 1, PARTS)
     empty = size // PARTS - in_first_part  # blocks at the first part's end
 
-    number = first_block + _divide(chosen_before)
+    number = first_block + _divide(chosen_before, BLOCK_ROWS)
     block = number + empty * (number >= in_first_part)
     place = chosen_before % BLOCK_ROWS * size + block
     places = place[:, None].where(is_choice, 0).sum(-1, dtype=torch.int32)
@@ -56,7 +56,7 @@ def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     choices = nothing.index_put((places,), numbers)[:-1].view(BLOCK_ROWS, size)
 
     loads = _loads(blocks, first_block, in_first_part, size)
-    return loads, (choices // top_k).clamp(max=tokens), choices
+    return loads, _divide(choices, top_k).clamp(max=tokens), choices
 
 
 def combine_choices(
@@ -76,9 +76,9 @@ def combine_choices(
     return sums.where((first >= 0) & (first < num_experts), 0.0)
 
 
-def _divide(rows: torch.Tensor) -> torch.Tensor:
-    """Divide numbers of rows by the rows of a block, rounding down."""
-    return rows.div(BLOCK_ROWS, rounding_mode="trunc")
+def _divide(numbers: torch.Tensor, by: int) -> torch.Tensor:
+    """Divide integers that are not negative, rounding down. torch-mlir lowers `//` to float64, but this to integers."""
+    return numbers.div(by, rounding_mode="trunc")
 
 
 def _counts_before(is_chosen: torch.Tensor) -> torch.Tensor:
