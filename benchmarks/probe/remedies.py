@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.probe.process import OK, Record
-from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.config.choices import EXPERTS_DECODE, KV_WRITES
 from granite4_neuron.devices.torch.options import kv_write_of
 
-# A form of the cache's write is advised if it takes less than this part of the default's time.
+# A form of the cache's write or of experts is advised if it takes less than this part of the default's time.
 _MUCH_LESS = 0.67
 
 
@@ -30,6 +30,8 @@ REMEDIES = (
     Remedy("operators mamba_prefill chunked", "--prefill-scan quadratic", "operators mamba_prefill quadratic"),
     Remedy("operators mamba_prefill chunked", "--prefill-scan ssd", "models kernels ssd"),
     Remedy("operators mamba_decode", "--decode-kernel nki", "models kernels ssd"),
+    Remedy("operators experts_decode gather", "--experts-decode kernel", "operators experts_decode kernel"),
+    Remedy("operators experts_decode gather", "--experts-decode all", "operators experts_decode all"),
     Remedy("operators experts_decode all", "--experts-decode kernel", "operators experts_decode kernel"),
     Remedy("operators experts_decode all", "--experts-decode gather", "operators experts_decode gather"),
     Remedy("models bucket 512", "--prefill-buckets 128", "models bucket 128"),
@@ -39,7 +41,7 @@ REMEDIES = (
 def advice(records: Sequence[Record]) -> list[str]:
     """Return a sentence for each option that these records suggest."""
     results = {record.name: record for record in records}
-    return [*_kv_write(results), *_others(results)]
+    return [*_kv_write(results), *_experts_decode(results), *_others(results)]
 
 
 def _kv_write(results: Mapping[str, Record]) -> Iterator[str]:
@@ -59,6 +61,22 @@ def _time(record: Record) -> float:
     """Return the milliseconds that the writes of decode take in the largest cache."""
     (times,) = (each.numbers["milliseconds"] for each in record.findings if each.what == "time of decode")
     return times[max(times, key=int)]
+
+
+def _experts_decode(results: Mapping[str, Record]) -> Iterator[str]:
+    """Compare the forms for one token; a default that is wrong is one of `REMEDIES`."""
+    steps = {form: results[name] for form in EXPERTS_DECODE if (name := f"operators experts_decode {form}") in results}
+    times = {
+        form: each.numbers["milliseconds"]
+        for form, record in steps.items()
+        for each in record.findings
+        if record.result == OK and each.what == "time of 1 tokens"
+    }
+    default = "gather"  # `default_experts_decode` for one token
+    if default in times:
+        best = min(times, key=times.__getitem__)
+        if times[best] < _MUCH_LESS * times[default]:
+            yield f"--experts-decode {best} takes {times[best] / times[default]:.2f} of the time of {default}: try it."
 
 
 def _others(results: Mapping[str, Record]) -> Iterator[str]:

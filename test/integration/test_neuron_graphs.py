@@ -234,15 +234,13 @@ class TestExpertsOfDecodedTokens:
         return hlo_lint.findings(hlo_text(traced.proto), True, config.num_local_experts, traced.states)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("batch_size", [1, 8])
-    def test_the_default_fetches_no_weights_by_index(self, batch_size):
-        assert self.found(batch_size) == []
-
-    def test_the_gather_is_found(self):
-        found = self.found(1, "gather")
+    @pytest.mark.parametrize(("batch_size", "form", "gathers"), [(1, None, 2), (1, "all", 0), (3, None, 0)])
+    def test_one_or_two_tokens_fetch_weights_by_index(self, batch_size, form, gathers):
+        """This is the default; more tokens, or one with "all", do not."""
+        found = self.found(batch_size, form)
         assert [finding.partition(" ")[2] for finding in found] == [
             "is a gather of experts' weights at places that depend on data."
-        ] * 2
+        ] * gathers
 
 
 def test_a_transposed_weight_is_found(monkeypatch):

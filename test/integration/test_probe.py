@@ -119,6 +119,9 @@ class TestAdvice:
             if "kv_write" in step.name:
                 times = {"8": 1.0, "128": (milliseconds or {}).get(step.arguments[0], 1.0)}
                 findings.append(Finding("time of decode", FACT, numbers={"milliseconds": times}))
+            if "experts_decode" in step.name:
+                time = (milliseconds or {}).get(step.arguments[0], 1.0)
+                findings.append(Finding("time of 1 tokens", FACT, numbers={"milliseconds": time}))
             yield Record(step.name, WRONG if step.name in wrong else OK, 1.0, "", findings, [])
 
     @pytest.mark.parametrize(
@@ -129,6 +132,10 @@ class TestAdvice:
             (dict(milliseconds=dict(index=9.0, rows=2.0, select=3.0)), "--kv-write rows"),
             (dict(milliseconds=dict(index=2.0, rows=1.9, select=2.0)), None),
             (dict(wrong=[f"states kv_write {form}" for form in KV_WRITES]), None),
+            (dict(milliseconds=dict(gather=3.0, kernel=1.8)), "--experts-decode all"),
+            (dict(milliseconds=dict(kernel=0.9)), None),
+            (dict(wrong=["operators experts_decode gather"]), "--experts-decode kernel"),
+            (dict(wrong=[f"operators experts_decode {form}" for form in ("gather", "kernel")]), "--experts-decode all"),
             (dict(wrong=["states leading_view"]), "--no-prefill-by-view"),
             (dict(wrong=["operators mamba_prefill chunked"]), "--prefill-scan quadratic"),
             (dict(wrong=[f"operators mamba_prefill {scan}" for scan in ("chunked", "quadratic")]), None),

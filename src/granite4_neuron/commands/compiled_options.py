@@ -24,7 +24,8 @@ def add_experts_decode(parser: argparse.ArgumentParser) -> None:
         choices=EXPERTS_DECODE,
         help="how decoded tokens' experts are computed where --expert-path is torch or nki: with an NKI kernel that "
         "reads each chosen expert once (kernel), all experts for every token (all), or with weights fetched by index "
-        "(gather) (default: kernel with --expert-path nki, otherwise all)",
+        "(gather) (default: kernel with NKI kernels; otherwise gather for one or two tokens whose experts are less "
+        "than all, and all for more)",
     )
 
 

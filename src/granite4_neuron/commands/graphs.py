@@ -135,7 +135,6 @@ def run(options: argparse.Namespace) -> int:
 def _reports(
     options: argparse.Namespace, kernels: Mapping[str, str], config: ModelConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
-    from granite4_neuron.devices.selection import default_experts_decode
     from granite4_neuron.planning.analysis import graphs
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
@@ -149,10 +148,9 @@ def _reports(
             raise UserError(
                 "--experts-decode kernel is counted with --backend nxdi only, where kernels have their costs."
             )
-        form = options.experts_decode or default_experts_decode(kernels["decode_kernel"])
 
         def trace(graph: graphs.Graph) -> graphs.Traced:
-            graph = replace(graph, experts_decode=form)
+            graph = replace(graph, experts_decode=options.experts_decode)
             if options.backend == "xla":
                 return graphs.trace_xla(graph)
             from granite4_neuron.planning.analysis.torch_graphs import trace_torch

@@ -39,7 +39,8 @@ EXPERTS = Option(
     "experts_decode",
     "how graphs compute the experts of decoded tokens: with an NKI kernel that reads each chosen expert once (kernel), "
     "with all experts for every token (all), or with weights fetched by index (gather); default: on Neuron devices "
-    "all, or kernel with the decode kernel nki; elsewhere the device's own",
+    "gather for one or two tokens whose experts are less than all, and all for more, or kernel with the decode kernel "
+    "nki; elsewhere the device's own",
     "experts_decode belongs to the backends torch and xla, which compile graphs; the backend here is {backend}.",
     choices=EXPERTS_DECODE,
 )

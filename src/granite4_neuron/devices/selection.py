@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.devices.graphs import input_first, moe
+from granite4_neuron.devices.graphs.moe import CHOSEN, MOST_GATHERED, expert_path
 from granite4_neuron.devices.neuron.expert_slots import num_slots
 from granite4_neuron.devices.neuron.forms import FusedMixerMamba2
 from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
@@ -39,7 +41,8 @@ def select_operators(
             tokens, such as verifications.
         experts_decode: for the experts of few tokens, in place of the base's form: "kernel", an NKI kernel that reads
             each chosen expert's weights once; "all", which multiplies every token with all experts; "gather", which
-            fetches the weights of each choice by index where that moves less than all.
+            fetches the weights of each choice by index where that moves less than all. None for the base's form, which
+            on Neuron gathers for up to `MOST_GATHERED` tokens.
 
     Raises:
         UserError: there is no such implementation; it does not support the model's dimensions; or it needs the package
@@ -56,13 +59,19 @@ def select_operators(
     return operators
 
 
-def default_experts_decode(kernels: str) -> str:
-    """Return the form of experts for decoded tokens on a Neuron device, with kernels in "torch" or "nki".
+def default_experts_decode(kernels: str, config: ModelConfig, tp_degree: int, tokens: int) -> str:
+    """Return the form of the experts of so many decoded tokens on a Neuron device, with kernels in "torch" or "nki".
 
-    It is never "gather": other ports report that a data-dependent `index_select` of weights is slow there, and that it
-    was silently miscompiled.
+    In torch it is "gather" for few tokens that choose less than all weights, though other ports report a gather that
+    was compiled wrongly without a message: the probe compares it with the definition.
     """
-    return "kernel" if kernels == "nki" else "all"
+    if kernels == "nki":
+        return "kernel"
+    if tokens > MOST_GATHERED or not config.num_local_experts:
+        return "all"
+    width = config.rank_dimensions(tp_degree).intermediate_size
+    sizes = config.num_experts_per_tok, config.num_local_experts, width
+    return "gather" if expert_path(tokens, *sizes, has_gate=config.has_gated_mlp).name == CHOSEN else "all"
 
 
 def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: str) -> Operators:
@@ -74,7 +83,7 @@ def _with_experts(base: Operators, config: ModelConfig, tp_degree: int, form: st
     if form == "gather":
         return replace(base, fused_experts=in_torch.fused_experts)
     if form == "all":
-        return replace(base, fused_experts=in_torch.fused_experts_without_gather)
+        return replace(base, fused_experts=partial(in_torch.fused_experts, most_gathered=0))
     require_nki()
     # Not at the top: the package works without nki.
     from granite4_neuron.devices.neuron.nki.experts import MAX_TOKENS

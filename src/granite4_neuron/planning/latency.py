@@ -19,6 +19,7 @@ import torch
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import EXPERTS_DECODE
 from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
+from granite4_neuron.devices.selection import default_experts_decode
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import matmul_weights
 from granite4_neuron.planning.analysis import graphs
@@ -272,7 +273,8 @@ def predictions(
 ) -> list[Prediction]:
     """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
 
-    A model with experts has a line for each form that they have in decode. Verifications are with the kernel.
+    A model with experts has a line for each form that they have in decode, of which one is the default without NKI
+    kernels. Verifications are with the kernel.
 
     Args:
         tp_degree: ranks, one per logical core.
@@ -298,7 +300,7 @@ def predictions(
     work = prompt_work(config, tp_degree, dtype, pieces or (prompt,), chip)
     lines = [Prediction(f"first token, prompt of {prompt:,}", 1, latency(work, chip))]
     for batch_size in batch_sizes:
-        for form, name in _decode_names(config).items():
+        for form, name in _decode_names(config, tp_degree, batch_size).items():
             work = step_work(config, tp_degree, dtype, batch_size, 1, context, experts_decode=form, chip=chip)
             lines.append(Prediction(name, batch_size, latency(work, chip)))
     gives = tokens_per_verification(drafted, acceptance)
@@ -309,12 +311,13 @@ def predictions(
     return lines
 
 
-def _decode_names(config: ModelConfig) -> dict[str, str]:
+def _decode_names(config: ModelConfig, tp_degree: int, batch_size: int) -> dict[str, str]:
     """Return the names of the steps of decode, by the form of their experts."""
     if not config.num_local_experts:
         return {"kernel": "token"}
     forms = [form for form in EXPERTS_DECODE if form != "kernel" or config.has_gated_mlp]  # as `devices.selection`
-    return {form: f"token, experts: {form}" for form in forms}
+    default = default_experts_decode("torch", config, tp_degree, batch_size)
+    return {form: f"token, experts: {form}{' (default)' if form == default else ''}" for form in forms}
 
 
 def with_counted_graphs(
@@ -331,7 +334,7 @@ def with_counted_graphs(
 ) -> list[Prediction]:
     """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
-    The graph of a token computes all experts at once, the default without NKI kernels.
+    The graph of a token has the default form of experts without NKI kernels.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
@@ -343,7 +346,8 @@ def with_counted_graphs(
         traced = tuple(sorted(set(pieces))) if batch_size == 1 else ()
         length = max(context, sum(pieces)) + 1
         reports = graphs.report(config, dtype, tp_degree, batch_size, traced, length, verified)
-        others = {name for form, name in _decode_names(config).items() if form != "all" and config.num_local_experts}
+        forms = _decode_names(config, tp_degree, batch_size).values()
+        others = {name for name in forms if config.num_local_experts and not name.endswith("(default)")}
         names = [line.step for line in lines if line.batch_size == batch_size and line.step not in others]
         seconds = [counted_bound(report.cost, chip) for report in reports]
         if traced:

@@ -1,13 +1,17 @@
 """The experts of a bound model in each form that graphs have for decoded tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.config import published_config
 from granite4_neuron.config.choices import EXPERTS_DECODE
 from granite4_neuron.devices.cuda.operators import GPU
-from granite4_neuron.devices.graphs.operators import LOOPS, XLA
+from granite4_neuron.devices.graphs.operators import INPUT_FIRST, LOOPS, XLA
 from granite4_neuron.devices.selection import default_experts_decode, select_operators
 from granite4_neuron.ops import TORCH
 from test.support.checkpoints import DENSE, small_config
@@ -31,10 +35,25 @@ def test_each_form_is_the_definition(form, tokens):
     assert all(weight.is_contiguous() for weight in weights)
 
 
-def test_the_default_on_neuron_is_no_gather():
-    assert (default_experts_decode("torch"), default_experts_decode("nki")) == ("all", "kernel")
-    gathers = [select_operators(base, CONFIG).fused_experts is base.fused_experts for base in (LOOPS, XLA, GPU)]
-    assert all(gathers)  # other devices keep their own form
+def test_the_default_on_neuron():
+    """One or two tokens fetch what they choose, if that moves less than all experts."""
+    for base in (LOOPS, XLA, INPUT_FIRST, GPU):
+        assert select_operators(base, CONFIG).fused_experts is base.fused_experts
+    h_small = published_config("h-small")
+    many = replace(h_small, num_experts_per_tok=30)
+    sizes = [(h_small, 1), (h_small, 2), (h_small, 3), (many, 1)]
+    forms = [default_experts_decode("torch", config, 4, tokens) for config, tokens in sizes]
+    assert forms == ["gather", "gather", "all", "all"] and default_experts_decode("nki", h_small, 4, 1) == "kernel"
+    for base in (XLA, INPUT_FIRST):
+        bound = random_model(CONFIG).bind(select_operators(base, CONFIG), CPU)
+        experts = bound.model.layers[0].block_sparse_moe
+        assert [_fetches(experts, tokens) for tokens in (1, 2, 3)] == [True, True, False]
+
+
+def _fetches(experts, tokens):
+    """Return whether the step's graph fetches weights by index."""
+    traced = make_fx(experts)(torch.randn(tokens, CONFIG.hidden_size))
+    return any(node.target == torch.ops.aten.index_select.default for node in traced.graph.nodes)
 
 
 def test_refusals():

@@ -67,7 +67,7 @@ def test_a_token_of_layers_of_one_part():
     distinct = 128 * (1 - (122 / 128) ** 2)
     assert every.bytes_accessed - step.bytes_accessed == pytest.approx(23 * 2 * 2688 * 464 * 2 * (128 - distinct))
     lines = latency.predictions(config, 4, torch.bfloat16, 128, 1000, [1])
-    assert [line.step for line in lines[1:]] == ["token, experts: all", "token, experts: gather"]
+    assert [line.step for line in lines[1:]] == ["token, experts: all", "token, experts: gather (default)"]
 
 
 def test_losses_add_to_the_bound():
@@ -154,8 +154,9 @@ def test_forms_of_experts():
     assert gather[1].bytes_accessed - whole[1].bytes_accessed == pytest.approx((3 * 40 - 72) * weights)
     assert whole[1].bytes_accessed - kernel[1].bytes_accessed == pytest.approx((72 - distinct) * weights)
     assert whole[0].flops - kernel[0].flops == pytest.approx(62 * weights)  # two operations per two-byte weight
-    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [8])
-    assert [line.step for line in lines[1:]] == [f"token, experts: {form}" for form in EXPERTS_DECODE]
+    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [2, 8])
+    forms = [line.step.removeprefix("token, experts: ") for line in lines[1:]]
+    assert forms == ["kernel", "all", "gather (default)", "kernel", "all (default)", "gather"]
 
 
 def test_the_fitted_constants_are_those_in_use():
@@ -241,7 +242,8 @@ def test_counted_graphs(monkeypatch):
     counted = latency.with_counted_graphs(lines, CONFIG, 4, torch.bfloat16, 128, 1000, 3)
     assert asked == [(1, (128,), 1001, 4), (4, (), 1001, 4)]
     uncounted = [line.step for line in counted if line.counted is None]
-    assert uncounted == ["token, experts: kernel", "token, experts: gather"] * 2
+    kernel, whole, gather = (f"token, experts: {form}" for form in EXPERTS_DECODE)
+    assert uncounted == [kernel, whole, kernel, gather]  # the graph has the default form
     seconds = {
         (line.step.split(",")[0] + str(line.step.count("drafted")), line.batch_size): line.counted
         for line in counted

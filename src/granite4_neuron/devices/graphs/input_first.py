@@ -40,17 +40,9 @@ def fused_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    *,
+    most_gathered: int | None = None,
 ) -> torch.Tensor:
-    """Compute `ops.fused_experts`; w1 [num_experts, hidden_size, 2 * intermediate_size]."""
-    return moe.fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, input_first=True)
-
-
-def fused_experts_without_gather(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """Compute `fused_experts` without fetching weights by index."""
-    return moe.fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, input_first=True, gathers=False)
+    """Compute `graphs.moe.fused_experts`; w1 [num_experts, hidden_size, 2 * intermediate_size]."""
+    arguments = hidden_states, w1, w2, topk_weights, topk_ids
+    return moe.fused_experts(*arguments, input_first=True, most_gathered=most_gathered)

@@ -25,6 +25,9 @@ _ROWS = 128
 _CAPACITY_STEP = 8
 # Multiplications that a Trainium2 core makes while it moves one 16-bit number: 667 TFLOP/s and 2.9 TB/s per chip.
 _PRODUCTS_PER_MOVE = 230
+# The most tokens whose experts a Neuron device fetches by index by default. Published ports of hybrid models have run
+# this for one token, four times as fast as all experts, and NxD Inference does it for two.
+MOST_GATHERED = 2
 # Fetched weights are read, written and read again.
 _FETCHED = 3
 # Rows of blocks are fetched, then written by the second product; from these each choice is fetched twice.
@@ -119,34 +122,25 @@ def fused_experts(
     *,
     path: ExpertPath | None = None,
     input_first: bool = False,
-    gathers: bool = True,
+    most_gathered: int | None = None,
 ) -> torch.Tensor:
     """Compute `ops.fused_experts` of unquantized weights, the only ones in graphs.
 
     Args:
-        path: None to call `expert_path` with this `gathers`.
+        path: None to call `expert_path`.
         input_first: weights are in NxD Inference's layout: w1 [num_experts, hidden_size, 2 * intermediate_size], or
             without a gate half as wide, and w2 [num_experts, intermediate_size, hidden_size].
+        most_gathered: the most tokens that may fetch the weights that they choose; None for any number.
     """
     tokens, top_k = topk_ids.shape
     weights = _Weights(w1, w2, input_first)
+    gathers = most_gathered is None or tokens <= most_gathered
     path = path or expert_path(tokens, top_k, weights.num_experts, weights.width, gathers, weights.has_gate)
     if path.name == CHOSEN:
         return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
     if path.name == ALL:
         return _all_experts(hidden_states, weights, topk_weights, topk_ids)
     return _experts_in_blocks(hidden_states, weights, topk_weights, topk_ids, path)
-
-
-def fused_experts_without_gather(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """Compute `fused_experts` without fetching weights by index: few tokens are multiplied by all experts."""
-    return fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, gathers=False)
 
 
 @dataclass(frozen=True)

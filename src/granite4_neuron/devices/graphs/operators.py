@@ -5,24 +5,25 @@ has its plain definition. `devices.cuda` starts from this set and replaces the o
 """
 
 from dataclasses import replace
+from functools import partial
 
 from granite4_neuron.devices.graphs import input_first
 from granite4_neuron.devices.graphs.attention import cached_attention, write_cache_as
 from granite4_neuron.devices.graphs.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
-from granite4_neuron.devices.graphs.moe import expert_path, fused_experts, fused_experts_without_gather
+from granite4_neuron.devices.graphs.moe import MOST_GATHERED, expert_path, fused_experts
 from granite4_neuron.devices.graphs.topk import topk_sigmoid, topk_softmax
 from granite4_neuron.ops.operators import Operators
 
 XLA = Operators(
     topk_softmax=topk_softmax,
     topk_sigmoid=topk_sigmoid,
-    fused_experts=fused_experts,
+    fused_experts=partial(fused_experts, most_gathered=MOST_GATHERED),
     cached_attention=cached_attention,
     mamba_prefill=CHUNKED,
     mamba_quadratic=QUADRATIC,
 )
 # For compilers that fuse element-wise operations into one loop, and do not update operands of products in place.
-LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
+LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN, fused_experts=fused_experts)
 # For a compiler that multiplies matrices as they are stored.
 INPUT_FIRST = replace(
     LOOPS,
@@ -30,7 +31,7 @@ INPUT_FIRST = replace(
     mlp=input_first.mlp,
     router_logits=input_first.router_logits,
     logits=input_first.logits,
-    fused_experts=input_first.fused_experts,
+    fused_experts=partial(input_first.fused_experts, most_gathered=MOST_GATHERED),
     input_first_experts=True,
     input_first=True,
 )
@@ -41,7 +42,6 @@ __all__ = [
     "XLA",
     "expert_path",
     "fused_experts",
-    "fused_experts_without_gather",
     "topk_sigmoid",
     "topk_softmax",
     "write_cache_as",

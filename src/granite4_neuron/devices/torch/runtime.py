@@ -38,7 +38,7 @@ from granite4_neuron.devices.graphs.runtime import (
     graph_inputs,
 )
 from granite4_neuron.devices.graphs.topk import TEMPERATURE
-from granite4_neuron.devices.selection import default_experts_decode, select_operators
+from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import COMPILERS, Compiler, compile_apart, find_compiler, use_device
 from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device, kv_write_of
 from granite4_neuron.devices.torch.step_functions import (
@@ -114,8 +114,8 @@ class TorchRuntime(GraphRuntime):
         graphs = graphs_of(graphs, device)
         where, kind = use_device(device), kind_of_device(device)
         kv_write = kv_write_of(kv_write, device)
-        if kind == "neuron":
-            experts_decode = experts_decode or default_experts_decode(decode_kernel)
+        if kind == "neuron" and decode_kernel == "nki":
+            experts_decode = experts_decode or "kernel"
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)

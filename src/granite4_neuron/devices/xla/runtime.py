@@ -18,7 +18,7 @@ from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS, GraphRuntime, Tensors, unpacked
 from granite4_neuron.devices.neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.devices.options import COMPILED
-from granite4_neuron.devices.selection import default_experts_decode, select_operators
+from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.declaration import numbers_of
@@ -55,7 +55,8 @@ class XLARuntime(GraphRuntime):
         if torch_xla is None:
             raise UserError(f"the xla backend needs torch_xla, which is not installed; {INSTALL_TORCH_XLA}.")
         device = torch_xla.device()
-        experts_decode = experts_decode or default_experts_decode(decode_kernel)
+        if decode_kernel == "nki":
+            experts_decode = experts_decode or "kernel"
         degree = model.parallel.degree
         operators = select_operators(XLA, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         super().__init__(model, operators, generation_config, prefill_buckets or PREFILL_BUCKETS, device)

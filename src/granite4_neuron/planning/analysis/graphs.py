@@ -15,9 +15,10 @@ import torch
 
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
+from granite4_neuron.devices.graphs.moe import MOST_GATHERED
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import TOKENS, unpacked
-from granite4_neuron.devices.selection import default_experts_decode, select_operators
+from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.families import model_of
@@ -51,7 +52,7 @@ class Graph:
     tokens: tokens of each row.
     config, dtype: the model's, which is traced whole.
     tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
-    experts_decode: "all" or "gather", see `devices.selection`; by default as on a Neuron device.
+    experts_decode: "all" or "gather", see `devices.selection`; None for a Neuron device's own.
     """
 
     kind: str
@@ -61,7 +62,7 @@ class Graph:
     tp_degree: int
     num_sequences: int
     max_length: int
-    experts_decode: str = default_experts_decode("torch")
+    experts_decode: str | None = None
 
     @property
     def rows(self) -> int:
@@ -216,7 +217,7 @@ def report(
         graph = Graph(kind, tokens, config, dtype, tp_degree, batch_size, max_length)
         trace = partial(_trace_layers, trace_graph, graph)
         prompt_tokens = tokens if kind == PREFILL else None
-        num_experts = config.num_local_experts if kind == DECODE else 0
+        num_experts = config.num_local_experts if kind == DECODE and graph.rows > MOST_GATHERED else 0
         yield replace(graph_report(name, config, trace, graph.minimum(), num_experts), prompt_tokens=prompt_tokens)
 
 

@@ -159,8 +159,8 @@ def findings(
         hlo_text: a module before optimisation, as XLA prints it.
         widens_places: whether the tool that made the module widens indices to 64 bits itself, as torch-mlir does. Then
             64-bit integers break no rule.
-        num_experts: the number of experts if a step of decode must not fetch experts' weights by index; 0 to allow it.
-            Other ports report that such a gather is slow on Trainium2, and was compiled wrongly without a message.
+        num_experts: the number of experts if a step of decode must not fetch experts' weights by index; 0 to allow it,
+            for one or two tokens. Other ports report that it is slow on Trainium2 for more.
         states: the numbers of the parameters that are state, for a graph of TorchNeuron. No pass of its stores a weight
             in another layout, so a graph would transpose it in each launch. Its scatters are reported to be slow. None
             for a graph of another tool.

@@ -10,6 +10,7 @@ import torch
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.graphs.runtime import bucket
 from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
+from granite4_neuron.devices.selection import default_experts_decode
 from granite4_neuron.planning.analysis.roofline import minimum_of_copy
 from granite4_neuron.planning.latency import hbm_bytes_per_second, latency, step_work
 from granite4_neuron.runtime.interface import Row
@@ -18,14 +19,14 @@ from granite4_neuron.runtime.interface import Row
 class PredictedSteps:
     """`StepTimes` of compiled graphs. Decode is for all slots; the pieces of prompts run one after another.
 
-    Each graph reads as many entries of the cache as its bucket has.
+    Experts of decoded tokens have the default form without NKI kernels. Each graph reads as many entries of the cache
+    as its bucket has.
 
     Args:
         slots: sequences in a graph of decode, used or not.
         prompt_pieces: returns the tokens of the graphs that a prompt's tokens from a start to a stop run in, in order;
             a single token is decoded.
         cache_buckets: entries of the cache that graphs read, ascending.
-        experts_decode: how the experts of decoded tokens are computed; see `devices.selection`.
         chip: that the ranks are on.
 
     Raises:
@@ -41,15 +42,13 @@ class PredictedSteps:
         slots: int,
         prompt_pieces: Callable[[int, int], Sequence[int]],
         cache_buckets: Sequence[int],
-        experts_decode: str = "all",
         chip: Chip = TRAINIUM2,
     ):
         self._model, self._chip = (config, tp_degree, dtype), chip
         self._prompt_pieces, self._cache_buckets = prompt_pieces, cache_buckets
+        form = default_experts_decode("torch", config, tp_degree, slots)
         self._decode = {
-            each: latency(
-                step_work(*self._model, slots, 1, each, experts_decode=experts_decode, chip=chip), chip
-            ).predicted
+            each: latency(step_work(*self._model, slots, 1, each, experts_decode=form, chip=chip), chip).predicted
             for each in cache_buckets
         }
         self._pieces: dict[tuple[int, int], float] = {}

@@ -1,6 +1,7 @@
 """The experts' paths in compiled graphs, in plain torch on the CPU, equal the definition."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -45,16 +46,16 @@ UNIFORM, ONE, FEW = [0.0] * 6, [0.0, 0.0, 99.0, 0.0, 0.0, 0.0], [50.0, 50.0, 0.0
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 33])
-@pytest.mark.parametrize("gathers", [False, True])
-def test_forms_of_few_tokens(tokens, gathers, monkeypatch):
-    """Weights are fetched by index only if the tokens choose less than all of them, and only if `gathers` allows it."""
-    form = moe.fused_experts if gathers else moe.fused_experts_without_gather
+@pytest.mark.parametrize("most", [0, 1, None])
+def test_forms_of_few_tokens(tokens, most, monkeypatch):
+    """Weights are fetched by index only if the tokens choose less than all of them and are not too many."""
+    form = partial(moe.fused_experts, most_gathered=most)
     x, (w1, w2), (weights, ids) = torch.randn(tokens, HIDDEN), weights_of_experts(), routed(tokens, 1, UNIFORM)
     fetched = []
     select = torch.Tensor.index_select
     monkeypatch.setattr(torch.Tensor, "index_select", lambda *a: fetched.append(a[0].shape) or select(*a))
     assert relative_error(form(x, w1, w2, weights, ids), definition(x, w1, w2, weights, ids)) <= 1e-5
-    assert fetched == ([w1.shape, w2.shape] if gathers and tokens == 1 else [])
+    assert fetched == ([w1.shape, w2.shape] if most != 0 and tokens == 1 else [])
 
 
 @pytest.mark.parametrize("input_first", [False, True])

@@ -28,6 +28,6 @@ def fused_experts(
     """
     if len(hidden_states) > MAX_TOKENS:
         arguments = hidden_states, w1, w2, topk_weights, topk_ids
-        return fused_experts_of_fixed_shapes(*arguments, input_first=True, gathers=False)
+        return fused_experts_of_fixed_shapes(*arguments, input_first=True, most_gathered=0)
     first, *others = _decode(hidden_states, w1, w2, *expert_slots(topk_ids, topk_weights, len(w2)))
     return sum(others, first).to(hidden_states.dtype)

@@ -67,7 +67,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         prefill_scan, decode_kernel: by keyword; see `devices.selection`.
         expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
         experts_decode: by keyword, one of `choices.EXPERTS_DECODE`, for the experts of few tokens if expert_path is one
-            of this package's; None for "kernel" with its kernels and "all" in torch.
+            of this package's; None for `default_experts_decode`.
         state_dtype: by keyword, of SSM states: "float32", or "bfloat16" with the NKI kernel for decode, which rounds as
             the hardware does.
 
@@ -101,7 +101,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             return "nxd"
         if tokens > SLOT_TOKENS:
             return "nki blocks" if is_by_kernel else "blocks"
-        return self.experts_decode or default_experts_decode(self.expert_path)
+        sizes = self.granite, self.neuron_config.tp_degree, tokens
+        return self.experts_decode or default_experts_decode(self.expert_path, *sizes)
 
     @property
     def _uses_kernel_for_experts(self) -> bool:

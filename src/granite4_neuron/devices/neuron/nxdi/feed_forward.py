@@ -71,7 +71,8 @@ class NeuronExperts(nn.Module):
         elif form in ("kernel", "nki blocks"):
             output = self._by_kernel(x, weights, chosen.where(is_real.view(-1, 1), self.num_experts))
         else:
-            output = fused_experts(x, *self._weights(), weights, chosen, input_first=True, gathers=form == "gather")
+            most = None if form == "gather" else 0
+            output = fused_experts(x, *self._weights(), weights, chosen, input_first=True, most_gathered=most)
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
