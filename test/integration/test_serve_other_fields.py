@@ -159,7 +159,7 @@ class TestLlamaServer:
 
     def test_texts_stay_the_same(self, post, tiny):
         text = generate(*tiny, PROMPT, max_tokens=8)
-        off = dict(typical_p=1.0, xtc_probability=0, mirostat=0, dry_multiplier=0.0, repeat_penalty=1.0, id_slot=3)
+        off = dict(top_n_sigma=-1, xtc_probability=0, mirostat=0, dry_multiplier=0.0, repeat_penalty=1.0, id_slot=3)
         assert post(**COMPLETION, **off, request_id="a", truncation_side="left")["choices"][0]["text"] == text
 
 

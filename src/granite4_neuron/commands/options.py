@@ -202,6 +202,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="choose among tokens at least P times as likely as the likeliest",
     )
     sampling.add_argument(
+        "--typical-p",
+        type=number_in(0, 1, includes_least=False),
+        metavar="P",
+        help="choose among the tokens nearest to the expected surprise whose probabilities add up to P",
+    )
+    sampling.add_argument(
         "--repetition-penalty",
         type=number_in(0, includes_least=False),
         metavar="R",

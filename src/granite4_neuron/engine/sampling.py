@@ -97,6 +97,7 @@ class Sampler:
             top_k=int(params.top_k or 0),
             top_p=float(params.top_p or 1),
             min_p=float(params.min_p or 0),
+            typical_p=float(params.typical_p or 1),
             seed=self.seed or 0,
             biases=(torch.tensor([each[0] for each in biases]), torch.tensor([each[1] for each in biases]))
             if biases
@@ -117,7 +118,9 @@ class Sampler:
     @property
     def is_drawn(self) -> bool:
         """Whether the token is drawn with temperature, top_k, top_p and min_p alone, which a `Draw` describes."""
-        return not self._is_greedy and self._choice.top_k <= MOST_TOP_K and self._is_free
+        if self._is_greedy or self._choice.top_k > MOST_TOP_K or self._choice.typical_p < 1:
+            return False
+        return self._is_free
 
     @property
     def _is_free(self) -> bool:

@@ -141,6 +141,7 @@ class SamplingParams:
     top_k: choose among this many of the likeliest tokens; 0 for all.
     top_p: choose among the likeliest tokens whose probabilities add up to this.
     min_p: choose among tokens at least this many times as likely as the likeliest.
+    typical_p: choose among the tokens nearest to the expected surprise whose probabilities add up to this.
     repetition_penalty: above 1, makes tokens of the prompt and of the text less likely.
     frequency_penalty, presence_penalty: subtracted from a token's logit once for each time that it was generated, and
         once if it was generated at all.
@@ -178,6 +179,9 @@ class SamplingParams:
     top_k: int | None = _warper(_is_count, "a whole number of at least 0")
     top_p: float | None = _warper(lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1")
     min_p: float | None = _warper(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    typical_p: float | None = _warper(
+        lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"
+    )
     repetition_penalty: float | None = _setting(
         lambda value: is_number(value) and value > 0, "a number above 0", from_checkpoint=True
     )

@@ -42,7 +42,6 @@ _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "min_length": 0,
-    "typical_p": 1,
     "epsilon_cutoff": 0,
     "eta_cutoff": 0,
     "encoder_repetition_penalty": 1,

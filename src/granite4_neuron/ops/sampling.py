@@ -5,13 +5,15 @@ A row of logits becomes a token in these steps, in the order of transformers' ge
 1. `mask`, a constraint's, forbids tokens. Log-probabilities are those of what is left.
 2. `scores` adds biases, forbids tokens that are not `allowed`, subtracts penalties, and forbids `forbidden` tokens.
 3. The scores are divided by the temperature. With 0 the token is the one with the highest score.
-4. `kept` leaves the `top_k` highest scores, of these the likeliest tokens that make up `top_p`, and of these the ones
-   at least `min_p` times as likely as the likeliest.
+4. `kept` leaves the `top_k` highest scores, of these the likeliest tokens that make up `top_p`, of these the ones at
+   least `min_p` times as likely as the likeliest, and of these the ones nearest to the mean surprise that make up
+   `typical_p`.
 5. `draw` chooses one of the kept tokens with its probability, by a random number that depends on the seed, the place
    in the sequence and the token, and on nothing else.
 
 Of equal scores and of equal results the lowest token counts first. As in transformers and vLLM, all tokens whose score
-equals the k-th one are among the top k; llama.cpp takes exactly k. vLLM applies min_p before top_k and top_p, and
+equals the k-th one are among the top k; llama.cpp takes exactly k. As in transformers, all tokens as near to the mean
+surprise as the last typical one are typical. vLLM applies min_p before top_k and top_p, and
 llama.cpp the temperature last.
 
 Devices must agree bit by bit. So a number is computed in float32 by additions and multiplications alone, each rounded,
@@ -36,6 +38,7 @@ NOT_FINITE, ALL_MASKED, NONE_LEFT = -1, -2, -3
 
 _ROUNDS = 10
 _WEIGHT_BITS = 44
+_SURPRISE_BITS = 18  # of a fraction of a bit
 # Minimax polynomials, lowest power first, all within 1e-6 (relative for the first): -log2(1 - y / 2) / y and
 # log2(1 + t) / t from 0 to 1, and 2**-x from 0 to 1.
 _FOLDED_LOG2 = 0.721348345, 0.180261046, 0.061231792, 0.0164246596, 0.0245026015, -0.0152112301, 0.0114419432
@@ -64,7 +67,8 @@ class Choice:
     """How the token of one row is chosen.
 
     temperature: 0 takes the highest score; otherwise it counts as within 2**-100 to 2**100.
-    top_k: 0 for none. top_p: 1 for none; at least one token is kept. min_p: 0 for none.
+    top_k: 0 for none. top_p: 1 for none; at least one token is kept. min_p: 0 for none. typical_p: 1 for none; at least one
+        token is kept.
     seed: 64 bits. place: the length of the sequence before the token.
     mask, allowed: bits of tokens that may be chosen, uint8 [at least vocab_size / 8], lowest bit first; None for all.
     biases: tokens [n] int64 and what is added to their logits [n] float32.
@@ -77,6 +81,7 @@ class Choice:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
     place: int = 0
     mask: torch.Tensor | None = None
@@ -177,18 +182,37 @@ def log2_weights(scores: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def kept(scores: torch.Tensor, logs: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """Return which tokens top_k, top_p and min_p keep, from scores and their `log2_weights`, [vocab_size]."""
+    """Return which tokens top_k, top_p, min_p and typical_p keep, from scores and their `log2_weights`, [vocab_size]."""
     stays = scores > -math.inf
     if 0 < choice.top_k < len(scores):
         stays &= scores >= scores.topk(choice.top_k).values[-1]
     if choice.top_p < 1:
         # A token stays if those before it do not make up top_p yet.
         order = torch.where(stays, scores, -math.inf).sort(stable=True, descending=True).indices
-        in_order = torch.where(stays, weights(logs), 0)[order]
-        up_to = in_order.cumsum(0)
-        limit = max(1, int(choice.top_p * float(up_to[-1])))
-        stays[order] &= up_to - in_order < limit
-    return stays & (logs >= torch.tensor(choice.cutoff, dtype=torch.float32))
+        stays[order] &= _make_up(choice.top_p, torch.where(stays, weights(logs), 0)[order])
+    stays &= logs >= torch.tensor(choice.cutoff, dtype=torch.float32)
+    return stays & _are_typical(logs, stays, choice.typical_p) if choice.typical_p < 1 else stays
+
+
+def _make_up(share: float, weights: torch.Tensor) -> torch.Tensor:
+    """Return which of some tokens in order, at least the first, make up a share of all weights, [tokens] in int64."""
+    up_to = weights.cumsum(0)
+    return up_to - weights < max(1, int(share * float(up_to[-1])))
+
+
+def _are_typical(logs: torch.Tensor, stays: torch.Tensor, share: float) -> torch.Tensor:
+    """Return which tokens' surprise is as near to the mean one, the entropy, as that of those which make up a share of
+    the probability of the tokens that stay. (Locally Typical Sampling, arXiv:2202.00666.)
+
+    The surprise -log2 p of a token and the entropy both have the logarithm of the sum of all weights. It cancels.
+    """
+    masses = torch.where(stays, weights(logs), 0)
+    surprises = ((-logs).clamp(max=63) * 2.0**_SURPRISE_BITS).long()
+    mean = float((masses * surprises >> _SURPRISE_BITS).sum()) / float(masses.sum())
+    distances = torch.where(stays, (logs + torch.tensor(mean, dtype=torch.float32)).abs(), math.inf)
+    nearest = distances.sort(stable=True)
+    last = int(_make_up(share, masses[nearest.indices]).sum()) - 1
+    return distances <= nearest.values[last]
 
 
 def weights(logs: torch.Tensor) -> torch.Tensor:

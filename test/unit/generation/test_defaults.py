@@ -67,11 +67,11 @@ def test_a_request_goes_first(folder):
 
 
 def test_what_is_not_used_is_named_once(folder):
-    without_effect = {"use_cache": True, "num_beams": 1, "typical_p": 1.0, "forced_eos_token_id": None}
-    others = {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "sequence_bias": [[[5], -10.0]], "forced_eos_token_id": 0}
+    without_effect = {"use_cache": True, "num_beams": 1, "eta_cutoff": 0.0, "forced_eos_token_id": None}
+    others = {"eta_cutoff": 0.9, "epsilon_cutoff": 3e-4, "sequence_bias": [[[5], -10.0]], "forced_eos_token_id": 0}
     assert loaded(folder, without_effect)[1] == []
     assert loaded(folder, without_effect | others)[1] == [
-        f"{folder / GENERATION_CONFIG} has settings that are not used here: typical_p 0.9, forced_eos_token_id 0, "
+        f"{folder / GENERATION_CONFIG} has settings that are not used here: eta_cutoff 0.9, forced_eos_token_id 0, "
         "epsilon_cutoff 0.0003, sequence_bias [[[5], -10.0]]."
     ]
 

@@ -18,6 +18,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from granite4_neuron.devices.cpu import sampling as cpu
@@ -50,12 +51,14 @@ CASES = {
     "top_k": (dict(temperature=1.0, top_k=6), [TopKLogitsWarper(6)]),
     "top_p": (dict(temperature=1.0, top_p=0.8), [TopPLogitsWarper(0.8)]),
     "min_p": (dict(temperature=1.0, min_p=0.05), [MinPLogitsWarper(0.05)]),
+    "typical_p": (dict(temperature=1.0, typical_p=0.6), [TypicalLogitsWarper(0.6)]),
     "all": (
         dict(
             temperature=2.0,
             top_k=20,
             top_p=0.9,
             min_p=0.02,
+            typical_p=0.7,
             biases=BIASES,
             penalties=PENALTIES,
             allowed=bits(ALLOWED),
@@ -70,6 +73,7 @@ CASES = {
             TopKLogitsWarper(20),
             TopPLogitsWarper(0.9),
             MinPLogitsWarper(0.02),
+            TypicalLogitsWarper(0.7),
         ],
     ),
 }
@@ -136,6 +140,10 @@ def test_the_lowest_of_equal_tokens_counts_first():
     assert kept.tolist() == [True] * 4 + [False] * 6
     assert sampling.kept(equal, equal, Choice(temperature=1.0, top_p=0.0)).tolist() == [True] + [False] * 9
     assert sampling.kept(equal, equal, Choice(temperature=1.0, top_k=3)).all()
+    uneven = torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]).log()
+    logs = sampling.log2_weights(uneven, math.log2(math.e))
+    for share, expected in ((0.0, [1]), (0.5, [1]), (0.65, [0, 1, 2, 3, 4])):
+        assert sampling.kept(uneven, logs, Choice(1.0, typical_p=share)).nonzero().flatten().tolist() == expected
     report = sampling.logprobs(equal, 7, 3)
     assert report.top.tolist() == [0, 1, 2] and report.rank == 10
     assert report.logprob == pytest.approx(-math.log(10))
@@ -190,6 +198,7 @@ class TestOnTheCPU:
                     top_k=chance.choice([0, 1, 2, 50, size - 1, size, 10 * size]),
                     top_p=chance.choice([1, 0, 1e-9, 0.1, 0.5, 0.95, 0.999999]),
                     min_p=chance.choice([0, 0.01, 0.3, 1]),
+                    typical_p=chance.choice([1, 1, 1e-9, 0.2, 0.7, 0.999999]),
                     seed=chance.randrange(2**64),
                     place=chance.randrange(2**20),
                     mask=often(bits(some(size), size)),

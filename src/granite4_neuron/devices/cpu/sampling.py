@@ -34,7 +34,7 @@ def choose(logits: Sequence[torch.Tensor], choices: Sequence[Choice]) -> list[Ch
     values: list[torch.Tensor] = []
     offsets = [0]
     for choice in choices:
-        reals += choice.scale if choice.temperature > 0 else 0.0, choice.top_p, choice.cutoff
+        reals += choice.scale if choice.temperature > 0 else 0.0, choice.top_p, choice.typical_p, choice.cutoff
         reals += (0.0, 0.0, 1.0) if choice.penalties is None else choice.penalties[2:]
         wholes += _signed(choice.seed), choice.place, choice.top_k
         for bits in (choice.mask, choice.allowed):

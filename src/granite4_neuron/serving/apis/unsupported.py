@@ -44,7 +44,6 @@ OF_SAMPLING: Mapping[str, Check] = {
     "guided_choice": instead(_STRUCTURED),
     "guided_grammar": instead(_STRUCTURED),
     # Samplers of llama-server, switched off.
-    "typical_p": only(1),
     "top_n_sigma": only(-1, 0),
     "dynatemp_range": only(0),
     "xtc_probability": only(0),

@@ -11,7 +11,7 @@ constexpr int64_t DRAWN_BLOCK = 128;  // more, so that more of a generator's pro
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr int64_t NOT_FINITE = -1, ALL_MASKED = -2, NONE_LEFT = -3;
-constexpr int WEIGHT_BITS = 44;
+constexpr int WEIGHT_BITS = 44, SURPRISE_BITS = 18;
 constexpr float NO_WEIGHT = -45.0f;     // the weight of this logarithm and of lower ones is 0
 constexpr float HIGHEST_NOISE = 33.0f;  // above all -log2 of exponential random numbers
 
@@ -250,10 +250,13 @@ Edge find_edge(uint32_t* keys, int64_t* masses, int64_t count, int64_t limit, Ro
   }
 }
 
-// Which tokens are kept: those above a score, and those of that score up to a token.
+// Which tokens are kept: those above a score, and those of that score up to a token; and of these the ones whose
+// logarithms reach `cutoff` and whose surprise is near to the mean one.
 struct Kept {
   float lowest = std::numeric_limits<float>::lowest();
   int32_t last_of_lowest = std::numeric_limits<int32_t>::max();
+  float cutoff = LOWEST;
+  float mean = 0.0f, farthest = std::numeric_limits<float>::infinity();
 };
 
 inline float score_of(uint32_t key) {
@@ -356,11 +359,58 @@ inline Kept nucleus(
   return result;
 }
 
+// As write_logs of tokens from number `first` on, with -inf for those that are not kept.
+template <int64_t COUNT = BLOCK>
+inline void write_kept_logs(
+    const float* scores, int64_t first, float highest, float scale, const Kept& kept, float* logs) {
+  write_logs<COUNT>(scores, highest, scale, kept.lowest, logs);
+  if (first + COUNT > kept.last_of_lowest)
+    for (int64_t i = 0; i < COUNT; i++)
+      if (scores[i] == kept.lowest && first + i > kept.last_of_lowest) logs[i] = LOWEST;
+  for (int64_t i = 0; i < COUNT; i++) {
+    bool is_near = std::abs(logs[i] + kept.mean) <= kept.farthest;
+    logs[i] = (logs[i] >= kept.cutoff) & is_near ? logs[i] : LOWEST;
+  }
+}
+
+// Keeps of those tokens the ones nearest to the mean surprise with the probability typical_p.
+inline Kept typical(
+    const float* scores, int64_t count, float highest, float scale, double typical_p, Kept kept, RowBuffers& scratch) {
+  auto& [masked, adjusted, logs, highest_scores, keys, tokens, weights, histogram] = scratch;
+  logs.resize(count + 2 * BLOCK);
+  keys.resize(count + 2 * BLOCK);
+  weights.resize(count + 2 * BLOCK);
+  int64_t found = 0, total = 0, surprise = 0;
+  for_each_block(scores, count, [&](const float* block, int64_t first) {
+    alignas(64) float block_logs[BLOCK];
+    write_kept_logs(block, first, highest, scale, kept, block_logs);
+    if (highest_of_block(block_logs) <= NO_WEIGHT) return;
+    alignas(64) int64_t block_weights[BLOCK];
+    alignas(64) uint32_t of_logs[BLOCK];
+    write_weights(block_logs, block_weights);
+    for (int64_t i = 0; i < BLOCK; i++) {
+      auto its_surprise = static_cast<int64_t>(std::min(-block_logs[i], 63.0f) * static_cast<float>(1 << SURPRISE_BITS));
+      total += block_weights[i];
+      surprise += block_weights[i] * its_surprise >> SURPRISE_BITS;
+      of_logs[i] = ordered(block_logs[i]);
+    }
+    uint64_t bits = bits_within(of_logs, ordered(NO_WEIGHT) + 1, UINT32_MAX);
+    compress(block_logs, bits, logs.data() + found);
+    compress(block_weights, bits, weights.data() + found);
+    found += std::popcount(bits);
+  });
+  kept.mean = static_cast<float>(static_cast<double>(surprise) / static_cast<double>(total));
+  for (int64_t i = 0; i < found; i++) keys[i] = ~ordered(std::abs(logs[i] + kept.mean));  // the nearest have the highest
+  int64_t limit = std::max<int64_t>(1, static_cast<int64_t>(typical_p * static_cast<double>(total)));
+  kept.farthest = score_of(~find_edge(keys.data(), weights.data(), found, limit, scratch).key);
+  return kept;
+}
+
 struct Row {
   const float* logits;
   int64_t vocab_size;
   float scale, cutoff, frequency, presence, repetition;
-  double top_p;
+  double top_p, typical_p;
   int64_t seed, place, top_k;
   const uint8_t *mask, *allowed;
   const int64_t *tokens, *offsets;
@@ -373,6 +423,8 @@ inline int64_t draw(const float* scores, float highest, const Row& row, RowBuffe
   if (0 < row.top_k && row.top_k < count)
     kept.lowest = std::max(kept.lowest, score_of(top_edge(scores, count, row.top_k, scratch).key));
   if (row.top_p < 1) kept = nucleus(scores, count, highest, row.scale, row.top_p, kept, scratch);
+  kept.cutoff = row.cutoff;
+  if (row.typical_p < 1) kept = typical(scores, count, highest, row.scale, row.typical_p, kept, scratch);
 
   Philox philox(static_cast<uint64_t>(row.seed), Philox::MAX_ROUNDS);
   float best = LOWEST;
@@ -380,12 +432,8 @@ inline int64_t draw(const float* scores, float highest, const Row& row, RowBuffe
   for_each_block<DRAWN_BLOCK>(scores, count, [&](const float* block, int64_t first) {
     alignas(64) float logs[DRAWN_BLOCK];
     alignas(64) uint32_t words[DRAWN_BLOCK];
-    write_logs<DRAWN_BLOCK>(block, highest, row.scale, kept.lowest, logs);
-    if (first + DRAWN_BLOCK > kept.last_of_lowest)
-      for (int64_t i = 0; i < DRAWN_BLOCK; i++)
-        if (block[i] == kept.lowest && first + i > kept.last_of_lowest) logs[i] = LOWEST;
-    float likeliest = highest_of_block<DRAWN_BLOCK>(logs);
-    if (likeliest < row.cutoff || likeliest + HIGHEST_NOISE <= best) return;
+    write_kept_logs<DRAWN_BLOCK>(block, first, highest, row.scale, kept, logs);
+    if (highest_of_block<DRAWN_BLOCK>(logs) + HIGHEST_NOISE <= best) return;
     random_words(philox, static_cast<uint32_t>(row.place), first, words);
     // Few blocks have a token that may win, and the others need no logarithms: an exponential random number is at least
     // 0.7213 y, with y = 1 for low words, and log2(2**e * m) is at least e + m - 1, a number's bits.
@@ -398,10 +446,7 @@ inline int64_t draw(const float* scores, float highest, const Row& row, RowBuffe
     }
     if (may_win == 0) return;
     alignas(64) float race[DRAWN_BLOCK];
-    for (int64_t i = 0; i < DRAWN_BLOCK; i++) {
-      float result = logs[i] - log2_of(exponential(words[i]));
-      race[i] = logs[i] >= row.cutoff ? result : LOWEST;
-    }
+    for (int64_t i = 0; i < DRAWN_BLOCK; i++) race[i] = logs[i] - log2_of(exponential(words[i]));
     float first_of_block = highest_of_block<DRAWN_BLOCK>(race);
     if (first_of_block <= best) return;
     best = first_of_block;
@@ -516,7 +561,7 @@ inline std::pair<at::Tensor, at::Tensor> empty_reports(
 std::tuple<std::vector<int64_t>, at::Tensor, at::Tensor> choose(
     at::TensorList logits, at::ArrayRef<double> reals, at::IntArrayRef wholes, at::TensorList masks,
     const at::Tensor& tokens, const at::Tensor& values, at::IntArrayRef offsets, int64_t num_top) {
-  constexpr size_t REALS = 6, WHOLES = 6, PARTS = 3;
+  constexpr size_t REALS = 7, WHOLES = 6, PARTS = 3;
   size_t num_rows = logits.size();
   TORCH_CHECK(num_rows > 0, "there are no logits");
   int64_t vocab_size = check_width(logits[0], "logits");
@@ -554,8 +599,8 @@ std::tuple<std::vector<int64_t>, at::Tensor, at::Tensor> choose(
       const double* real = &reals[number * REALS];
       const int64_t* whole = &wholes[number * WHOLES];
       auto narrow = [&](int64_t which) { return static_cast<float>(real[which]); };
-      Row row{rows[number], vocab_size, narrow(0), narrow(2), narrow(3), narrow(4), narrow(5),
-              real[1], whole[0], whole[1], whole[2], mask_of(whole[3]), mask_of(whole[4]), token,
+      Row row{rows[number], vocab_size, narrow(0), narrow(3), narrow(4), narrow(5), narrow(6),
+              real[1], real[2], whole[0], whole[1], whole[2], mask_of(whole[3]), mask_of(whole[4]), token,
               &offsets[PARTS * number], value};
       float highest = highest_of(row.logits, vocab_size);
       chosen[number] = NOT_FINITE;

@@ -6,8 +6,8 @@
 namespace granite4_neuron {
 
 // Chooses a token for each of some rows of logits, [vocab_size] float32 each.
-// reals: of each row scale (0 for the highest score), top_p, cutoff, and the penalties frequency, presence and
-// repetition. wholes: of each row seed, place, top_k, the numbers in `masks` of its mask and its allowed tokens (-1 for
+// reals: of each row scale (0 for the highest score), top_p, typical_p, cutoff, and the penalties frequency, presence
+// and repetition. wholes: of each row seed, place, top_k, the numbers in `masks` of its mask and its allowed tokens (-1 for
 // none), and the number of log-probabilities (-1 for no report).
 // masks: [at least vocab_size / 8] uint8 each. tokens: [m] int64, and values: [m] float32: of each row its biases,
 // penalties (with counts) and forbidden tokens; part i of row r is from offsets[3 r + i] to offsets[3 r + i + 1].

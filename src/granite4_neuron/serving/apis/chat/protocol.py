@@ -212,6 +212,7 @@ class SamplingBody(ModelBody):
     top_p: float | None = None
     top_k: Annotated[int | None, _for_minus_one(0)] = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
