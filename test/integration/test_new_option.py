@@ -20,22 +20,25 @@ ROOT = Path(__file__).parents[2]
 SAMPLING_OPTION = {
     "engine/sampling_params.py": (
         r"    min_p: float \| None = .*\n",
-        "    typicality: float | None = _warper(\n"
-        '        lambda value: is_number(value) and 0 < value < 1, "a number above 0 and below 1"\n'
+        "    top_n_sigma: float | None = _warper(\n"
+        '        lambda value: is_number(value) and value > 0, "a number above 0"\n'
         "    )\n",
     ),
     "engine/sampling.py": (
         r"        self._processors = .*\n",
-        "        if params.typicality is not None:\n"
-        "            from transformers import TypicalLogitsWarper\n\n"
-        "            self._processors.append(_RequestsProcessor(TypicalLogitsWarper(params.typicality)))\n",
+        "        if (sigmas := params.top_n_sigma) is not None:\n"
+        "            def top_n_sigma(tokens, scores):\n"
+        "                finite = scores[scores > -math.inf]\n"
+        "                return torch.where(scores >= finite.max() - sigmas * finite.std(), scores, -math.inf)\n\n"
+        "            self._processors.append(_RequestsProcessor(top_n_sigma))\n",
     ),
     "commands/options.py": (
         r"    sampling = parser.add_argument_group\((?:\n|.)*?\n    \)\n",
-        '    sampling.add_argument("--typicality", type=number_in(0, 1), help="choose tokens of typical surprise")\n',
+        '    sampling.add_argument("--top-n-sigma", type=number_in(0), help="choose among the highest logits")\n',
     ),
-    "serving/apis/chat/protocol.py": (r"    min_p: float \| None = None\n", "    typicality: float | None = None\n"),
+    "serving/apis/chat/protocol.py": (r"    min_p: float \| None = None\n", "    top_n_sigma: float | None = None\n"),
 }
+REFUSAL = "serving/apis/unsupported.py", '    "top_n_sigma": only(-1, 0),\n'  # which goes
 CPU_OPTION = {
     "devices/cpu/options.py": (
         r"    \*ARITHMETIC,\n",
@@ -81,9 +84,9 @@ def refusal_of(**options):
         return str(error)
 
 def body(value):
-    written = b'{"messages": [{"role": "user", "content": "a"}], "typicality": %s}' % value
+    written = b'{"messages": [{"role": "user", "content": "a"}], "top_n_sigma": %s}' % value
     try:
-        return parse(ChatBody, written, 100).typicality
+        return parse(ChatBody, written, 100).top_n_sigma
     except RequestError as error:
         return str(error)
 
@@ -92,11 +95,11 @@ hot = "generate", "--cpu-kernels", "torch", "--max-tokens", 24, "--temperature",
 answers = {
     "help": said_by("generate", "--help"),
     "text": said_by(*hot),
-    "typical text": said_by(*hot, "--typicality", 0.1),
-    "refused": said_by(*hot, "--typicality", 1),
-    "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set typicality 0.5\\n/set\\n"),
-    "bodies": [body(b"0.25"), body(b"3")],
-    "is of checkpoints": "typicality" in _USED,
+    "likely text": said_by(*hot, "--top-n-sigma", 1),
+    "refused": said_by(*hot, "--top-n-sigma", 0),
+    "chat": said_by("chat", "--cpu-kernels", "torch", typed="/set top_n_sigma 0.5\\n/set\\n"),
+    "bodies": [body(b"0.25"), body(b"-3")],
+    "is of checkpoints": "top_n_sigma" in _USED,
     "fingerprints": [str(load(cpu_kernels="torch", **each)[0].fingerprint) for each in ({}, *SCALES)],
     "wrong values": [refusal_of(attention_scale=value) for value in (3, "0.5", float("nan"))],
     "scaled text": said_by(*hot, "--attention-scale", 0.5),
@@ -119,6 +122,9 @@ def run(tmp_path_factory):
     shutil.copytree(Path(granite4_neuron.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for place, addition in (*SAMPLING_OPTION.items(), *CPU_OPTION.items(), ("devices/cpu/runtime.py", IN_THE_RUNTIME)):
         add(copy / place, *addition)
+    file = copy / REFUSAL[0]
+    assert REFUSAL[1] in file.read_text(encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8").replace(REFUSAL[1], ""), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(copy.parent), "COLUMNS": "200"}
 
@@ -138,16 +144,16 @@ def answers(run):
 @pytest.mark.slow
 class TestSamplingOption:
     def test_the_command_line_has_it(self, answers):
-        assert "--typicality" in answers["help"] and answers["typical text"] != answers["text"]
-        assert "typicality is 1.0, and must be a number above 0 and below 1" in answers["refused"]
+        assert "--top-n-sigma" in answers["help"] and answers["likely text"] != answers["text"]
+        assert "top_n_sigma is 0.0, and must be a number above 0" in answers["refused"]
 
     def test_a_chat_has_it(self, answers):
-        assert "typicality is 0.5." in answers["chat"]
-        assert {"typicality 0.5", "min_p -"} <= set(answers["chat"].splitlines())
+        assert "top_n_sigma is 0.5." in answers["chat"]
+        assert {"top_n_sigma 0.5", "min_p -"} <= set(answers["chat"].splitlines())
 
     def test_the_server_has_it(self, answers):
         value, refusal = answers["bodies"]
-        assert value == 0.25 and "typicality is 3.0, and must be a number above 0 and below 1" in refusal
+        assert value == 0.25 and "top_n_sigma is -3.0, and must be a number above 0" in refusal
 
     def test_checkpoints_may_set_it(self, answers):
         assert answers["is of checkpoints"]

@@ -24,7 +24,6 @@ from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody, GenerationBody
-from granite4_neuron.serving.apis.unsupported import OF_SAMPLING
 from test.support.serving import MODEL, serving
 
 PROMPT = "An assignment statement"
@@ -162,7 +161,9 @@ def error_of(answer, is_stream):
 
 class TestSampling:
     def texts(self, client, **options):
-        extra = {name: options.pop(name) for name in ("top_k", "min_p", "repetition_penalty") if name in options}
+        extra = {
+            name: options.pop(name) for name in ("top_k", "min_p", "typical_p", "repetition_penalty") if name in options
+        }
         answer = client.completions.create(model=MODEL, prompt="The", max_tokens=16, extra_body=extra, **options)
         return [choice.text for choice in answer.choices]
 
@@ -177,6 +178,12 @@ class TestSampling:
         for option in (dict(top_k=1), dict(min_p=1), dict(top_p=1e-6)):
             assert self.texts(client, temperature=2, seed=1, **option) == greedy
 
+    def test_typical_tokens(self, client, tiny):
+        options = dict(temperature=2.0, seed=1, typical_p=0.3)
+        [text] = self.texts(client, **options)
+        assert text == generate(*tiny, "The", max_tokens=16, **options)
+        assert text != generate(*tiny, "The", max_tokens=16, temperature=2.0, seed=1)
+
     def test_penalties_and_biases(self, client, tiny):
         token = tiny[1].encode("x")[0]
         assert self.texts(client, logit_bias={str(token): 100}) == ["x" * 16]
@@ -184,7 +191,7 @@ class TestSampling:
         assert penalised[0].startswith("x") and penalised != ["x" * 16]
 
     def test_each_option_reaches_the_engine(self, server):
-        options = dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
+        options = dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, typical_p=0.7, repetition_penalty=1.2)
         additions = dict(presence_penalty=0.3, frequency_penalty=-0.4, logprobs=3)
         body = CompletionBody(
             prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, stop=["a", "b"], **options, **additions
@@ -193,7 +200,6 @@ class TestSampling:
         assert {name: getattr(first, name) for name in options | additions} == options | additions
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
         others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}
-        assert not OF_SAMPLING.keys() & SAMPLING_OPTIONS.keys()
         others |= {"response_format", "structured_outputs", "json_schema", "grammar"}  # they become `constraint`
         others |= {"bad_words", "truncate_prompt_tokens", "priority", "cache_salt"}  # see test_serve_other_fields.py
         others |= {"return_token_ids", "timings_per_token"}  # they change the answer only

@@ -8,6 +8,8 @@ import pytest
 
 from granite4_neuron.commands import cli
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
+from granite4_neuron.generation import defaults
+from granite4_neuron.serving.apis import unsupported
 from granite4_neuron.serving.apis.chat.protocol import GenerationBody
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,6 +39,11 @@ def test_commands_have_the_settings(command):
 
 def test_bodies_of_requests_have_the_settings():
     assert GenerationBody.model_fields.keys() >= SETTINGS
+
+
+def test_no_option_counts_as_one_that_is_not_supported():
+    assert not SAMPLING_OPTIONS.keys() & (defaults._NEUTRAL.keys() | defaults._WITHOUT_EFFECT)
+    assert not GenerationBody.model_fields.keys() & unsupported.OF_SAMPLING.keys()
 
 
 def test_the_page_of_the_api_names_each_field():

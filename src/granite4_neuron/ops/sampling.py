@@ -67,8 +67,7 @@ class Choice:
     """How the token of one row is chosen.
 
     temperature: 0 takes the highest score; otherwise it counts as within 2**-100 to 2**100.
-    top_k: 0 for none. top_p: 1 for none; at least one token is kept. min_p: 0 for none. typical_p: 1 for none; at least one
-        token is kept.
+    top_k, min_p: 0 for none. top_p, typical_p: 1 for none; at least one token is kept.
     seed: 64 bits. place: the length of the sequence before the token.
     mask, allowed: bits of tokens that may be chosen, uint8 [at least vocab_size / 8], lowest bit first; None for all.
     biases: tokens [n] int64 and what is added to their logits [n] float32.
@@ -182,7 +181,11 @@ def log2_weights(scores: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def kept(scores: torch.Tensor, logs: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """Return which tokens top_k, top_p, min_p and typical_p keep, from scores and their `log2_weights`, [vocab_size]."""
+    """Return which tokens top_k, top_p, min_p and typical_p keep.
+
+    Args:
+        scores, logs: scores and their `log2_weights`, [vocab_size].
+    """
     stays = scores > -math.inf
     if 0 < choice.top_k < len(scores):
         stays &= scores >= scores.topk(choice.top_k).values[-1]
