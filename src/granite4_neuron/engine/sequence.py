@@ -50,6 +50,7 @@ class RunningSequence:
     has_begun: whether the prefix cache has been searched, or tokens have run.
     prefix: the cached prefix that was found for it, if any.
     cached_tokens: how many tokens came from it.
+    length_at: how many tokens the prefix cache had of it, after how many of its changes; see `PrefixReuse.num_left`.
     backoff: decides when to draft, or to run a drawn token before the host knows it.
     logits: [vocab_size], after the last stored token, perhaps still on the device; None before the first step.
     taken: the outputs of forced tokens, which count with the step that runs them.
@@ -73,6 +74,7 @@ class RunningSequence:
     has_begun: bool = False
     prefix: FoundPrefix | None = None
     cached_tokens: int = 0
+    length_at: tuple[int, int] = (0, -1)
     logits: torch.Tensor | LogitsOnDevice | None = None
     taken: list[Output] = field(default_factory=list)
     is_due: bool = False

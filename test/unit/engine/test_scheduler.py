@@ -71,6 +71,24 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one_and_does_not_starve_it(r
     assert first <= 2 * 2 * 10 + 2, "half of the steps are decode, and half of the others are its own"
 
 
+def test_waiting_prompts_are_looked_up_when_the_cache_changes(runtime, monkeypatch):
+    cache, looked_up = PrefixCache(runtime, 2**24, None), []
+    engine = Engine(runtime, 5, prefix_cache=cache)
+    search = cache.cached_length
+    monkeypatch.setattr(cache, "cached_length", lambda keys, cuts: looked_up.append(keys[0]) or search(keys, cuts))
+    for token in range(1, 5):
+        engine.add(Request([token] * (8 * CHUNK + token), 2))
+    for _ in range(5):
+        engine.step()
+    assert sorted(looked_up) == [2, 3, 4], "the first runs"
+    short = engine.add(Request([1] * (2 * CHUNK) + [5], 2))
+    while not any(output.id == short for output in engine.step()):
+        assert looked_up[3:] == [1]
+    for _ in range(4):
+        engine.step()
+    assert sorted(looked_up[4:]) == [2, 3, 4], "for its snapshot"
+
+
 def test_requests_wait_for_a_slot_in_order(runtime):
     engine = Engine(runtime, 2)
     ids = [engine.add(Request([1], 8)) for _ in range(4)]

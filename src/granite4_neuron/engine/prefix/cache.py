@@ -108,6 +108,7 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.interval = interval
         self.at_branches = at_branches
+        self.changes = 0
         self._stats = PrefixCacheStats()
         self._runtime = runtime
         self._folder = folder
@@ -218,6 +219,7 @@ class PrefixCache:
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
         if not self._has_room(needed, child or node):
             return
+        self.changes += 1
         if child is not None:
             node = node.split(child, shared)
         if covered < len(tokens):
@@ -272,6 +274,7 @@ class PrefixCache:
             self._forget()
 
     def _forget(self) -> None:
+        self.changes += 1
         self._root = Node(None, 0)
         self._entries = Entries()
         self._stats.snapshots = self._stats.num_bytes = 0

@@ -52,6 +52,10 @@ class AnyPrefixCache(Protocol[Found]):
     def interval(self) -> int | None:
         """The engine keeps snapshots at multiples of it; None for no such snapshots."""
 
+    @property
+    def changes(self) -> int:
+        """How often what it keeps has changed. Until the next change `cached_length` stays the same."""
+
     def match_prefix(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> Found | None:
         """Find the longest cached prefix of a sequence that ends at a cut point; it may be the whole sequence."""
 

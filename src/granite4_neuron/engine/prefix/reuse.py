@@ -50,11 +50,16 @@ class PrefixReuse:
         )
 
     def num_left(self, sequence: RunningSequence) -> int:
-        """Return how many tokens of a prompt are neither stored nor, if it has not begun, in the cache."""
+        """Return how many tokens of a prompt are neither stored nor, if it has not begun, in the cache. It is cheap
+        while the cache does not change.
+        """
         stored = sequence.stored
         if self.cache is not None and not sequence.has_begun:
             with self._saving_time:
-                stored = self.cache.cached_length(sequence.keys, sequence.is_cut_point)
+                if sequence.length_at[1] != self.cache.changes:
+                    found = self.cache.cached_length(sequence.keys, sequence.is_cut_point)
+                    sequence.length_at = found, self.cache.changes
+            stored = sequence.length_at[0]
         return len(sequence.request.tokens) - stored
 
     def begin(self, sequence: RunningSequence) -> None:

@@ -58,6 +58,7 @@ class SlotPrefixCache:
                 f"there are {len(slots)} slots for {len(self._pinned)} pinned prefixes; at least one more is needed."
             )
         self.slots = tuple(slots)
+        self.changes = 0
         self._stats = PrefixCacheStats()
         self._found: WeakSet[KeptSlot] = WeakSet()
         self._runtime = runtime
@@ -131,6 +132,7 @@ class SlotPrefixCache:
         if tokens in self._kept:
             self._kept.move_to_end(tokens)
             return
+        self.changes += 1
         if len(self._kept) == len(self.slots):
             self._evict()
         taken = {kept.slot for kept in self._kept.values()}
@@ -156,6 +158,7 @@ class SlotPrefixCache:
         self._stats.evictions += 1
 
     def _forget(self) -> None:
+        self.changes += 1
         self._kept: OrderedDict[tuple[int, ...], KeptSlot] = OrderedDict()  # least recently used first
 
 
