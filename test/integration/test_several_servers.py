@@ -1,10 +1,6 @@
 """Two servers behind nginx, with the configuration of docs/several-machines.md."""
 
 import re
-import shutil
-import socket
-import subprocess
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,68 +8,22 @@ import httpx
 import pytest
 
 from granite4_neuron import load
+from test.support.nginx import nginx
 from test.support.serving import MODEL, serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "several-machines.md"
 KEY = "a key"
 SYSTEM = "You are a helpful assistant who answers in few words. " * 4
 
-NGINX = """\
-daemon off;
-pid {folder}/pid;
-error_log stderr;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-{configuration}
-}}
-"""
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
 
 @contextmanager
 def proxy(folder, *servers):
     """Run nginx before these servers; yield its address."""
-    nginx = shutil.which("nginx")
-    if nginx is None:
-        pytest.skip("nginx is not installed")
     [configuration] = re.findall(r"^```nginx\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    port = free_port()
     for number, server in enumerate(servers, start=1):
         configuration = configuration.replace(f"10.0.0.{number}:8000", server.address.removeprefix("http://"))
-    configuration = configuration.replace("listen 8080", f"listen 127.0.0.1:{port}")
-    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, configuration=configuration))
-    process = subprocess.Popen([nginx, "-p", str(folder), "-c", str(folder / "nginx.conf")])
-    try:
-        until(lambda: process.poll() is not None or answers(port))
-        assert process.poll() is None
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def answers(port):
-    with socket.socket() as found:
-        return found.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(condition):
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not happen")
+    with nginx(folder, configuration.replace("listen 8080", "listen PORT")) as address:
+        yield address
 
 
 def talk(client, name, turns):
