@@ -19,7 +19,7 @@ from granite4_neuron.serving.page.page import page_files
 from test.support.browser import browser, executable
 from test.support.kept_chats import chat_of, keep, kept
 from test.support.serving import MODEL, serving
-from test.support.thinking import say, thinking_model
+from test.support.thinking import NEMOTRON_MARKS, say, thinking_model
 
 QUESTION = "What is the assert statement?"
 KEY = "sésame"
@@ -507,7 +507,7 @@ def test_export(opened, server, tmp_path):
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory):
     """A server without a key, whose model thinks; and its tokenizer."""
-    runtime, tokenizer = thinking_model(tmp_path_factory.mktemp("thinking"), True)
+    runtime, tokenizer = thinking_model(tmp_path_factory.mktemp("thinking"), NEMOTRON_MARKS)
     with serving(runtime, tokenizer, max_length=2048) as server:
         yield server, tokenizer
 

@@ -13,10 +13,11 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
+from granite4_neuron.generation.answer_formats import GRANITE_3, NEMOTRON_NANO_2
 from granite4_neuron.serving.apis.chat.protocol import ChatBody
 from test.support import thinking
 from test.support.serving import MODEL, serving
-from test.support.tool_template import with_parameters
+from test.support.tool_template import GRANITE_3_TEMPLATE, NEMOTRON_NANO_2_TEMPLATE, listed, with_parameters
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
@@ -31,7 +32,9 @@ NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 @pytest.fixture(scope="module", params=[False, True], ids=["texts", "special tokens"])
 def model(request, tmp_path_factory):
     """Return (runtime, tokenizer). The marks of thoughts and calls are ordinary texts or special tokens."""
-    return thinking.thinking_model(tmp_path_factory.mktemp("nemotron"), request.param)
+    return thinking.thinking_model(
+        tmp_path_factory.mktemp("nemotron"), thinking.NEMOTRON_MARKS if request.param else ()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,7 @@ def allows(server, model, text, **body):
     maker = server.service.maker
     prepared = maker.chat_requests(ChatBody.model_validate({"messages": [USER], **body}))
     [request] = maker.constrained(prepared)
-    tokens = [*model[1].encode(text), 1]
+    tokens = [*model[1].encode(text, add_special_tokens=False), 1]
     return request.constraint.count_allowed(tokens) == len(tokens)
 
 
@@ -144,6 +147,46 @@ def test_a_structure_applies_to_the_text_after_the_thought(server, model):
         assert not allows(server, model, f"so\n{wrong}", **body)
         assert allows(server, model, f"so\n{right}", **body) == (right == CALL), "a call ends a thought"
         assert allows(server, model, right, **body, **NO_THOUGHT)
+
+
+@pytest.mark.parametrize("are_special", [False, True], ids=["texts", "special tokens"])
+@pytest.mark.parametrize(
+    "format, template", [(GRANITE_3, GRANITE_3_TEMPLATE), (NEMOTRON_NANO_2, NEMOTRON_NANO_2_TEMPLATE)]
+)
+def test_lists_of_calls(tmp_path, monkeypatch, format, template, are_special):
+    """Granite 3's and Nemotron Nano v2's."""
+    marks = [format.marks.open, *filter(None, [format.marks.close])]
+    model = thinking.thinking_model(tmp_path, marks if are_special else (), template)
+    with serving(*model, max_length=2048) as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+        arguments = json.dumps(ARGUMENTS)
+        required = dict(tools=[TOOL], tool_choice="required")
+        written = listed(format.marks, ("weather", arguments))
+        assert allows(server, model, written, **required) and not allows(server, model, "text", **required)
+        begin = "I look.\n</think>\n" if format.thinks else ""
+        calls = listed(format.marks, ("weather", arguments), ("weather", arguments))
+        thinking.say(monkeypatch, model[1], f"{begin}One moment.\n{calls}")
+        choice = chat(client, tools=[TOOL])
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "One moment."
+        assert getattr(choice.message, "reasoning_content", "") == begin.partition("\n")[0]
+        assert [call.function.arguments for call in choice.message.tool_calls] == [arguments] * 2
+        for most in (1, 12, 20, 30, 36, 50, 80, 100):
+            cut = chat(client, tools=[TOOL], max_tokens=most).message
+            shown = (cut.content or "") + getattr(cut, "reasoning_content", "")
+            assert not any(mark[:5] in shown for mark in marks)
+        body = dict(model=MODEL, input=USER["content"], tools=[{"type": "function", **FUNCTION, "strict": False}])
+        *_, text, one, two = client.responses.create(**body).output
+        assert text.content[0].text == "One moment." and [one.arguments, two.arguments] == [arguments] * 2
+        *_, last = client.responses.create(**body, stream=True)
+        assert [getattr(item, "arguments", None) for item in last.response.output[-2:]] == [arguments] * 2
+        tool = {"name": "weather", "input_schema": FUNCTION["parameters"]}
+        body = dict(model=MODEL, messages=[USER], max_tokens=500, tools=[tool])
+        answer = httpx.post(f"{server.address}/v1/messages", json=body, timeout=60).json()
+        assert [block.get("input") for block in answer["content"][-2:]] == [ARGUMENTS] * 2
+        streamed = httpx.post(f"{server.address}/v1/messages", json={**body, "stream": True}, timeout=60).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+        parts = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
+        assert "".join(parts) == arguments * 2
 
 
 def test_responses(client, say):

@@ -1,7 +1,8 @@
-"""A model with Nemotron 3's chat format that says what a test tells it to."""
+"""A model with Nemotron 3's chat format, or another one, that says what a test tells it to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -14,19 +15,24 @@ from test.support.scripted import script_tokens
 from test.support.tool_template import NEMOTRON_TEMPLATE
 
 
-def thinking_model(folder: Path, are_special: bool) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
+def thinking_model(
+    folder: Path, special: Sequence[str] = (), template: str = NEMOTRON_TEMPLATE
+) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """Return a runtime and its tokenizer.
 
     Args:
         folder: for the tokenizer's files.
-        are_special: whether the marks of thoughts and calls are special tokens, and otherwise ordinary texts.
+        special: marks of thoughts and calls that are special tokens; others are ordinary texts.
+        template: the chat template.
     """
-    save_byte_tokenizer(folder, NEMOTRON_TEMPLATE)
+    save_byte_tokenizer(folder, template)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    if are_special:
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", OPEN, CLOSE]})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     network = engine_model(vocab_size=272, eos_token_id=1, max_position_embeddings=4096)
     return CPURuntime(network, GenerationConfig(top_k=None)), tokenizer
+
+
+NEMOTRON_MARKS = ("<think>", "</think>", OPEN, CLOSE)
 
 
 def say(
@@ -43,7 +49,7 @@ def say(
         thought: of an answer that is continued.
     """
     tokens = tokenizer.encode(text)
-    begins = [tokenizer.encode(begin) for begin in (f"<think>{thought}</think>", "<think>\n")]
+    begins = [tokenizer.encode(begin) for begin in (f"<think>{thought}</think>", "<think>\n", "")]
 
     def choose(past):
         answer = past[len(past) - past[::-1].index(3) :]  # behind the last <|assistant|>

@@ -1,6 +1,6 @@
 """Chat templates that show tools and calls as Granite 4's and Nemotron 3's do, for the byte tokenizer; and calls."""
 
-from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN, CallMarks
 
 TOOL_TEMPLATE = """\
 {%- set ns = namespace(system='') %}
@@ -50,7 +50,15 @@ GRANITE_THINKING_TEMPLATE = """\
     {{- '\\n</tools>\\nCall one as <tool_call>\\n<function=name>\\n</function>\\n</tool_call>.<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments | items %}
+            {{- '<parameter=' + name + '>\\n' + (value | string) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n<think>\\n' }}
@@ -77,6 +85,36 @@ NEMOTRON_TEMPLATE = """\
 {%- if add_generation_prompt %}
     {{- '<|assistant|><think>' + ('\\n' if enable_thinking is not defined or enable_thinking else '</think>') }}
 {%- endif %}"""
+
+
+# Granite 3's and Nemotron Nano v2's: a list of calls. The first does not know the calls of messages.
+GRANITE_3_TEMPLATE = """\
+{#- Not with <tool_call>, "arguments": or </tool_call>. #}
+{%- if tools %}
+    {{- '<|start_of_role|>available_tools<|end_of_role|>Call with <|tool_call|>: ' + (tools | tojson) + '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|><|assistant|>' }}{% endif %}"""
+
+NEMOTRON_NANO_2_TEMPLATE = """\
+{%- if tools %}{{- 'Tools: ' + (tools | tojson) + '<|end|>' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|' + (message.role if message.role != 'tool' else 'user') + '|>' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- ('<TOOLCALL>[' if loop.first else ', ') + '{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- (call.function.arguments | tojson) + ('}]</TOOLCALL>' if loop.last else '}') }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|><think>\\n' }}{% endif %}"""
+
+
+def listed(marks: CallMarks, *calls: tuple[str, str]) -> str:
+    """Return calls with arguments in JSON, as models write them in a list."""
+    written = ", ".join(f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+    return f"{marks.open}[{written}]{marks.close}"
 
 
 def with_parameters(name: str, **parameters: str) -> str:

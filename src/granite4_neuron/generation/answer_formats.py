@@ -4,6 +4,7 @@ format is found here from its chat template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.text import possible_start
 from granite4_neuron.generation.parameter_calls import END_THOUGHT, ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.tool_calls import (
+    CLOSE,
+    GRANITE_MARKS,
     OPEN,
+    CallMarks,
     CallStart,
     Content,
     Piece,
@@ -28,6 +32,7 @@ from granite4_neuron.generation.tool_calls import (
 BEGIN_THOUGHT = "<think>"
 # At the end of a prompt: enough for a mark and white space behind it, of which each character may be a token.
 _TOKENS_OF_MARK = 16
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -120,11 +125,15 @@ class _TextStream:
 class AnswerFormat:
     """How a model writes its answers.
 
+    spelled: texts that a chat template of this format has, all of them.
+    marks: of calls.
     call_stream: makes what finds the calls of an answer that may call these tools.
     call_rules: as `tool_calls.call_rules`.
     thinks: whether a prompt may end with `BEGIN_THOUGHT`; then the answer begins with a thought.
     """
 
+    spelled: Sequence[str]
+    marks: CallMarks
     call_stream: Callable[[Sequence[Tool]], ToolCallStream]
     call_rules: Callable[[int, Tool, bool], Iterable[str]]
     thinks: bool
@@ -146,21 +155,34 @@ class AnswerFormat:
         return AnswerStream(None if tools is None else partial(self.call_stream, tools), is_thinking)
 
 
-GRANITE = AnswerFormat(lambda tools: ToolCallStream(), call_rules, thinks=False)
-NEMOTRON = AnswerFormat(ParameterCallStream, parameter_call_rules, thinks=True)
+def _in_json(spelled: Sequence[str], marks: CallMarks, thinks: bool = False) -> AnswerFormat:
+    return AnswerFormat(spelled, marks, lambda tools: ToolCallStream(marks), call_rules, thinks)
+
+
+GRANITE = _in_json((OPEN, CLOSE, '"arguments":'), GRANITE_MARKS)
+# Some models of this family write the other mark.
+GRANITE_3 = _in_json(("<|start_of_role|>", "<|tool_call|>"), CallMarks("<|tool_call|>", "", True, others=(OPEN,)))
+NEMOTRON = AnswerFormat(
+    (OPEN, "<function=", "<parameter="), CallMarks(), ParameterCallStream, parameter_call_rules, thinks=True
+)
+NEMOTRON_NANO_2 = _in_json(("<TOOLCALL>", "</TOOLCALL>"), CallMarks("<TOOLCALL>", "</TOOLCALL>", True), thinks=True)
+_FORMATS = (NEMOTRON, NEMOTRON_NANO_2, GRANITE_3, GRANITE)
 
 
 def shows_unknown_calls(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether a checkpoint's chat templates show tools, but no mark of calls that a format here has."""
-    templates = _templates(tokenizer)
-    return any("tools" in each for each in templates) and not any(OPEN in each for each in templates)
+    """Return whether a checkpoint's chat templates show tools, but calls in no format that is known here."""
+    return _shown_format(tokenizer) is None and any("tools" in each for each in _templates(tokenizer))
 
 
 def answer_format(tokenizer: PreTrainedTokenizerFast) -> AnswerFormat:
-    """Return the format of a checkpoint's answers, from its chat templates: Nemotron's, if one shows calls so, or else
-    Granite's.
-    """
-    return NEMOTRON if any(OPEN in each and "<function=" in each for each in _templates(tokenizer)) else GRANITE
+    """Return the format of a checkpoint's answers, from its chat templates; Granite 4's, if these show none."""
+    return _shown_format(tokenizer) or GRANITE
+
+
+def _shown_format(tokenizer: PreTrainedTokenizerFast) -> AnswerFormat | None:
+    shown = [_COMMENT.sub("", template).replace("\\", "") for template in _templates(tokenizer)]
+    each_format = (each for each in _FORMATS if any(all(text in one for text in each.spelled) for one in shown))
+    return next(each_format, None)
 
 
 def _templates(tokenizer: PreTrainedTokenizerFast) -> list[str]:

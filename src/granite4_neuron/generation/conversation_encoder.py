@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,7 +19,6 @@ from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.answer_formats import BEGIN_THOUGHT, END_THOUGHT, answer_format
 from granite4_neuron.generation.structured_outputs import GrammarConstraint
-from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.system.sandbox import chat_template
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
@@ -72,10 +72,10 @@ class ConversationEncoder:
         self._control_tokens = sorted(self._control_ids, key=len, reverse=True)
         # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
-        of_answers = [mark for mark in (END_THOUGHT, OPEN, CLOSE) if mark in self._control_ids]
-        self._answer_pattern = re.compile("|".join(map(re.escape, of_answers)) or r"(?!)")
-        self._renderer = chat_template.Renderer()
         self.format = answer_format(tokenizer)
+        marks = {END_THOUGHT, self.format.marks.open, self.format.marks.close} & self._control_ids.keys()
+        self._answer_pattern = re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
+        self._renderer = chat_template.Renderer()
         # The last grammar, and the one that begins after a thought.
         self._waiting: tuple[GrammarConstraint, GrammarConstraint] | None = None
 
@@ -120,7 +120,8 @@ class ConversationEncoder:
 
         Args:
             messages: each with a "role" and a "content"; of an assistant also with "tool_calls", whose arguments are
-                objects, and "reasoning_content", or a "content" that begins with the thought and its mark.
+                objects, and "reasoning_content", or a "content" that begins with the thought and its mark. Granite 3's
+                templates do not know the calls, which are then written behind the content.
             tools: as OpenAI describes them: {"type": "function", "function": {"name", "description", "parameters"}}.
             documents: to answer from. IBM's templates show each as JSON, such as {"doc_id", "title", "text"}.
             chat_template_kwargs: further variables of the template.
@@ -146,6 +147,8 @@ class ConversationEncoder:
         hidden = _changed(variables, lambda text: self._hide(text, mark))
         if continue_final_message:
             hidden["messages"][-1]["content"] += f"{end} "  # the space shows whether the template strips messages
+        if self.format.marks.is_list and "tool_calls" not in _template(self._tokenizer, tools):
+            hidden["messages"] = list(map(self._with_calls, hidden["messages"]))
         text = self._render({**hidden, "add_generation_prompt": add_generation_prompt})
         if continue_final_message:
             text, found, after = text.rpartition(end)
@@ -167,7 +170,9 @@ class ConversationEncoder:
             is_thinking: whether it begins within a thought.
             may_call: whether it may call tools.
         """
-        return (is_thinking and END_THOUGHT in self._special) or (may_call and {OPEN, CLOSE} <= self._special)
+        return (is_thinking and END_THOUGHT in self._special) or (
+            may_call and self.format.marks.are_special(self._special)
+        )
 
     def for_answer(self, request: Request, may_call: bool = False) -> Request:
         """Return a request of a conversation as its answer needs it. If the answer begins with a thought, a grammar
@@ -198,6 +203,16 @@ class ConversationEncoder:
     def close(self) -> None:
         """End the template's process; it starts again when it is needed."""
         self._renderer.close()
+
+    def _with_calls(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message whose text ends with its calls, for a template that shows no others."""
+        functions = [call["function"] for call in message.get("tool_calls") or []]
+        if not functions:
+            return message
+        written = [{"name": each["name"], "arguments": each["arguments"]} for each in functions]
+        marks = self.format.marks
+        said = f"{message['content']}{marks.open}{json.dumps(written, ensure_ascii=False)}{marks.close}"
+        return {**message, "content": said}
 
     def _hide(self, content: str, mark: str) -> str:
         """Replace the spelling of control tokens, so that it differs from the template's own control tokens."""

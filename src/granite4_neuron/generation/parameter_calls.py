@@ -26,8 +26,8 @@ from granite4_neuron.generation.tool_calls import (
     OPEN,
     SPACE,
     Arguments,
+    CallMarks,
     CallStart,
-    Content,
     Piece,
     Tool,
     ToolCallStream,
@@ -40,7 +40,7 @@ _NAME = rf"[^<>\n]{{1,{MOST_NAME}}}"
 _FUNCTION = "<function="
 _HEAD = regex.compile(rf"{SPACE}{_FUNCTION}({_NAME})>")
 _BARE_HEAD = regex.compile(rf"({_NAME})>")  # behind `_FUNCTION`
-_OBJECT = regex.compile(rf"{SPACE}\{{")
+_JSON = regex.compile(rf"{SPACE}[\[{{]")
 _MARK = regex.compile(rf"(?:<parameter=(?P<name>{_NAME})>(?:\n|(?=.))|{_END_OF_CALL})", regex.DOTALL)
 _TEXT = frozenset({"string"})
 # As Python writes them, which templates show of earlier calls.
@@ -60,10 +60,8 @@ class ParameterCallStream(ToolCallStream):
     Models also write a call of a known tool without `OPEN`, and one in Granite's format.
     """
 
-    _opening = (OPEN, _FUNCTION)
-
     def __init__(self, tools: Sequence[Tool]):
-        super().__init__()
+        super().__init__(CallMarks(others=(_FUNCTION,)))
         self._tools = {tool.name: _properties(tool) for tool in tools}
         self._parameters: Mapping[str, Any] = {}  # schemas of the call that has begun, by name
         self._given: set[str] = set()  # its parameters up to now
@@ -83,12 +81,11 @@ class ParameterCallStream(ToolCallStream):
     def _in_call(self) -> list[Piece] | None:
         if head := _HEAD.match(self._held, partial=not self._is_whole):
             return self._begin(head)
-        if _OBJECT.match(self._held):
+        if _JSON.match(self._held):
             return super()._in_call()
         if self._is_cut_head():
             return self._leave_out()
-        self._step, self._follows_call = self._in_text, False
-        return [Content(self._space + OPEN)]
+        return self._no_call()
 
     def _step_behind(self, mark: str) -> Callable[[], list[Piece] | None]:
         return self._in_call if mark == OPEN else self._in_bare_call
@@ -99,8 +96,7 @@ class ParameterCallStream(ToolCallStream):
             return self._begin(head)
         if head and head.partial and self._is_cut:
             return self._leave_out()
-        self._step, self._follows_call = self._in_text, False
-        return [Content(self._space + _FUNCTION)]
+        return self._no_call()
 
     def _after_call(self) -> list[Piece] | None:
         self._held = self._held.lstrip()

@@ -1,8 +1,12 @@
-"""Calls of tools in answers: what they are, and how Granite 4 writes them:
+"""Calls of tools in answers: what they are, and how models write them in JSON. Granite 4:
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Rome"}}
 </tool_call>
+
+Nemotron Nano v2, and Granite 3 with another mark and none at the end, as a list:
+
+<TOOLCALL>[{"name": "weather", "arguments": {"city": "Rome"}}]</TOOLCALL>
 
 Other formats are in `answer_formats`.
 """
@@ -31,8 +35,31 @@ _HEAD = re.compile(
     r'S\{S"name"S:S"([^"\\\x00-\x1f]{0,N})"S,S"arguments"S:S(?=\{)'.replace("S", SPACE).replace("N", str(MOST_NAME))
 )
 _BEGIN = re.compile(rf"{SPACE}(\S|\Z)")
+_LIST = re.compile(rf"{SPACE}\[")
 _PART = 4096  # characters
 _CHARACTERS_THAT_COUNT = re.compile(r'["{}<]|\\.', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """The marks of calls.
+
+    open, close: what stands around a call, or around a list of calls in JSON; close is "" if nothing ends it.
+    is_list: whether it is a list.
+    others: with which calls also begin.
+    """
+
+    open: str = OPEN
+    close: str = CLOSE
+    is_list: bool = False
+    others: Sequence[str] = ()
+
+    def are_special(self, special: Collection[str]) -> bool:
+        """Return whether they are among the special tokens of a vocabulary, which are given as texts."""
+        return {self.open, self.close} - {""} <= {*special}
+
+
+GRANITE_MARKS = CallMarks()
 
 
 @dataclass(frozen=True)
@@ -171,21 +198,23 @@ class _ObjectScan:
 
 
 class ToolCallStream:
-    """Finds the calls in an answer that comes piece by piece, and gives out their arguments as they come: Granite's.
+    """Finds the calls in an answer that comes piece by piece, and gives out their arguments as they come: in JSON.
 
     What it finds does not depend on the pieces. A call begins where its name has been read and its arguments begin:
-    then it is one even if its arguments turn out to be malformed or are cut off, or `CLOSE` is missing. Anything else
-    behind `OPEN` is text, but for a whole object with these members in another order, or with the arguments in a text.
+    then it is one even if its arguments turn out to be malformed or are cut off, or the mark of its end is missing.
+    Anything else behind the mark of its beginning is text, but for a whole object with these members in another order,
+    or with the arguments in a text. Behind any mark there may be a list of calls.
     """
 
-    _opening: Sequence[str] = (OPEN,)
-
-    def __init__(self) -> None:
+    def __init__(self, marks: CallMarks = GRANITE_MARKS) -> None:
+        self._opening: Sequence[str] = (marks.open, *marks.others)
+        self._close = marks.close
         self._held = ""
         self._is_whole = False  # whether nothing follows what is held
         self._is_cut = False  # and whether the model did not end it
         self._step = self._in_text
-        self._space = ""  # before the call that has begun
+        self._before = ""  # the call that has begun: what is text if it is none, from the space before its mark
+        self._is_list = False  # whether it is in a list
         self._object = _ObjectScan()
         self._scanned = 0  # characters of what is held
         self._may_have_brace = False  # the call's own, behind its arguments
@@ -231,8 +260,9 @@ class ToolCallStream:
         text = self._take(at + len(mark))[:at]
         self._follows_call = self._follows_call and not text
         content = without_space(text)
-        self._space = text[len(content) :]
-        self._step, self._object, self._scanned = self._step_behind(mark), _ObjectScan(), 0
+        self._before = text[len(content) :] + mark
+        self._step, self._is_list = self._step_behind(mark), False
+        self._object, self._scanned = _ObjectScan(), 0
         return [Content(content)]
 
     def _step_behind(self, mark: str) -> Callable[[], list[Piece] | None]:
@@ -240,6 +270,9 @@ class ToolCallStream:
         return self._in_call
 
     def _in_call(self) -> list[Piece] | None:
+        if not self._is_list and (begin := _LIST.match(self._held)):
+            self._before, self._is_list = self._before + self._take(begin.end()), True
+            return []
         head = _HEAD.match(self._held)
         if head:
             self._take(head.end())
@@ -257,8 +290,12 @@ class ToolCallStream:
                 self._take(self._scanned)
                 self._step, self._may_have_brace = self._after_call, False
                 return [CallStart(call.name), Arguments(call.arguments)]
+        return self._no_call()
+
+    def _no_call(self) -> list[Piece]:
+        """Return what seemed to begin a call as text."""
         self._step, self._follows_call = self._in_text, False
-        return [Content(self._space + OPEN)]
+        return [Content(self._before)]
 
     def _leave_out(self) -> list[Piece]:
         """Leave out the beginning of a call that is cut off before its name is complete."""
@@ -279,16 +316,24 @@ class ToolCallStream:
         self._held = self._held.lstrip()
         if self._may_have_brace and self._held.startswith("}"):
             self._may_have_brace, self._held = False, self._held[1:].lstrip()
-        is_part = CLOSE.startswith(self._held) and self._held != CLOSE
+        if not self._held and not self._is_whole and (self._may_have_brace or self._is_list):
+            return None
+        if self._is_list:
+            if self._held.startswith(","):
+                self._before, self._object, self._scanned = self._take(1), _ObjectScan(), 0
+                self._step = self._in_call
+                return []
+            self._is_list, self._held = False, self._held.removeprefix("]").lstrip()
+        is_part = self._close.startswith(self._held) and self._held != self._close
         if is_part and not self._is_whole:
             return None
-        self._held = "" if is_part else self._held.removeprefix(CLOSE)
+        self._held = "" if is_part else self._held.removeprefix(self._close)
         self._step, self._follows_call = self._in_text, True
         return []
 
 
 def call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterable[str]:
-    """Return the rules, in Lark's syntax, of `tool_NUMBER`: a call of this tool, between the lines `OPEN` and `CLOSE`.
+    """Return the rules, in Lark's syntax, of `tool_NUMBER`: a call of this tool, without marks around it.
 
     Raises:
         UserError: as `schema_text`.
@@ -315,6 +360,7 @@ def calls_grammar(
     special: Collection[str] = (),
     disable_any_whitespace: bool = True,
     rules: Callable[[int, Tool, bool], Iterable[str]] = call_rules,
+    marks: CallMarks = GRANITE_MARKS,
     ends_thought: str | None = None,
 ) -> str:
     """Return the grammar, in Lark's syntax, of answers that call these tools with arguments by their schemas.
@@ -326,7 +372,7 @@ def calls_grammar(
         answer: the JSON schema of the text, which then comes before no call; None for any text.
         special: the special tokens of the vocabulary, as texts.
         disable_any_whitespace: of arguments and of a JSON answer, see `schema_text`.
-        rules: as `call_rules`, of the format of calls.
+        rules, marks: of the format of calls; rules as `call_rules`.
         ends_thought: what ends the thought that the answer begins with, unless its first call does; None if it begins
             with none.
 
@@ -334,19 +380,24 @@ def calls_grammar(
         UserError: as `schema_text`.
     """
     is_free = not required and answer is None
-    are_special = {OPEN, CLOSE} <= {*special}
-    opening, closing = (f"{OPEN} ", CLOSE) if are_special else (json.dumps(OPEN), json.dumps(CLOSE))
-    lines = [
-        f"call: {opening} after_open",
-        f'after_open: "\\n" ({" | ".join(f"tool_{number}" for number in range(len(tools)))}) "\\n" {closing}',
-    ]
-    for number, tool in enumerate(tools):
-        lines += rules(number, tool, disable_any_whitespace)
-    if is_free:
-        more = "called* TEXT" if several else ""
-        start = "called* TEXT" if several else "called | TEXT"
+    are_special = marks.are_special(special)
+    opening, close = (f"{marks.open} ", marks.close) if are_special else map(json.dumps, (marks.open, marks.close))
+    closing = close if marks.close else ""
+    tool = " | ".join(f"tool_{number}" for number in range(len(tools)))
+    if marks.is_list:
+        further = f'(", " any_tool){{0,{MOST_CALLS - 1}}}' if several else ""
+        lines = [f'after_open: "[" any_tool {further} "]" {closing}', f"any_tool: {tool}"]
     else:
-        more = f'("\\n" call){{0,{MOST_CALLS - 1}}}' if several else ""
+        lines = [f'after_open: "\\n" ({tool}) "\\n" {closing}']
+    lines.append(f"call: {opening} after_open")
+    for number, each in enumerate(tools):
+        lines += rules(number, each, disable_any_whitespace)
+    repeats = several and not marks.is_list
+    if is_free:
+        more = "called* TEXT" if repeats else ""
+        start = "called* TEXT" if repeats else "called | TEXT"
+    else:
+        more = f'("\\n" call){{0,{MOST_CALLS - 1}}}' if repeats else ""
         start = f"call {more}"
     if answer is not None and not required:
         schema = schema_text(answer, "the JSON schema", disable_any_whitespace=disable_any_whitespace)
@@ -358,7 +409,7 @@ def calls_grammar(
     if is_free or ends_thought is not None:
         lines += [
             "called: opened after_open",
-            f"opened: TEXT {OPEN}" if are_special else f"opened[lazy]: TEXT {json.dumps(OPEN)}",
-            text_rule("TEXT", OPEN),
+            f"opened: TEXT {marks.open}" if are_special else f"opened[lazy]: TEXT {json.dumps(marks.open)}",
+            text_rule("TEXT", marks.open),
         ]
     return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.answer_formats import GRANITE, NEMOTRON, Thought, answer_format, shows_unknown_calls
+from granite4_neuron.generation.answer_formats import (
+    GRANITE,
+    GRANITE_3,
+    NEMOTRON,
+    NEMOTRON_NANO_2,
+    Thought,
+    answer_format,
+    shows_unknown_calls,
+)
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 from granite4_neuron.generation.parameter_calls import ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.structured_outputs import Grammars
@@ -26,9 +34,12 @@ from granite4_neuron.generation.tool_calls import (
 )
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.tool_template import (
+    GRANITE_3_TEMPLATE,
     GRANITE_THINKING_TEMPLATE,
+    NEMOTRON_NANO_2_TEMPLATE,
     NEMOTRON_TEMPLATE,
     TOOL_TEMPLATE,
+    listed,
     with_parameters,
 )
 
@@ -268,6 +279,11 @@ def test_results_do_not_depend_on_the_cuts(parts, lengths, is_thinking):
     [
         (NEMOTRON_TEMPLATE, NEMOTRON),
         (TOOL_TEMPLATE, GRANITE),
+        (f"{{# not <TOOLCALL></TOOLCALL> or <function=f><parameter=x> #}}{TOOL_TEMPLATE}", GRANITE),
+        (TOOL_TEMPLATE.replace('"arguments"', '\\"arguments\\"'), GRANITE),
+        (GRANITE_THINKING_TEMPLATE, NEMOTRON),
+        (GRANITE_3_TEMPLATE, GRANITE_3),
+        (NEMOTRON_NANO_2_TEMPLATE, NEMOTRON_NANO_2),
         (None, GRANITE),
         ({"default": NEMOTRON_TEMPLATE}, NEMOTRON),
         ({"default": "{{ messages }}", "tool_use": NEMOTRON_TEMPLATE}, NEMOTRON),
@@ -281,12 +297,56 @@ def test_the_format_of_a_template(tmp_path, template, expected):
 
 
 def test_other_formats_of_calls_are_noticed(tmp_path):
-    """Granite 3's, and Nemotron Nano v2's."""
+    """Of GLM, Phi and Mistral."""
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for mark in ("<|tool_call|>", "<TOOLCALL>"):
-        tokenizer.chat_template = f"{{% for tool in tools %}}{{{{ tool }}}}{{% endfor %}}{mark}[]"
-        assert shows_unknown_calls(tokenizer)
+    for calls in ("<tool_call>f<arg_key>x</arg_key></tool_call>", "<|tool_call|>[]<|/tool_call|>", "[TOOL_CALLS][]"):
+        tokenizer.chat_template = f"{{% for tool in tools %}}{{{{ tool }}}}{{% endfor %}}{calls}"
+        assert shows_unknown_calls(tokenizer) and answer_format(tokenizer) is GRANITE
+
+
+LISTS = {"Granite 3": GRANITE_3, "Nemotron Nano v2": NEMOTRON_NANO_2}
+IN_ROME = [CallStart("weather"), Arguments('{"city": "Rome"}')]
+
+
+@pytest.mark.parametrize("format", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(
+    "calls, expected",
+    [
+        ("{mark}[{rome}]{end}", IN_ROME),
+        ("Hm.\n{mark} [ {rome},\n{time} ] {end} and", [Content("Hm."), *IN_ROME, *NOW, Content("and")]),
+        ('{mark}[{{"arguments": {{}}, "name": "time"}}, {rome}]{end}', [*NOW, *IN_ROME]),
+        ('{mark}[{{"name": "time", "arguments": "{{}}"}}]{end}', NOW),
+        ("{mark}{rome}{end}", IN_ROME),
+        ("{mark}[{rome}", IN_ROME),
+        ("{mark}[{rome},", [*IN_ROME, Content(",")]),
+        ("{mark}[{rome}{end}", IN_ROME),
+        ('{mark}[{{"name": "weather", "arguments": {{"ci', [CallStart("weather"), Arguments('{"ci')]),
+        ("so {mark}[]{end}", [Content("so {mark}[]{end}")]),
+        ("so {mark} [1, {rome}", [Content("so {mark} [1, {rome}")]),
+    ],
+)
+def test_lists_of_calls(format, calls, expected):
+    filled = dict(mark=format.marks.open, end=format.marks.close)
+    filled |= dict(rome='{"name": "weather", "arguments": {"city": "Rome"}}', time='{"name": "time", "arguments": {}}')
+    text = calls.format(**filled)
+    expected = [Content(each.text.format(**filled)) if isinstance(each, Content) else each for each in expected]
+    assert joined(pieces_of(text, format.stream(TOOLS))) == expected
+    for size in (1, 2, 7):
+        divided = format.stream(TOOLS)
+        pieces = [piece for at in range(0, len(text), size) for piece in divided.add(text[at : at + size])]
+        assert joined([*pieces, *divided.finish()]) == expected
+    if expected == IN_ROME:
+        head = text.partition("weather")[0]
+        assert joined(pieces_of(f"Hm. {head}", format.stream(TOOLS), is_cut=True)) == [Content("Hm.")]
+
+
+def test_a_thought_before_a_list_of_calls():
+    text = f"look\n</think>\n\n{listed(NEMOTRON_NANO_2.marks, ('time', '{}'))}\n"
+    for size in (1, len(text)):
+        divided = NEMOTRON_NANO_2.stream(TOOLS, is_thinking=True)
+        pieces = [piece for at in range(0, len(text), size) for piece in divided.add(text[at : at + size])]
+        assert joined([*pieces, *divided.finish()]) == [Thought("look"), *NOW]
 
 
 def test_granite_thinks(tmp_path):
@@ -370,6 +430,40 @@ def test_grammars(tmp_path, options, allowed, special, thought):
     if special:  # the marks in tokens of texts
         tokens = [token for character in f"{thought}so {ROME}" for token in tokenizer.encode(character)]
         assert constraint.count_allowed(tokens) < len(tokens)
+
+
+@pytest.mark.parametrize("format", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("special", [False, True])
+def test_grammars_of_lists(tmp_path, format, special):
+    save_byte_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    marks = format.marks
+    if special:
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [mark for mark in (marks.open, marks.close) if mark]}
+        )
+    one, other = ("time", "{}"), ("weather", '{"city": "Rome", "days": 3}')
+    answers = {
+        "one": listed(marks, one),
+        "both": listed(marks, one, other),
+        "text": "hi",
+        "text and one": f"hi\n{listed(marks, other)}",
+        "wrong": listed(marks, ("weather", '{"city": 3, "days": 3}')),
+        "none": listed(marks),
+    }
+    for options, allowed in (
+        (dict(required=True, several=False), {"one"}),
+        (dict(required=True, several=True), {"one", "both"}),
+        (dict(required=False, several=True), {"one", "both", "text", "text and one"}),
+    ):
+        grammar = calls_grammar(
+            TOOLS, **options, special=tokenizer.all_special_tokens, rules=format.call_rules, marks=marks
+        )
+        with closing(Grammars(tokenizer, 266)) as grammars:
+            constraint = grammars.constraint("lark", grammar)
+        for name, answer in answers.items():
+            tokens = [*tokenizer.encode(answer), tokenizer.eos_token_id]
+            assert (constraint.count_allowed(tokens) == len(tokens)) == (name in allowed), (options, name)
 
 
 @pytest.mark.parametrize("answer", [*ANSWERS.values(), f"so\n</think>\n{ROME}"])

@@ -11,7 +11,7 @@ from granite4_neuron import chat, generate
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import Conversation, ConversationEncoder
 from granite4_neuron.generation.structured_outputs import Grammars
-from test.support.thinking import thinking_model
+from test.support.thinking import NEMOTRON_MARKS, thinking_model
 
 MESSAGES = [{"role": "user", "content": "a"}]
 GRAMMARS = {
@@ -26,7 +26,7 @@ ANSWER = re.compile(r'</think>\n{0,2}"yes"')
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return thinking_model(tmp_path_factory.mktemp("thinking"), True)
+    return thinking_model(tmp_path_factory.mktemp("thinking"), NEMOTRON_MARKS)
 
 
 @pytest.fixture(scope="module")

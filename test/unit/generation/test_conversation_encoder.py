@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
 from granite4_neuron.system.sandbox.chat_template import Renderer, TemplateFailed
 from granite4_neuron.system.sandbox.limited_process import LimitedProcess
 from test.support.checkpoints import save_byte_tokenizer
-from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE
+from test.support.tool_template import GRANITE_3_TEMPLATE, NEMOTRON_TEMPLATE, TOOL_TEMPLATE
 
 pytestmark = pytest.mark.versions
 
@@ -112,6 +113,19 @@ def test_special_tokens_are_shown_where_they_are_marks_of_calls(tmp_path):
         request = Request(encoder.encode(TALK), 5)
         skips = [encoder.for_answer(request, may_call).skip_special_tokens for may_call in (True, False)]
     assert skips == [False, True]
+
+
+def test_calls_are_shown_by_a_template_that_does_not_know_them(tmp_path):
+    save_byte_tokenizer(tmp_path, GRANITE_3_TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool_call|>"]})
+    calls = [{"function": {"name": "f", "arguments": {"x": text}}} for text in ("é", "<|tool_call|>")]
+    talk = [TALK[1], {"role": "assistant", "content": "Hm.", "tool_calls": calls}]
+    with closing(ConversationEncoder(tokenizer)) as encoder:
+        tokens = encoder.encode(talk)
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    assert f"<|end_of_role|>Hm.<|tool_call|>[{', '.join(calls)}]<|end|>" in tokenizer.decode(tokens)
+    assert tokens.count(tokenizer.convert_tokens_to_ids("<|tool_call|>")) == 1
 
 
 def test_control_tokens_of_a_text_are_text(encoder, tokenizer):

@@ -178,6 +178,7 @@ def structure_of_calls(
         special=special,
         disable_any_whitespace=answer is None or answer.disable_any_whitespace,
         rules=format.call_rules,
+        marks=format.marks,
         ends_thought=ends_thought,
     )
     return _Calls("tools", "lark", tuple(chosen), grammar_of=grammar)
