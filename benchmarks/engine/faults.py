@@ -29,6 +29,7 @@ import random
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -474,13 +475,23 @@ class Fuzz:
                     running.clear()
                     self._count_drafts(self._engine)
                     self._engine, self._faults.may_end = self._new_engine(), 0
-                    gc.collect()  # some requests bring code that refers to their engine
-                    self._check(self._cache.stats.in_use == 0, "a deleted engine holds snapshots")
+                    self._check(self._are_snapshots_free(), "a deleted engine holds snapshots")
         while self._engine.has_work:
             self._step(running)
         self._count_drafts(self._engine)
         self._check(not running, f"{len(running)} sequences never ended")
         self._check(self._cache.stats.in_use == 0, "snapshots are in use, and no sequence runs")
+
+    def _are_snapshots_free(self) -> bool:
+        """Return whether no snapshot is in use once garbage has been collected: some requests bring code that refers to
+        their engine. While the folder's thread collects, `gc.collect` does nothing.
+        """
+        for _ in range(20):
+            gc.collect()
+            if self._cache.stats.in_use == 0:
+                return True
+            time.sleep(0.05)
+        return False
 
     def _count_drafts(self, engine: Engine) -> None:
         self.report.drafted += engine.stats.drafted_tokens
