@@ -237,6 +237,7 @@ def test_a_file_of_weights_is_not_a_model(refuses, folder):
     assert "is not a folder but a file" in refuses("generate", "--model", folder / "model.safetensors", "x")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -138,7 +138,7 @@ class TestKeys:
         assert not complaints(talk.written[before:])
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
     def test_random_input_does_not_end_the_chat(self, talk, seed):
         chance, before = random.Random(seed), len(talk.written)
         ask(talk, b"/set max_tokens 30\r")
@@ -234,8 +234,11 @@ KINDS = (
 
 
 class TestKept:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
-        "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda number: number.name
+        "number",
+        [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)],
+        ids=lambda number: number.name,
     )
     def test_a_signal_keeps_the_conversation(self, chat, endless, number, capsys, monkeypatch):
         at = chat("--model", endless, "--max-tokens", 20, "--system", "Be brief.")

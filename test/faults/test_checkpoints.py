@@ -418,6 +418,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("damage, message", FAULTS.values(), ids=FAULTS.keys())
 def test_a_damaged_checkpoint_is_refused(folder, refuses, damage, message):
     damage(folder)
@@ -440,6 +441,7 @@ class TestATokenizerThatGivesUp:
         tokenizer_with(pre_tokenizer=BACKTRACKING)(folder)
         return folder
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("command", ["generate", "generate --chat", "check", "evaluate"])
     def test_commands_refuse_the_text(self, model, refuses, tmp_path, command):
         (tmp_path / "text").write_text(self.TEXT)
@@ -523,6 +525,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("template, message", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_a_harmful_chat_template_is_refused(folder, refuses, template, message):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -598,6 +601,7 @@ NO_QUANTIZED_WEIGHTS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("format, change, message", NO_QUANTIZED_WEIGHTS.values(), ids=NO_QUANTIZED_WEIGHTS.keys())
 def test_weights_outside_their_format_are_refused(folder, refuses, format, change, message):
     quantized = folder.parent / format

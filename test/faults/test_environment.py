@@ -52,6 +52,7 @@ class TestMemory:
         with pytest.raises(UserError, match="not enough memory for the state of 1,000,000,000 sequences of up to 600"):
             texting[0].allocate(10**9, 600)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limit of the address space")
     @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CUDA build alone is larger")
     @pytest.mark.parametrize("gigabytes", [1, 2])
@@ -64,6 +65,7 @@ class TestMemory:
         if done.returncode == 2:
             assert "not enough memory" in done.stderr
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("times", [0.5, 1.5])
     def test_too_few_addresses_for_a_file(self, tmp_path, times):
         """A file is mapped twice, and the first time or the second one may fail."""
@@ -106,6 +108,7 @@ except UserError as error:
 
 
 class TestStreams:
+    @pytest.mark.slow
     @needs_full
     @pytest.mark.parametrize(
         "command", [("info",), ("plan", "--model", "350m", "--context", "512"), ("generate", "x")], ids=" ".join
@@ -117,6 +120,7 @@ class TestStreams:
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert last == "granite4-neuron: the output cannot be written (No space left on device)."
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("command", ["info --model h-350m", "generate x"])
     def test_standard_output_is_closed(self, command):
         line = f"{sys.executable} -m granite4_neuron {command} >&-"
@@ -146,6 +150,7 @@ class TestStreams:
 
 
 class TestInterrupts:
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.5, 3])
     def test_ctrl_c_ends_a_command(self, seconds):
         """An interrupt while Python starts is Python's own matter, so the clock starts in the package's code."""
@@ -167,6 +172,7 @@ class TestConvert:
         assert "not an empty folder" in refuses("convert", "--model", folder, "--output", folder)
         assert "there is no folder" in refuses("convert", "--model", folder, "--output", folder / "none" / "x")
 
+    @pytest.mark.slow
     def test_a_conversion_that_was_killed_is_cleared_away(self, folder, tmp_path, capsys):
         program = f"""
 import os, signal
@@ -291,6 +297,7 @@ class TestKernelCache:
         assert libraries[0].result() == libraries[1].result()
         assert (tmp_path / "log").read_text() == "link\n"
 
+    @pytest.mark.slow
     def test_leftovers_of_a_killed_build_are_removed_and_a_running_build_stays(self, cache, tmp_path):
         compiler = script(tmp_path / "killer", 'while [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID')
         program = f"""
@@ -323,6 +330,7 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
             build._run_all([[str(compiler)]], 1)
         assert raised.value.stderr == "error: \ufffd\ufffd"
 
+    @pytest.mark.slow
     def test_the_compilers_end_with_an_interrupt(self, cache, tmp_path):
         compiler = script(tmp_path / "slow", f"sleep 60 &\necho $! >{tmp_path}/started\nkill -INT $PPID\nwait")
         program = f"""
@@ -381,6 +389,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_a_fork_after_a_generation(texting_folder, kernels):
     command = [sys.executable, "-c", FORKS, str(texting_folder), kernels]

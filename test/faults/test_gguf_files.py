@@ -173,6 +173,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("damage, message", CASES.values(), ids=CASES.keys())
 def test_a_damaged_file_is_refused(tmp_path, good, refuses, damage, message):
     file = tmp_path / "damaged.gguf"

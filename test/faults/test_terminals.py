@@ -76,6 +76,7 @@ def at_terminal(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_models_text_is_shown_without_controls(hostile_folder, at_terminal, capfdbinary):
     """A file gets every byte. A terminal gets the text without the control characters that it would obey."""
     arguments = ("generate", "--model", hostile_folder, *RANDOM, "A")
@@ -98,6 +99,7 @@ def test_escape_sequences_in_pieces_are_caught(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{SHOWN}\ta[2J\n"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "arguments",
     [

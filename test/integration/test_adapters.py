@@ -71,6 +71,7 @@ def runtime(request, adapted):
     return adapted.runtime(*request.param)
 
 
+@pytest.mark.slow_cases
 def test_logits_are_those_of_peft(adapted):
     """A row of the base model and one of each adapter run in one step."""
     runtime = adapted.runtime()
@@ -82,6 +83,7 @@ def test_logits_are_those_of_peft(adapted):
         torch.testing.assert_close(logits[slot - 1], adapted.expected(name, TOKENS[slot]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow_cases
 def test_a_long_prompts_logits_are_those_of_peft(adapted):
     """The prompt has more tokens than an adapter's products take at a time."""
     runtime, tokens = adapted.runtime(), [token for row in TOKENS for token in row]
@@ -103,6 +105,7 @@ def alone(runtime, tokens, adapter):
     return torch.cat(logits + [runtime.step(state, [Row(1, at, [tokens[at]], adapter)]) for at in range(50, 60)])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "cuts, adapters", [([50], [1, 0, 2, 1]), ([13, 1, 20, 16], [1, 0, 2, 1]), ([50], [1, 1, 0, 1])], ids=str
 )
@@ -137,6 +140,7 @@ def test_verified_tokens_are_those_of_decode(runtime, count):
     assert torch.equal(runtime.step(state, last), runtime.step(one, last))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [dict(kernels="torch"), dict(prefill_scan="quadratic")], ids=str)
 def test_other_kernels_refuse_adapters(adapted, options):
     adapter = read_adapter(adapted.folders["all"], adapted.runtime().config)
@@ -213,6 +217,7 @@ class TestEngine:
 class TestActivated:
     """Tokens before the invocation of an activated LoRA run in the base model and share its states."""
 
+    @pytest.mark.slow_cases
     def test_logits_are_those_of_peft(self, adapted):
         """The last invocation counts. Tokens before it run in the base model."""
         runtime = adapted.runtime()
@@ -227,6 +232,7 @@ class TestActivated:
         base = adapted.expected(None, prompt).log_softmax(-1).gather(1, following[:, None])[:, 0]
         assert torch.allclose(base[:33], theirs[:33], atol=1e-4) and (base[33:] - theirs[33:]).abs().min() > 1e-3
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("prompt", [INVOKED, TOKENS[0]], ids=["invoked", "not invoked"])
     def test_texts_are_those_of_peft(self, adapted, prompt):
         [outputs] = run_all(adapted.runtime(), Request(prompt, 8, adapter="activated"))
@@ -237,6 +243,7 @@ class TestActivated:
         [base], [activated] = (run_all(runtime, Request(TOKENS[0], 5, adapter=name)) for name in (None, "activated"))
         assert tokens_of(base) == tokens_of(activated)
 
+    @pytest.mark.slow_cases
     def test_the_state_before_comes_from_the_base_model_and_goes_to_it(self, adapted):
         runtime = adapted.runtime()
         base, activated = (Request(INVOKED, 3, adapter=name) for name in (None, "activated"))
@@ -246,6 +253,7 @@ class TestActivated:
             _, engine = serve(runtime, [replace(second, tokens=[*INVOKED[:63], *TOKENS[2]])], prefix_cache=cache)
             assert engine.stats.cached_tokens == 60
 
+    @pytest.mark.slow_cases
     def test_the_base_model_uses_no_state_after_an_invocation(self, adapted):
         runtime = adapted.runtime()
         cache = PrefixCache(runtime, None, None)
@@ -253,6 +261,7 @@ class TestActivated:
         _, engine = serve(runtime, [Request(INVOKED, 3)], prefix_cache=cache)
         assert engine.stats.cached_tokens == 60
 
+    @pytest.mark.slow_cases
     def test_several_requests_at_once_run_the_prompt_once(self, adapted):
         runtime = adapted.runtime()
         invocations = {"activated": INVOCATION, "also activated": OTHER_INVOCATION, None: [9]}

@@ -153,6 +153,7 @@ def test_each_prompt_has_the_seed_of_its_place(texting, run, tmp_path):
     assert "prompt: it must be a text" in results[3]["error"] and results[0] != results[4]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
     """No line is lost or repeated: the bytes are those of an uninterrupted run."""
     requests = [request(number, *each) for number, each in enumerate(BODIES)]
@@ -181,6 +182,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
     assert whole.read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_lines_are_read_a_limited_way_ahead(model):
     """Shared prefixes are computed once, although their prompts alternate."""
     read = 0
@@ -217,6 +219,7 @@ def test_parts_have_each_line_once(tmp_path, monkeypatch):
     assert len({line.digest() for line in expected}) == 200
 
 
+@pytest.mark.slow
 def test_parquet_files_are_answered(run, tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet

@@ -42,6 +42,7 @@ def test_one_launch_a_token(monkeypatch, capsys):
     assert [[cell.strip() for cell in row[3:]] for row in rows][1] == ["1", "1", "32", "1", "4"]
 
 
+@pytest.mark.slow
 def test_the_first_layers(monkeypatch, capsys):
     monkeypatch.setattr(device_steps, "published_config", lambda name: small_config(**DENSE, **FEW_LAYERS))
     monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")

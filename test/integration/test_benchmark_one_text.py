@@ -53,6 +53,7 @@ def test_tables(capsys):
     assert said.count("MLP out") == 6
 
 
+@pytest.mark.slow
 def test_llama_cpp(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(one_text_llama_cpp, "gguf_of", lambda *_: tmp_path / "model.gguf")
     write_llama_server(tmp_path)

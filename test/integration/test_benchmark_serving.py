@@ -43,6 +43,7 @@ def test_two_servers_in_turns(server, tmp_path, capsys):
     assert "time to first token, p90, ms" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_plot(server, tmp_path):
     pytest.importorskip("matplotlib", reason="granite4-neuron[plot] is not installed")
     plot = tmp_path / "plot.png"

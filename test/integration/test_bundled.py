@@ -68,6 +68,7 @@ def test_bfloat16_gives_the_same_tokens(bundled, expected):
     assert greedy(runtime, tokenizer) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.versions
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_int8_gives_nearly_the_same_tokens(expected, kernels):

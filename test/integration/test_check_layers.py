@@ -52,6 +52,7 @@ def first_off(reports):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 class TestCpu:
+    @pytest.mark.slow_cases
     def test_a_right_model_passes(self, texting_folder, kernels):
         found = reports(texting_folder, cpu_kernels=kernels)
         assert [report.kind for report in found] == ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
@@ -60,6 +61,7 @@ class TestCpu:
                 assert 0 < gap.maximum <= 1e-4 and 0 < gap.relative <= 1e-5
             assert not report.is_off and report.r_ratio is None
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         "layer, weight",
         [(0, "mamba.D"), (3, "mamba.A_log"), (4, "self_attn.v_proj.weight"), (5, "post_attention_layernorm.weight")],
@@ -78,6 +80,7 @@ class TestCpu:
         found = reports(texting_folder, of=wrong, **options)
         assert first_off(found) == 2 and found[1].r_ratio < 1.2 < found[2].r_ratio
 
+    @pytest.mark.slow_cases
     def test_a_wrong_decode_is_found_in_its_layer(self, texting_folder, kernels, monkeypatch):
         """Prompts are right, but a layer carries a wrong state from step to step."""
         runtime, _ = load(texting_folder, cpu_kernels=kernels)
@@ -92,6 +95,7 @@ class TestCpu:
         found = list(compare_layers(texting_folder, PROMPTS, TOKENS, runtime))
         assert first_off(found) == 2 and found[2].decode.relative > 1e-4 > found[2].prefill.relative
 
+    @pytest.mark.slow_cases
     def test_quantized_weights_are_not_judged(self, texting_folder, kernels):
         found = reports(texting_folder, cpu_kernels=kernels, quantize="int8")
         assert first_off(found) is None and {report.limit for report in found} == {None}

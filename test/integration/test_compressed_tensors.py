@@ -75,6 +75,7 @@ def assert_stands_for(folder, meaning, kernels, tmp_path):
         assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.slow_cases
 @every_scheme
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_compressed_projections_are_read_exactly(case, scheme, random_checkpoints, kernels, tmp_path):
@@ -85,6 +86,7 @@ def test_compressed_projections_are_read_exactly(case, scheme, random_checkpoint
     assert_stands_for(tmp_path / "model", meaning, kernels, tmp_path)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_several_schemes_in_a_model_are_read_exactly(case, random_checkpoints, kernels, tmp_path):
     """The head, the embedding, the router and the experts are quantized too, and some projections are not."""

@@ -30,6 +30,7 @@ def test_every_example_is_tested():
     assert {file.stem for file in EXAMPLES.glob("*.py")} == set(EXPECTED)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_prints_what_it_should(name, capfd, monkeypatch):
     for package in PACKAGES.get(name, []):

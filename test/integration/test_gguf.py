@@ -60,6 +60,7 @@ def wide_file(wide):
     return written(wide)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("case_folder", HELD, indirect=True, ids=lambda case: case.name)
 def test_every_config_and_weight_comes_back(tmp_path, case_folder):
     file = written(shutil.copytree(case_folder, tmp_path / "model"))
@@ -99,6 +100,7 @@ def test_logits_of_a_dense_model_equal_those_of_transformers(tmp_path):
     assert (run_cuts(load_model(written(tmp_path / "model")), tokens, [40]) - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("type", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
 def test_logits_of_rounded_weights_equal_those_of_transformers(tmp_path, wide, wide_file, type):
     """The reference gets each matrix as gguf rounds it, under its published name and in its published row order."""
@@ -114,6 +116,7 @@ def test_logits_of_rounded_weights_equal_those_of_transformers(tmp_path, wide, w
     assert (ours - reference_logits(folder, tokens)).abs().max() <= 1e-4
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("type", TYPES[3:])
 def test_weights_are_those_that_gguf_dequantizes(tmp_path, wide_file, type):
     """Weights have the bits of a file with the dequantized values in float32, rounded once to bfloat16."""

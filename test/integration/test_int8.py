@@ -44,6 +44,7 @@ def expected_model(case_folder):
     return dequantized_model(case_folder)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "cuts", [[100], [60] + [1] * 40, [50, 50], [1, 2, 5, 8, 9, 75]], ids=["prefill", "decode", "halves", "short steps"]
 )
@@ -53,6 +54,7 @@ def test_logits_equal_those_of_dequantized_weights(quantized_model, expected_mod
     assert (run_cuts(quantized_model, tokens, cuts) - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.slow_cases
 @torch.inference_mode()
 def test_ragged_batches_give_each_rows_logits(quantized_model, expected_model):
     """Rows have any length, one of them is idle, slots are out of order, and memory is poisoned."""
@@ -74,6 +76,7 @@ def test_ragged_batches_give_each_rows_logits(quantized_model, expected_model):
             done[row] += length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
     """int8 weights add no error: it is at most a plain model's in this dtype, each against its float32 model."""
@@ -90,6 +93,7 @@ def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
         assert errors[0] <= 1.2 * errors[1]
 
 
+@pytest.mark.slow_cases
 def test_the_right_weights_are_quantized(case_folder):
     stored = dict(load_model(case_folder).named_parameters())
     model = load_model(case_folder, quantize="int8")
@@ -106,6 +110,7 @@ def test_the_right_weights_are_quantized(case_folder):
             assert torch.equal(weight.values, expected.values) and torch.equal(weight.scales, expected.scales)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_packed_while_loading(case_folder, quantize):
@@ -123,6 +128,7 @@ def test_packed_while_loading(case_folder, quantize):
     assert (run_cuts(packed, tokens, [30]) - expected).abs().max() <= 1e-5, "plain torch reads packed weights too"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc/self/status")
 def test_loading_takes_little_more_than_the_weights(tmp_path):
     """All weights except the embedding take half of bfloat16's memory. Loading adds one tensor, stored and in int8."""

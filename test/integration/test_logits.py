@@ -71,11 +71,13 @@ def test_any_cut_gives_the_uncut_logits(case_model, tokens, cuts):
     assert (run_cuts(case_model, tokens, cuts) - uncut).abs().max() <= 1e-5
 
 
+@pytest.mark.slow_cases
 def test_token_by_token_gives_the_uncut_logits(case_model):
     tokens = random_tokens(case_model.config.vocab_size, 2, 90)
     assert (run_cuts(case_model, tokens, [1] * 90) - run_cuts(case_model, tokens, [90])).abs().max() <= 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.versions
 def test_quadratic_scan_gives_the_chunked_logits(case_folder, case_model, tokens):
     plain = load_model(case_folder, torch.float32)
@@ -83,12 +85,14 @@ def test_quadratic_scan_gives_the_chunked_logits(case_folder, case_model, tokens
     assert (run_cuts(quadratic, tokens, [300]) - run_cuts(case_model, tokens, [300])).abs().max() <= 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.versions
 def test_slots_do_not_matter(case_model, tokens):
     in_order = run_cuts(case_model, tokens, [100, 200])
     assert (run_cuts(case_model, tokens, [100, 200], slots=[7, 3]) - in_order).abs().max() <= 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.versions
 @torch.inference_mode()
 def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
@@ -202,6 +206,7 @@ def _error(logits, exact):
     return (logits.double() - exact.double()).abs()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "case", [case for case in (*CASES, NEMOTRON_CASES[0]) if case.name != "time_step_limit"], ids=lambda case: case.name
 )

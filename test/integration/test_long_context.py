@@ -95,6 +95,7 @@ class TestErrorsOfGraphs:
         check(lambda model: XLARuntime(model, GenerationConfig(), BUCKETS), layers, kind, dtype)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("operators", "index"),
     [(cpu.operators("fused"), torch.int64), (TORCH, torch.int64), (XLA, torch.int32)],

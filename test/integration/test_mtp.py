@@ -194,6 +194,7 @@ def test_other_refusals(folder):
         load(mtp=True)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", [[], ["--quantize", "int8"], ["--dtype", "bfloat16"], ["--cpu-kernels", "torch"]])
 def test_generate(folder, capsys, options):
     """A command drafts, and prints the same text."""
@@ -217,6 +218,7 @@ def test_states_of_prompts_do_not_depend_on_them(folder, tmp_path, capsys):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "options",
     [

@@ -154,6 +154,7 @@ def run(request):
     return Run(request.param)
 
 
+@pytest.mark.slow
 def test_numbers_are_the_cpu_runtimes(run):
     assert max(run.differences) <= 1e-5
 
@@ -210,6 +211,7 @@ class TestStableHLO:
         for graph, module in lowered:
             assert stablehlo_findings(module.text, most_indices(graph, run.config)) == [], (graph.step, graph.function)
 
+    @pytest.mark.slow
     def test_numbers_equal_torchs(self, lowered):
         for graph, module in lowered:
             results = execute(module.text, graph.arguments)
@@ -243,6 +245,7 @@ class TestExpertsOfDecodedTokens:
         ] * gathers
 
 
+@pytest.mark.slow
 def test_a_transposed_weight_is_found(monkeypatch):
     """Every matrix of a layer that lies [out, in] is found, and the bytes of its transpose are counted."""
     needs_tools()
@@ -264,6 +267,7 @@ def test_a_transposed_weight_is_found(monkeypatch):
     assert second - first == pytest.approx(2 * matrices, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["index", "rows"])
 def test_a_scatter_of_single_elements_is_found(form, monkeypatch):
     """TorchNeuron makes one of each indexed write, for keys and for values."""

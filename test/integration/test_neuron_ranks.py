@@ -41,6 +41,7 @@ GENERATE = ("-m", "granite4_neuron", "generate", "An assignment statement", "--m
 ON_NEURON = ("--backend", "torch", "--device", "neuron")
 
 
+@pytest.mark.slow
 def test_the_probes_process_group(run):
     """The probe starts one process for each visible core."""
     command = ("-m", "benchmarks.probe", "--step", "ranks group 2", "--device", "neuron")

@@ -110,6 +110,7 @@ def begin(runtime, tokens, sequences, cuts=(PROMPT,)):
     return state, logits
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("sequences", [2, 5, 13, 33, 64])
 def test_beside_others(runtime, tokens, sequences):
     """All prompts run in one step, then all sequences' tokens run in one step each."""
@@ -139,6 +140,7 @@ def test_an_order_of_sums_that_depends_on_the_rows_would_be_seen():
     assert not torch.equal(*(runtime.step(runtime.allocate(13, 2), rows[:count])[:1] for count in (8, 13)))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("cuts", [[64, 64, 22], [1, 149], [149, 1], [7, 8, 9, 16, 17, 31, 33, 29], [1] * 20 + [130]])
 def test_a_prompt_in_any_steps(runtime, tokens, alone, cuts):
     state, logits = begin(runtime, tokens, 3, cuts)
@@ -148,6 +150,7 @@ def test_a_prompt_in_any_steps(runtime, tokens, alone, cuts):
         assert torch.equal(runtime.step(state, rows), torch.stack([one[at - PROMPT + 1] for one in alone]))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("pieces", [[40, 1, 70, 39], [1, 2, 3, 100, 44]])
 def test_pieces_of_a_prompt_beside_tokens_of_others(runtime, tokens, alone, pieces):
     """A prompt's pieces run in the same steps as other sequences' tokens: one of each first, then two at a time."""
@@ -164,6 +167,7 @@ def test_pieces_of_a_prompt_beside_tokens_of_others(runtime, tokens, alone, piec
     assert torch.equal(logits[1], alone[2][0])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("count", range(1, 17))
 def test_verified_tokens_are_those_of_decode(runtime, tokens, count):
     """A row of `count` tokens runs beside a shorter one. Half of them are accepted, and the sequence goes on."""
@@ -186,6 +190,7 @@ def test_verified_tokens_are_those_of_decode(runtime, tokens, count):
     assert torch.equal(runtime.step(state, [Row(1, start + accepted, [tokens[1][start + accepted]])]), after)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_any_number_of_threads(runtime, tokens, alone, threads):
     before = torch.get_num_threads()
@@ -216,6 +221,7 @@ class TestStatesIn16Bits:
         tokens = torch.randint(3, weights.config.vocab_size, (110,), generator=generator).tolist()
         return CPURuntime(weights, GenerationConfig(top_k=None), state_dtype=state_dtype), tokens
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("cuts", [[80, 20], [7, 8, 16, 17, 33, 19], [1, 99]])
     def test_a_prompt_in_any_steps(self, weights, state_dtype, cuts):
         runtime, tokens = self.runtime_and_tokens(weights, state_dtype)
@@ -265,6 +271,7 @@ class RecordingRuntime(CPURuntime):
         return logits
 
 
+@pytest.mark.slow_cases
 def test_in_the_engine(runtime, tokens):
     """Sequences run alone, beside others, and after prefix hits: at a prompt's end, within another, and in a text."""
     recording = RecordingRuntime(runtime.model, runtime.generation_config)

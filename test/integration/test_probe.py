@@ -69,6 +69,7 @@ class TestProcesses:
         status = Path("/proc") / str(step["findings"][0]["numbers"]["pid"]) / "stat"
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
+    @pytest.mark.slow
     def test_a_step_that_crashes_keeps_its_findings(self, planted):
         step = planted[1]["planted_probe crashes"]
         assert step["message"] == "ended by SIGSEGV" and [each["what"] for each in step["findings"]] == ["before"]

@@ -24,6 +24,7 @@ HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not in the model's training d
 every_quantization = pytest.mark.parametrize("quantize", QUANTIZATIONS)
 
 
+@pytest.mark.slow_cases
 @every_quantization
 def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels, quantize, tmp_path):
     model = load_model(case_folder, FORMATS[quantize].lossless_dtype, quantize=quantize)
@@ -37,6 +38,7 @@ def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels,
     assert torch.equal(run_cuts(packed.bind(kernels), tokens, [30]), expected)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("quantize", [None, *QUANTIZATIONS])
 def test_only_weights_that_the_model_keeps_are_laid_out(case_folder, kernels, quantize):
     seen = []
@@ -51,6 +53,7 @@ def test_only_weights_that_the_model_keeps_are_laid_out(case_folder, kernels, qu
     assert seen[-1] == (sum(sizes), sum(sizes)) and len(seen) == len(sizes)
 
 
+@pytest.mark.slow_cases
 def test_each_weight_may_have_another_format(case_folder, kernels, tmp_path):
     """One projection of a layer is in int8, one is plain, and the others are in int4. Head and embedding are plain."""
     original = load_model(case_folder)
@@ -121,6 +124,7 @@ def test_convert(capsys, quantize, tmp_path):
     assert "check the original with --quantize" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lossless12_gives_the_logits_of_bfloat16(kernels):
     plain, lossless = (
         load_model(bundled_checkpoint(), torch.bfloat16, quantize=quantize, operators=kernels)

@@ -67,6 +67,7 @@ KINDS = ("mamba", "moe", "attention", "mlp")
 DENSE_LAYER = small_config(layer_types=(ATTENTION,), **DENSE)
 
 
+@pytest.mark.slow
 def test_a_rank_as_a_constant_is_seen(monkeypatch):
     def forward(self, ids):
         local = ids - self.parallel.rank * self.num_embeddings
@@ -93,7 +94,7 @@ def test_the_report_counts_collectives(monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_report_of_layers_of_one_part():
     """Each kind of layer has its weights and one all-reduce; routers stay in float32; nothing breaks a rule."""
     config = nemotron_config()

@@ -107,6 +107,7 @@ def check_others(server, ask):
             time.sleep(0.01)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path, body, message", ENORMOUS.values(), ids=ENORMOUS.keys())
 def test_others_are_answered_meanwhile(server, path, body, message):
     content, answers = body if isinstance(body, bytes) else json.dumps(body).encode(), []

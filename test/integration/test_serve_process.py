@@ -45,10 +45,8 @@ def hangups_are_heard():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGINT))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
     with serve_process() as (process, address), httpx.Client(timeout=60) as client, httpx.Client() as idle:
         assert idle.get(f"{address}/health").status_code == 200
@@ -219,6 +217,7 @@ class TestRefusals:
         self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install 'granite4-neuron\[serve\]'")
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_outlives_the_server(tmp_path):
     folder = ["--prefix-cache-dir", str(tmp_path / "kept")]
     body = {"prompt": "An assignment statement binds a name. " * 8, "max_tokens": 20, "temperature": 0, "logprobs": 3}

@@ -114,6 +114,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("body, message", BAD.values(), ids=BAD.keys())
 def test_bad_bodies_are_refused(post, body, message):
     has_prompt = not isinstance(body, dict) or not body or "prompt" in body
@@ -205,6 +206,7 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("origin, site", FOREIGN)
 def test_pages_of_other_origins_are_refused(server, origin, site):
     """A browser sends such requests without asking the server, and a page need not read the answer to do harm."""

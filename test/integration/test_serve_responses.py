@@ -336,6 +336,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED.keys())
 def test_refusals(post, fields, message):
     answer = post(**{"input": QUESTION, **fields})

@@ -183,6 +183,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals(post, fields, message, stream):

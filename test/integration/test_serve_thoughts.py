@@ -74,6 +74,7 @@ def chat(client, **options):
     return choice
 
 
+@pytest.mark.slow_cases
 def test_a_thought_and_a_text(client, say):
     say("It is\nsunny.\n</think>\n\nSunny.")
     choice = chat(client)
@@ -97,6 +98,7 @@ def test_calls(client, say, thought):
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS)] * 2
 
 
+@pytest.mark.slow_cases
 def test_a_call_ends_a_thought(client, say):
     say(f"I look.\n{CALL}\n{CALL}")
     choice = chat(client, tools=[TOOL])
@@ -106,6 +108,7 @@ def test_a_call_ends_a_thought(client, say):
     assert chat(client).message.reasoning_content == f"I look.\n{CALL}\n{CALL}", "there are no tools"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("most", [4, 12, 16, 40, 60, 75, 90, 101])
 def test_cut_off_answers_are_the_same_whole_and_streamed(client, say, most):
     say(f"I look.\n</think>\nOne moment.\n{CALL}")

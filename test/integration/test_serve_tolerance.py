@@ -212,6 +212,7 @@ LIMITED = {
 REASONS = {"responses": '"reason": "max_output_tokens"', "messages": '"stop_reason": "model_context_window_exceeded"'}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", LIMITED)
 def test_more_new_tokens_than_fit_are_cut(post, path):
     more = {"ignore_eos": True, "seed": 1, "logit_bias": {"65": 100}}

@@ -167,6 +167,7 @@ class TestSplitRuntime:
         with pytest.raises(UserError, match="this process has a model that is split over devices"):
             SplitRuntime(bundled_checkpoint(), None, GenerationConfig(), tp_degree=2, device="cpu")
 
+    @pytest.mark.slow
     def test_snapshots(self, split, cpu, tmp_path):
         """A sequence continues in another slot from two snapshots, one of them read from a file."""
         tokens = random_tokens(self.CONFIG.vocab_size, 21, seed=8).tolist()
@@ -183,6 +184,7 @@ class TestSplitRuntime:
             runs.append(runtime.step(state, [Row(2, 20, tokens[20:])]))
         assert (runs[0] - runs[1]).abs().max() <= 1e-4
 
+    @pytest.mark.slow
     def test_the_fingerprint_is_of_all_ranks_weights(self, split, tmp_path):
         """In `other` a row of the embedding that only the second rank holds is different."""
         other = random_model(self.CONFIG)
@@ -247,7 +249,11 @@ class _Recorded:
     "config",
     [
         pytest.param(small_config(layer_types=("mamba", "attention")), id="granite"),
-        pytest.param(nemotron_config(layer_types=("mamba", "moe", "attention", "mlp")), id="nemotron"),
+        pytest.param(
+            nemotron_config(layer_types=("mamba", "moe", "attention", "mlp")),
+            id="nemotron",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, config):
@@ -369,7 +375,7 @@ class TestCommand:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.stdout == "interrupted\n" and done.returncode == 0, done.stderr
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_only_rank_0_handles_signals_to_all_processes(self):
         """`serve` finishes its requests after such a signal, and needs its ranks until then."""
         command = [sys.executable, "-c", SIGNALS_TO_ALL]
@@ -383,6 +389,7 @@ class TestCommand:
         assert "the process of rank 1 has failed, and the others cannot continue without it" in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.slow
     def test_an_interrupted_call_closes_the_runtime(self):
         done = subprocess.run([sys.executable, "-c", BROKEN_CALL], capture_output=True, text=True, timeout=300)
         assert done.stdout.splitlines() == [
@@ -402,6 +409,7 @@ class TestCommand:
         rank.wait(timeout=60)
         assert process.returncode == 130 and "Traceback" not in errors
 
+    @pytest.mark.slow
     def test_a_rank_that_dies_ends_the_command(self):
         """No rank is left waiting for it."""
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]

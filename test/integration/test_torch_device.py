@@ -65,6 +65,7 @@ class OnLayers:
 
 
 class TestSteps(OnLayers, StepContract):
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("case", exhaustive_except("moe"))
     def test_logits_equal_the_cpu_runtimes(self, backend, case):
         super().test_logits_equal_the_cpu_runtimes(backend, case)
@@ -77,6 +78,7 @@ class TestSteps(OnLayers, StepContract):
     def test_a_sequence_of_nan_stays_alone(self, backend):
         super().test_a_sequence_of_nan_stays_alone(backend)
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
     def test_a_step_leaves_other_slots_alone(self, backend, dtype):
         super().test_a_step_leaves_other_slots_alone(backend, dtype)
@@ -86,10 +88,12 @@ class TestSteps(OnLayers, StepContract):
         super().test_all_logits(backend)
 
 
+@pytest.mark.slow_cases
 class TestDecode(OnLayers, DecodeContract):
     pass
 
 
+@pytest.mark.slow
 class TestSlots(OnLayers, SlotContract):
     @pytest.mark.exhaustive
     def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
@@ -112,6 +116,7 @@ class TestEngine(OnLayers, EngineContract):
     def test_a_hit_gives_the_bits_of_a_run_without(self, backend, model):
         super().test_a_hit_gives_the_bits_of_a_run_without(backend, model)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "kind", ["n-gram", *(pytest.param(f"{kind} model", marks=pytest.mark.exhaustive) for kind in ("same", "other"))]
     )
@@ -144,7 +149,7 @@ class TestOneGraphOfTheModel(VerifyContract, DecodeContract):
         return backend_of(compiler="aot_eager", graphs=request.param)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inductor():
     """inductor's kernels add in another order, so the tolerance is larger."""
     cpu, ours = INDUCTOR.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
@@ -160,6 +165,7 @@ def runtime_of(model, **options):
 FORMS_OF_STATE = list(zip(KV_WRITES, (False, True, False), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kv_write", "prefill_by_view"),
     [
@@ -213,6 +219,7 @@ class TestKernels:
         options = dict(prepare=backend.poison, after_commit=lambda state, lengths: None)
         assert verified_error(ours, uncut, (0, 1, 2, 40), VerifyContract.ROUNDS, **options) <= backend.tolerance
 
+    @pytest.mark.slow
     def test_each_is_one_node_of_its_graph(self):
         recorder = Recorder()
         model = random_model(small_config(**DENSE, **KERNEL_SIZES))
@@ -243,7 +250,8 @@ class TestKernels:
             assert (logits - expected).abs().max() <= backend.tolerance
 
 
-@pytest.mark.parametrize("name", ["moe", pytest.param("projection_bias", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe", "projection_bias"])
 def test_operators_of_neuron(name, monkeypatch):
     """Matrices lie with the inputs first, and steps write caches by selecting: with poisoned states, in many slots."""
     monkeypatch.setattr(torch_device, "LOOPS", INPUT_FIRST)
@@ -267,6 +275,7 @@ class TestOperatorsOfAGPU:
     def gpu_operators(self, monkeypatch):
         monkeypatch.setattr(torch_device, "LOOPS", GPU)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "sequences"),
         [
@@ -284,6 +293,7 @@ class TestOperatorsOfAGPU:
         for expected, logits in zip(expected_logits, run_steps(ours, steps, sequences, 200, LAYER.poison), strict=True):
             assert (logits - expected).abs().max() <= LAYER.tolerance
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("changes", "feed_forward"),
         [({}, ["route", "activate_experts", "add_feed_forward"]), (DENSE, ["activate", "add_product"])],
@@ -304,6 +314,7 @@ class TestOperatorsOfAGPU:
 
 
 class TestMemory(OnLayers):
+    @pytest.mark.slow
     def test_memory_is_freed_with_the_runtime(self, backend):
         runtime = backend.make(random_model(small_config(**FEW_LAYERS)), BUCKETS)
         state = runtime.allocate(2, 60)
@@ -317,6 +328,7 @@ class TestMemory(OnLayers):
 
 
 class TestGraphs:
+    @pytest.mark.slow
     def test_layers_of_a_kind_share_a_graph(self):
         runtime = runtime_of(random_model(small_config(layer_types=("mamba", "attention") * 3)))
         state = runtime.allocate(2, 200)
@@ -328,6 +340,7 @@ class TestGraphs:
         runtime.commit(state, runtime.verify(state, [Row(1, 10, [3, 4])]), [1])
         assert runtime.num_compilations == 3 * parts + 1
 
+    @pytest.mark.slow
     def test_a_longer_cache_adds_graphs_of_attention_layers(self):
         runtime = runtime_of(random_model(small_config(**DENSE, **FEW_LAYERS, max_position_embeddings=5000)))
         state = runtime.allocate(1, 5000)
@@ -371,6 +384,7 @@ class TestGraphs:
         with pytest.raises(Exception, match="would be compiled again"):
             runtime.step(runtime.allocate(3, 50), [Row(1, 0, [3])])
 
+    @pytest.mark.slow
     def test_the_memory_of_a_freed_state_is_used_again(self):
         runtime = runtime_of(random_model(small_config(**FEW_LAYERS)))
         addresses = []
@@ -394,6 +408,7 @@ class TestCommands:
             texts.append(capsys.readouterr().out)
         assert texts[0] == texts[1]
 
+    @pytest.mark.slow
     def test_the_options_that_the_probe_advises_work(self, capsys, monkeypatch):
         """Each option reaches the runtime, and the text stays the same."""
         given = []

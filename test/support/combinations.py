@@ -10,8 +10,9 @@ import pytest
 
 
 def mark_combinations(items: Iterable[pytest.Item]) -> None:
-    """Leave a few cases of each test, which together have each value of each parameter, as they are. Mark those that
-    together have each pair of values `slow`, and the rest `exhaustive`.
+    """Leave a few cases of each test, which together have each value of each parameter, as they are; of a test marked
+    `slow_cases`, leave one. Mark `slow` those that together have each pair of values (each value, if the test takes
+    long), and the rest `exhaustive`.
     """
     tests = defaultdict(list)
     for item in items:
@@ -19,11 +20,12 @@ def mark_combinations(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         plain = [case for case in cases if case.get_closest_marker("slow") is None]
-        first = _covering(plain, 1)
-        with_pairs = _covering([case for case in cases if case not in first], 2, first)
+        takes_long = not plain or plain[0].get_closest_marker("slow_cases") is not None
+        first = plain[:1] if takes_long else _covering(plain, 1)
+        slow = _covering([case for case in cases if case not in first], 1 if takes_long else 2, first)
         for case in cases:
             if case not in first:
-                case.add_marker("slow" if case in with_pairs else "exhaustive")
+                case.add_marker("slow" if case in slow else "exhaustive")
 
 
 def _covering(cases: Iterable[pytest.Item], size: int, covered: Sequence[pytest.Item] = ()) -> list[pytest.Item]:

@@ -43,6 +43,7 @@ SCALES = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("changes", SCALES.values(), ids=SCALES)
 def test_merged_logits_are_those_of_peft(random_checkpoints, tmp_path, changes):
     folder = random_checkpoints(MOE)
@@ -181,6 +182,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_adapters_are_refused(random_checkpoints, good, tmp_path, fault):
     damage, message = FAULTS[fault]

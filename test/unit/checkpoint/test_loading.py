@@ -49,6 +49,7 @@ def change_weights(folder, change):
     save_file(tensors, folder / WEIGHTS)
 
 
+@pytest.mark.slow_cases
 def test_a_written_checkpoint_is_read_back(case_folder, case_model, tmp_path):
     save_model(case_model, tmp_path / "again")
     assert_same_weights(load_model(tmp_path / "again"), case_model)
@@ -68,6 +69,7 @@ def test_shards(saved, tmp_path):
     )
 
 
+@pytest.mark.slow_cases
 def test_a_checkpoint_of_transformers_is_read(case_folder, case_model, tmp_path):
     family = json.loads((case_folder / "config.json").read_text())["model_type"]
     pytest.importorskip(f"transformers.models.{family}", reason="this transformers has no such models")

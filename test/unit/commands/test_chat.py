@@ -76,6 +76,7 @@ class TestPipe:
         hot = [chat(QUESTION, options=[*hot, seed])[1] for seed in (1, 1, 2)]
         assert hot[0] == hot[1] != hot[2]
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("options", [["--speculate", "ngram"], ["--prefix-cache", "1KiB"]])
     def test_the_text_stays_the_same(self, chat, options):
         lines = [QUESTION, "What is the import statement?", QUESTION]
@@ -114,6 +115,7 @@ class TestPipe:
         assert "which go before the next message" in error
         assert "took back: What is the\n\nassert statement?\ntook back: x\n" in error
 
+    @pytest.mark.slow
     def test_tools_and_documents_reach_the_template(self, chat, texting_folder, tmp_path):
         folder = shutil.copytree(texting_folder, tmp_path / "model")
         (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
@@ -153,6 +155,7 @@ class TestPipe:
         answers = output[: output.index("┌")]
         assert answers == 2 * answers[: len(answers) // 2] and kept_and_run(output)[0][1] == 0
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         ("line", "message"),
         [
@@ -201,6 +204,7 @@ class TestPipe:
         status, _, error = chat("Hello", options=["--model", folder])
         assert status == 2 and "no chat template" in error
 
+    @pytest.mark.slow
     def test_prompt_toolkit_is_not_needed_and_not_imported(self):
         program = """
 import sys

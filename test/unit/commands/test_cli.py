@@ -108,6 +108,7 @@ class TestGenerate:
         assert "prefill: 5 tokens" in error
         assert "prefill: 15 tokens" in run(*common, "--chat", "--system", "be brief", "hi")[2]
 
+    @pytest.mark.slow
     def test_chat_template_kwargs(self, run, texting_folder, tmp_path):
         folder = shutil.copytree(texting_folder, tmp_path / "model")
         (folder / "chat_template.jinja").write_text(NEMOTRON_TEMPLATE)
@@ -543,6 +544,7 @@ NEED_NO_TORCH = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
 def test_commands_that_need_no_torch_do_not_import_it(arguments):
     """The list of imported modules is checked and not the time, which importing them takes."""

@@ -73,6 +73,7 @@ def test_windows(evaluate, file):
     assert "in one context" in evaluate(file, "--stride", 100)[1], "the window is the model's longest sequence"
 
 
+@pytest.mark.slow
 def test_the_table_of_formats(evaluate, file, tmp_path, texting_folder):
     # The model is in float32, for which no format without loss is accepted.
     formats = (*DTYPES, *(name for name in QUANTIZATIONS if FORMATS[name].lossless_dtype is None))

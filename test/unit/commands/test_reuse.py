@@ -77,6 +77,7 @@ def test_prompts_that_begin_alike_share_it(generate):
     assert f"prefix cache: {2 * len(PROMPT)} tokens found" in report
 
 
+@pytest.mark.slow
 def test_refusals(generate, texting_folder, small_folder, tmp_path):
     file = tmp_path / "prompt"
     generate(PROMPT, "--prompt-cache", file)

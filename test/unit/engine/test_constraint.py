@@ -136,6 +136,7 @@ CORRIDOR = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("drafted", [None, "n-gram", "any tokens", "model"])
 @pytest.mark.parametrize("num_sequences", [1, 4])
 def test_tokens_without_an_alternative_save_steps_and_change_nothing(model, num_sequences, drafted):
@@ -213,6 +214,7 @@ def test_a_constraint_may_only_force_tokens(model, wrong):
 GREEDY = {"plain": {}, "with biases": dict(logit_bias={STOP: 3, 7: 100, 20: -100})}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("drafted", [None, "n-gram", "any tokens", "model"])
 @pytest.mark.parametrize("options", GREEDY.values(), ids=GREEDY.keys())
 def test_greedy_texts_and_log_probabilities(model, runtime, options, drafted):
@@ -246,6 +248,7 @@ def test_greedy_texts_and_log_probabilities(model, runtime, options, drafted):
         assert engine.stats.acceptance_rate == 1, "drafts obey the constraint too"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("drafted", ["n-gram", "any tokens", "model"])
 def test_sampled_texts_do_not_depend_on_drafts(model, runtime, drafted):
     options = dict(temperature=0.9, constraint=Ladder(), stop_token_ids=[STOP])

@@ -54,6 +54,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED.keys())
 def test_a_sampled_token_is_drawn_on_the_device(model, alone, options, monkeypatch):
     """The host draws the undecided tokens from all logits. If most are undecided, few steps begin ahead in vain."""
@@ -92,6 +93,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_a_request_that_needs_logits_has_them(model, alone, options):
     runtime = Runtime(model)
@@ -218,6 +220,7 @@ class TestFailures:
         monkeypatch.undo()
         assert tokens_of(outputs[ids[1]]) == alone(Request(PROMPTS[1], NEW))
 
+    @pytest.mark.slow
     def test_interrupts_at_each_line(self, model, alone):
         """The interrupted step has begun ahead, and begins the next one ahead."""
         requests = [Request([3], 5), Request([4], 5, **SAMPLED["from all"])]

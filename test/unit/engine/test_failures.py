@@ -104,6 +104,7 @@ WRONG_SCORES = {
 
 
 class TestCodeOfARequest:
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
     @pytest.mark.parametrize(("wrong", "message"), WRONG_SCORES.values(), ids=WRONG_SCORES.keys())
     def test_a_processor_that_fails_ends_its_own_sequence(self, runtime, alone, wrong, message, drafted):
@@ -135,6 +136,7 @@ class TestCodeOfARequest:
         assert tokens_of(outputs[other]) == alone(1)
         check_goes_on(engine, alone)
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         ("place", "wrong"),
         [
@@ -382,6 +384,7 @@ class TestCachesAndDrafts:
         check_goes_on(engine, alone)
         check_size(engine._prefixes.cache)
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         "drafts",
         [
@@ -481,7 +484,8 @@ class Interrupt:
 
 
 class TestInterrupts:
-    @pytest.mark.parametrize("first", [0, *(pytest.param(line, marks=pytest.mark.slow) for line in (7, 14))])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("first", [0, *(pytest.param(line, marks=pytest.mark.exhaustive) for line in (7, 14))])
     def test_at_each_line_of_the_engine(self, runtime, alone, first):
         """Sequences that the interrupt does not end get their texts. No token is lost or comes twice."""
         code = [*functions_of_engine(), Slots.take, Slots._allocate]
@@ -507,7 +511,8 @@ class TestInterrupts:
             check_goes_on(engine, alone)
         assert interrupted > 20 and 0 < ended < 2 * interrupted
 
-    @pytest.mark.parametrize("first", [0, *(pytest.param(line, marks=pytest.mark.slow) for line in (3, 6))])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("first", [0, *(pytest.param(line, marks=pytest.mark.exhaustive) for line in (3, 6))])
     def test_at_each_line_of_the_prefix_cache(self, runtime, alone, first):
         code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")] + [Node.split]
         interrupted = 0

@@ -128,6 +128,7 @@ def texts():
     return {"held out": HELD_OUT.read_text(encoding="utf-8"), "known": topics[:12_000]}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("dtype", "text", "tolerance"),
     [

@@ -41,6 +41,7 @@ def ending(model):
     return dict(max_tokens=12, temperature=0, logit_bias={model[1].convert_tokens_to_ids("</think>"): 100.0})
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_texts(model, grammars, ending, kind):
     options = dict(ending, constraint=grammars.constraint(kind, GRAMMARS[kind]))

@@ -306,6 +306,7 @@ def test_messages_are_continued_without_their_state(new, texting, tmp_path, syst
     assert again.turns == conversation.turns
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "text",
     ["[", "[]", "[1]", "[null, {}]", '[{"role": "user"}]', '[{"role": "user", "content": "x"}]', "[" * 100_000]

@@ -175,6 +175,7 @@ def test_a_late_rendering_does_not_answer_the_next_request(monkeypatch):
         assert renderer.render("c", {}) == "c"
 
 
+@pytest.mark.slow
 def test_rendering_goes_on_after_an_endless_template():
     with closing(Renderer()) as renderer:
         with pytest.raises(TemplateFailed, match="more than 3 seconds"):

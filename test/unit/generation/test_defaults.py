@@ -39,6 +39,7 @@ def tokens_of(runtime, **options):
     return generate_one(Engine(runtime, 1), request)
 
 
+@pytest.mark.slow
 def test_they_choose_the_tokens_of_transformers(folder):
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     greedy = tokens_of(loaded(folder, {})[0])
@@ -100,6 +101,7 @@ OF_GGUF = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("sampling, right, named", OF_GGUF.values(), ids=OF_GGUF)
 def test_the_sampling_of_a_gguf_file(tmp_path, sampling, right, named):
     write_gguf(bundled_checkpoint(), tmp_path / "plain.gguf")

@@ -57,6 +57,7 @@ ALPHABETS = ["a.@_-+b", "P1YMDTHS.W", "☺\N{DIGIT ONE}\u20e3\U0001f1e9a", "+-01
 EXAMPLES = ["a.b@c.de", "P1Y2M3DT4H5M6.7S", "☺", "-0.5"]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "pattern, alphabet, example",
     [*zip(PATTERNS, ALPHABETS, EXAMPLES, strict=True)],

@@ -290,6 +290,7 @@ class TestLoop:
 
 
 class TestSampling:
+    @pytest.mark.slow
     def test_equals_transformers_processors(self):
         """The distribution of drawn tokens equals the one from transformers' processors, applied by hand."""
         generator = torch.Generator().manual_seed(0)

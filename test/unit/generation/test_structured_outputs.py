@@ -115,6 +115,7 @@ def test_texts_are_of_their_kind(runtime, tokenizer, grammars, hasty, kind):
     assert all(map(CHECKS[kind], texts)) and len(texts) > 1
 
 
+@pytest.mark.slow
 def test_schemas(runtime, tokenizer, grammars, hasty):
     """Every finished answer is valid. Few schemas are refused and few answers cut off."""
     counts = dict(stop=0, length=0, refused=0)
@@ -338,6 +339,7 @@ def test_a_recursive_schema_that_can_end(grammars):
     assert grammars.constraint("json", tree)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind, value, message", REFUSED.values(), ids=REFUSED.keys())
 def test_refusals(grammars, kind, value, message):
     with pytest.raises(UserError, match=message) as error:
@@ -392,6 +394,7 @@ def test_an_object_that_may_have_a_thousand_members(runtime, tokenizer, grammars
     assert constraint.count_allowed(tokenizer.encode('"name 999": null}')) == 17
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["lark", "grammar"])
 def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars, kind):
     """Each mask of an ambiguous grammar takes longer than the one before."""

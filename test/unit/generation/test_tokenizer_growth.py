@@ -135,6 +135,7 @@ def test_a_normalizer_is_found_in_any_json_spelling(tmp_path, colon):
         check_normalizer(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.slow
 def test_a_duplicate_name_among_a_million_is_found_fast():
     """A search of the list for every name would take an hour."""
     pairs = [(str(number), 0) for number in range(1_000_000)]

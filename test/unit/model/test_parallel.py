@@ -167,6 +167,7 @@ class Together(Parallel):
         return torch.cat(self._of_all(part), -1)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("config, degree", MODELS)
 def test_ranks_together_are_the_model(config, degree):
     model = random_model(config)

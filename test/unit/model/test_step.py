@@ -20,6 +20,7 @@ def recurrent(state):
     return [tensor[int(state.has_null_slot) :] for layer in layers for tensor in vars(layer).values()]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @torch.inference_mode()
 def test_logits_and_state_are_the_same(case):

@@ -39,6 +39,7 @@ def planned(name, **changes):
     return plan.plan(config, torch.bfloat16, **{**values, **changes})
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", granite_names())
 def test_bytes_are_those_of_the_tensors(name):
     config, result = GraniteMoeHybridConfig.from_family(name), planned(name, batch_size=3, context=1000)

@@ -80,11 +80,13 @@ def is_seen(runtime, memory, place, mask):
 
 
 class TestBytes:
+    @pytest.mark.slow_cases
     @given(data=st.data())
     def test_any_flipped_bit_anywhere(self, runtime, data):
         memory = data.draw(st.sampled_from(sorted(memory_of(runtime).items())))[1]
         assert is_seen(runtime, memory, data.draw(st.integers(0, len(memory) - 1)), 1 << data.draw(st.integers(0, 7)))
 
+    @pytest.mark.slow_cases
     def test_the_first_the_last_and_the_middle_byte_of_each(self, runtime):
         memory_of_all = memory_of(runtime)
         quantized = runtime.is_quantized and runtime.model.operators.pack is None
@@ -173,6 +175,7 @@ class TestTheSame:
             CPURuntime(model, GenerationConfig(), kernels=kernels).fingerprint.difference(runtime.fingerprint) is None
         )
 
+    @pytest.mark.slow
     def test_in_another_process(self, texting_folder):
         script = "import sys; from granite4_neuron import load; print(load(sys.argv[1])[0].fingerprint)"
         other = subprocess.run([sys.executable, "-c", script, texting_folder], capture_output=True, text=True)

@@ -39,6 +39,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace("torch.", ""))
 def test_a_fault_is_found(fault):
     assert any(finding.endswith(fault.split(",")[0]) for finding in findings(graph_of(FAULTS[fault]), 4))

@@ -138,12 +138,14 @@ with_and_without = pytest.mark.parametrize("draft_probs", [True, False], indirec
 
 @with_and_without
 class TestDistribution:
+    @pytest.mark.slow_cases
     def test_is_the_targets(self, target_logits, draft_probs):
         output = draws(target_logits, draft_probs)
         first, second = output[:, 0], output[output[:, 1] >= 0, 1]
         assert p_value(first, target_logits.softmax(-1)) > 1e-3
         assert p_value(second, target_logits.softmax(-1)) > 1e-3 and len(second) > 1000
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("use_fp64_gumbel", [False, True])
     def test_in_both_precisions(self, target_logits, draft_probs, use_fp64_gumbel):
         def sampler(*args, **options):
@@ -151,6 +153,7 @@ class TestDistribution:
 
         assert p_value(draws(target_logits, draft_probs, sampler)[:, 0], target_logits.softmax(-1)) > 1e-3
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         "options", [dict(temperature=0.6), dict(top_k=3), dict(top_p=0.7), dict(temperature=1.4, top_k=6, top_p=0.8)]
     )

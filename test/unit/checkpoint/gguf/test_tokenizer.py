@@ -95,6 +95,7 @@ def test_it_is_the_original(written):
     assert tokenizer.all_special_ids == original.all_special_ids
 
 
+@pytest.mark.slow_cases
 @given(st.sampled_from(TEXTS) | st.text(max_size=60), st.text(alphabet="aAzZ01 9\n\r\t'sST.,-=", max_size=40))
 def test_texts_have_the_same_tokens(written, one, other):
     original, file, _ = written

@@ -167,6 +167,7 @@ def test_states_advance_by_kept_inputs():
 WITHOUT_ROPE = [name for name, case in NAMED.items() if not case.config().uses_rope]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("format", [None, *ops.FORMATS])
 @pytest.mark.parametrize("name", WITHOUT_ROPE)
 @torch.inference_mode()

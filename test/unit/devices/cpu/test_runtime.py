@@ -62,6 +62,7 @@ rounds = st.lists(
 )
 
 
+@pytest.mark.slow_cases
 @settings(max_examples=25, deadline=None)
 @given(prefixes=st.lists(st.integers(0, 70), min_size=SEQUENCES, max_size=SEQUENCES), rounds=rounds)
 def test_rounds_of_verification(runtime, uncut, prefixes, rounds):

@@ -59,6 +59,7 @@ def decode(model, operators, tokens):
     return step(tokens[:, -1:], length - 1, 1), views
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", (*CASES, *NEMOTRON_CASES), ids=lambda case: case.name)

@@ -141,6 +141,7 @@ class TestDrawn:
         draws = draws_of(noise, **options)
         return expected, [drawn(draws, each, likeliest(each)).tolist() for each in (logits, device(logits))]
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("kind", [plain, coarse, close])
     @pytest.mark.parametrize("name", OPTIONS)
     def test_tokens_equal_the_hosts(self, name, kind):

@@ -55,6 +55,7 @@ def drafted(model, request, drafter):
     return [*request.tokens, *tokens_of(outputs[id])], engine.stats
 
 
+@pytest.mark.slow
 def test_drafts_that_are_always_wrong(model, request_, text):
     drafter = Scripted(text, lambda length: False)
     got, stats = drafted(model, request_, drafter)
@@ -65,6 +66,7 @@ def test_drafts_that_are_always_wrong(model, request_, text):
     assert len(drafter.asked) < 0.07 * NEW_TOKENS
 
 
+@pytest.mark.slow
 def test_drafts_that_become_right_are_taken_again(model, request_, text):
     drafter = Scripted(text, lambda length: length > 300)
     got, stats = drafted(model, request_, drafter)
@@ -98,6 +100,7 @@ def test_after_accepted_drafts_the_next_pause_is_short():
     assert not backoff.allows(231) and backoff.allows(232)
 
 
+@pytest.mark.slow
 def test_each_sequence_of_a_batch_pauses_on_its_own(model, request_, text):
     other = Request(random_tokens(160, 30, seed=6).tolist(), 200)
     alone = generate_one(Engine(ChunkRuntime(model), 1), other)

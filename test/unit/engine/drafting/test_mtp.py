@@ -65,6 +65,7 @@ def never_pause(engine):
         sequence.backoff.note = lambda length, accepted: None
 
 
+@pytest.mark.slow_cases
 def test_several_sequences_whose_drafts_are_rejected(model, runtime):
     """More sequences than slots, one of them cancelled; drafts are seldom accepted."""
     drafter = Recorded(runtime, 2, 200)
@@ -77,6 +78,7 @@ def test_several_sequences_whose_drafts_are_rejected(model, runtime):
     assert not drafter._followed
 
 
+@pytest.mark.slow_cases
 def test_accepted_drafts(model, runtime):
     """A logits processor makes the text follow each step's first two drafts."""
     drafter = Recorded(runtime, 1, 200)
@@ -96,6 +98,7 @@ def test_accepted_drafts(model, runtime):
     assert_right(model, drafter)
 
 
+@pytest.mark.slow_cases
 def test_after_a_hit_in_the_prefix_cache_the_layers_see_the_rest(model, runtime):
     cache = PrefixCache(runtime, None, None)
     prompt = PROMPTS[2]
@@ -109,6 +112,7 @@ def test_after_a_hit_in_the_prefix_cache_the_layers_see_the_rest(model, runtime)
     assert_right(model, drafter, {tuple(prompt[:2]): 70})
 
 
+@pytest.mark.slow_cases
 def test_pauses_and_long_sequences(model, runtime, caplog):
     """With drafting paused for most of the text, hidden states are read in one call; a cache that is full begins
     again."""

@@ -150,6 +150,7 @@ def drafter_of(kind, model, other_model, alone, num_sequences=4, options=tuple(O
 KINDS = ["n-gram", "script", "same model", "same model, cached", "other model"]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
     ("model", "kind"),
@@ -330,6 +331,7 @@ class TestEnds:
             assert outputs[-1].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_snapshots_within_accepted_tokens_are_exact(runtime, model, other_model, alone):
     """Accepted drafts reach a place that the cache wants, and never go beyond it in one step."""
     cache = PoisonedPrefixCache(runtime, None, CHUNK)

@@ -330,6 +330,7 @@ class Oracle:
         pass
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("draft_tokens", [1, 6, 9, 40])
 def test_no_draft_passes_a_snapshot_that_is_due(runtime, model, draft_tokens):
     prompt = TOKENS[:21]

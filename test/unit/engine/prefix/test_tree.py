@@ -88,6 +88,7 @@ def test_saved_tokens_and_freed_bytes(tree):
             assert node.freed_bytes == freed_bytes(node)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(tree=trees(), data=st.data())
 def test_the_entry_worth_least_is_evicted(tree, data):

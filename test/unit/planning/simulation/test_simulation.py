@@ -106,6 +106,7 @@ def drawn_traffic(seed, number=60):
     return arrivals
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "changes",
     [

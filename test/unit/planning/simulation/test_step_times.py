@@ -133,6 +133,7 @@ def test_measuring(tmp_path):
     assert MeasuredSteps(again).step(rows) == MeasuredSteps(measured).step(rows)
 
 
+@pytest.mark.slow
 def test_prompts_are_measured_in_slots_that_have_been_used(monkeypatch):
     """The memory of a new slot comes from the system when it is first written, which takes longer than a short step."""
     runtime, tokenizer = load(bundled_checkpoint())
@@ -184,6 +185,7 @@ def test_a_damaged_file(steps_file, change, message):
     assert message in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_plan(steps_file, tmp_path, capsys):
     """A prompt of 101 takes 11 s, and each further token 1 s. With a request every 5 s one replica is not enough."""
     traffic = tmp_path / "traffic.jsonl"

@@ -126,6 +126,7 @@ def is_object(line):
         return False
 
 
+@pytest.mark.slow
 def test_two_thousand_accidents(tmp_path, monkeypatch):
     said = []
     for number in range(2000):

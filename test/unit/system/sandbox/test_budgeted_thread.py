@@ -57,6 +57,7 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interrupts")
 def test_a_late_result_after_an_interrupt_is_dropped(thread, busy):
     def interrupted():
@@ -94,6 +95,7 @@ except OverBudget:
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
 
 
+@pytest.mark.slow
 def test_no_more_work_begins_after_too_much_was_given_up(thread, busy):
     for _ in range(16):
         with pytest.raises(OverBudget):

@@ -95,6 +95,7 @@ def test_deeply_nested_markdown_becomes_flat():
     assert max(map(depth, nodes(">" * 5000 + "a"))) < 300
 
 
+@pytest.mark.slow
 def test_a_text_that_takes_too_long(monkeypatch):
     monkeypatch.setattr(markdown, "_SECONDS", 1)
     process = MarkdownProcess()

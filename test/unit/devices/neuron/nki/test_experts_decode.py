@@ -137,6 +137,7 @@ def test_dimensions_that_the_kernel_does_not_take(dimensions):
 
 
 class TestBudgets:
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("tokens", [1, 4, 16])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_h_small(self, tokens, dtype):
@@ -148,6 +149,7 @@ class TestBudgets:
         assert last_launch().count() <= 25 + 56 * slots / 2
         assert last_launch().peak_sbuf_bytes < 207 * 1024 and last_launch().peak_psum_banks <= 8
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         ("slots", "hidden", "width", "dtype"),
         [(6, 2688, 480, torch.bfloat16), (4, 1408, 672, torch.float32), (2, 2560, 608, torch.float32)],

@@ -166,6 +166,7 @@ def minimum(inputs):
 class TestBudgets:
     """Budgets of h-small on a rank of four, with fewer experts."""
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         ("dtype", "per_block"), [(torch.bfloat16, 102), (torch.float32, 106)], ids=["bfloat16", "float32"]
     )
@@ -184,6 +185,7 @@ class TestBudgets:
         one_expert = nbytes(inputs["gate_up_proj"][0], inputs["down_proj"][0])
         assert last_launch().hbm_bytes <= 1.05 * (minimum(inputs) + one_expert)
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         ("hidden", "width", "dtype"),
         [(2688, 1088, torch.bfloat16), (2304, 688, torch.float32)],

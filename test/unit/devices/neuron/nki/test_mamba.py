@@ -40,6 +40,7 @@ def load(folder, prefill_scan, decode_kernel, dtype=torch.float32):
     return model.bind(select_operators(TORCH, model.config, 1, prefill_scan, decode_kernel))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("prefill_scan", "decode_kernel"), CHOICES)
 @pytest.mark.parametrize("cuts", [[140], [2, 131, 1, 1, 5]], ids=["whole", "cut"])
 def test_logits(folder, prefill_scan, decode_kernel, cuts):
@@ -50,6 +51,7 @@ def test_logits(folder, prefill_scan, decode_kernel, cuts):
     assert (run_cuts(load(folder, prefill_scan, decode_kernel), tokens, cuts) - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.slow_cases
 @torch.inference_mode()
 def test_ragged_batch(folder):
     """Rows have different lengths, some are idle, and slots are out of order over poisoned memory, step after step."""

@@ -80,6 +80,7 @@ def test_bfloat16():
     assert error(y, exact[0]) <= 1e-2 and error(states, exact[1]) <= 1e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("batch", "tokens", "dimensions"),
     [
@@ -153,6 +154,7 @@ def test_in_place(programs, monkeypatch):
     check(results, exact)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_family(name):
     config = GraniteMoeHybridConfig.from_family(name)
@@ -205,6 +207,7 @@ class TestBudgets:
         assert last_launch().hbm_bytes <= 1.2 * nbytes(*case.values(), *outputs)
         assert last_launch().peak_sbuf_bytes < 207 * 1024
 
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize("name", HYBRIDS)
     def test_dma_elements(self, name):
         """DMA moves lanes of x, z, outputs and windows, and long rows of states. Nothing goes to HBM and back."""

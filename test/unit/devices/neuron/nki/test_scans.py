@@ -114,6 +114,7 @@ class TestScans:
         inputs["dt"].zero_()
         assert torch.equal(run(scan, inputs)[1], inputs["initial_states"])
 
+    @pytest.mark.slow_cases
     @scans
     def test_two_programs_equal_one(self, scan):
         inputs = scan_inputs(2, 130, heads=4, head_dim=32)
@@ -216,6 +217,7 @@ class TestBudgets:
         inputs = conv_inputs(1, 256, H_SMALL_CHANNELS, dtype=dtype)
         check_traffic(inputs, run(conv1d_prefill, inputs, 2))
 
+    @pytest.mark.slow_cases
     @scans
     def test_prefill_reads_and_writes_a_state_once(self, scan):
         """This holds for any number of chunks. Float32 transfers of a state's size are not x or y, in bfloat16."""
