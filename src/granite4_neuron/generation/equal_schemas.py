@@ -4,6 +4,8 @@ where other keywords say the same.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,10 +42,12 @@ PATTERNS: Mapping[str, str] = {
     # pydantic's Decimal, in its versions 2.11 to 2.13
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
 }
+_LENGTH_AHEAD = re.compile(r"\^\(\?=\.\{1,([0-9]{1,4})\}\\\.\?\$\)")
+_FARTHEST = 10**18  # bound of a number; llguidance's are whole numbers of 64 bits
 
 
 def equal_schema(schema: Schema) -> dict[str, Any]:
-    """Return a schema for which the same values are valid.
+    """Return a schema for which the same values are valid, but for numbers beyond 10^18 where it has a bound there.
 
     Raises:
         RecursionError: the schema is nested too deep.
@@ -78,7 +82,9 @@ def _of_keywords(part: Schema, whole: Schema) -> dict[str, Any]:
         if named.startswith("uuid"):  # of one version
             equal["format"] = "uuid"
     if isinstance(equal.get("pattern"), str):
+        _with_length(equal)
         equal["pattern"] = PATTERNS.get(equal["pattern"], equal["pattern"])
+    _with_near_bounds(equal)
     _without_names(equal, whole)
     if "uniqueItems" in equal and (not equal["uniqueItems"] or _has_one_item(equal)):
         del equal["uniqueItems"]
@@ -94,6 +100,27 @@ def _of_keywords(part: Schema, whole: Schema) -> dict[str, Any]:
         if equal.get(name) == {}:
             del equal[name]
     return equal
+
+
+def _with_length(part: dict[str, Any]) -> None:
+    """Say the most characters of a text, which a look-ahead of zod's hostname says, by `maxLength`. A text that ends
+    with a dot might have one more.
+    """
+    ahead = _LENGTH_AHEAD.match(part["pattern"])
+    if ahead:
+        part["pattern"] = f"^{part['pattern'][ahead.end() :]}"
+        given, most = part.get("maxLength"), int(ahead[1])
+        part["maxLength"] = min(given, most) if isinstance(given, int) else most
+
+
+def _with_near_bounds(part: dict[str, Any]) -> None:
+    """Remove bounds of numbers that all have, and bring those nearer that llguidance does not take."""
+    for name, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        bound = part.get(name)
+        if isinstance(bound, (int, float)) and sign * bound > _FARTHEST:
+            part[name] = sign * _FARTHEST
+            if sign * bound >= sys.float_info.max:
+                del part[name]
 
 
 def _without_names(part: dict[str, Any], whole: Schema) -> None:

@@ -1,6 +1,7 @@
 """Schemas without keywords that llguidance does not take: the same values are valid. What cannot be said is named."""
 
 import random
+import sys
 from contextlib import closing
 
 import pytest
@@ -53,6 +54,21 @@ def test_the_same_values_are_valid(schema):
         assert valid[0] == valid[1], value
 
 
+def test_a_look_ahead_for_the_length_is_a_length():
+    schema = {"type": "string", "pattern": r"^(?=.{1,4}\.?$)[a-z]+\.?$", "maxLength": 9}
+    said = equal_schema(schema)
+    assert said == {"type": "string", "pattern": r"^[a-z]+\.?$", "maxLength": 4}
+    for text in ("", "a", "ab.", "abcd", "abcde", "a.b"):
+        valid = [jsonschema.Draft202012Validator(each).is_valid(text) for each in (schema, said)]
+        assert valid[0] == valid[1], text
+
+
+def test_bounds_beyond_all_numbers_say_nothing():
+    largest = sys.float_info.max
+    assert equal_schema({"type": "number", "minimum": -largest, "maximum": largest}) == {"type": "number"}
+    assert equal_schema({"exclusiveMaximum": 1e30, "minimum": -5}) == {"exclusiveMaximum": 10**18, "minimum": -5}
+
+
 ALPHABETS = ["a.@_-+b", "P1YMDTHS.W", "☺\N{DIGIT ONE}\u20e3\U0001f1e9a", "+-01."]
 EXAMPLES = ["a.b@c.de", "P1Y2M3DT4H5M6.7S", "☺", "-0.5"]
 
@@ -92,6 +108,12 @@ VOCABULARY = {
     "z.never().optional()": (EQUAL[5], None),
     "z.jwt()": ({"type": "string", "format": "jwt"}, None),
     "z.cuid()": ({"type": "string", "format": "cuid", "pattern": "^[cC][0-9a-z]{6,}$"}, None),
+    "z.hostname()": (
+        {"type": "string", "format": "hostname", "pattern": r"^(?=.{1,253}\.?$)[a-z](?:[a-z-]{0,61}[a-z])?\.?$"},
+        None,
+    ),
+    "z.float32()": ({"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}, None),
+    "z.float64()": ({"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max}, None),
     "z.file()": ({"type": "string", "format": "binary", "contentEncoding": "binary"}, None),
     "z.string().regex() with look-around": (
         {"properties": {"price": {"type": "string", "pattern": "^(?!0)[0-9]+$"}}},
