@@ -6,6 +6,7 @@ Where that client is installed, its types check all that the server sends.
 
 import importlib.util
 import json
+import re
 
 import pytest
 from pydantic import TypeAdapter
@@ -302,6 +303,12 @@ def test_refusals(post, fields, message):
     error = answer.json()
     assert answer.status_code == 400 and message in error["error"]["message"], answer.text
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_a_prompt_that_is_too_long_has_both_numbers_as_claude_code_reads_them(post):
+    answer = post(messages=[{"role": "user", "content": "x" * 5000}], max_tokens=5)
+    found = re.search(r"prompt is too long\D*(\d+) tokens > (\d+)", answer.json()["error"]["message"])
+    assert int(found[1]) > 5000 > int(found[2]) > 100
 
 
 def test_errors_have_the_apis_form(byte_model):

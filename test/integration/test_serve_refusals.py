@@ -60,7 +60,7 @@ BAD = {
     "no prompts": ({"prompt": []}, "prompt: it must be"),
     "booleans": ({"prompt": [True]}, "prompt: it must be"),
     "tokens outside": ({"prompt": [10**30]}, "prompt has a token id outside the vocabulary"),
-    "a long prompt": ({"prompt": [5] * 512}, "prompt has 512 tokens, and at least one new one must fit; this"),
+    "a long prompt": ({"prompt": [5] * 512}, "prompt has 512 tokens > 511, and at least one new one must fit; this"),
     "a limit below -1": ({"max_tokens": -2}, "max_tokens: input should be greater than or equal to -1"),
     "top_k below -1": ({"top_k": -2}, "top_k is -2, and must be"),
     "a seed below -1": ({"seed": -2}, "seed is -2, and must be"),

@@ -291,7 +291,9 @@ class SequenceMaker:
         longest, most = self.limits.max_length, self.limits.max_tokens
         if prompt_length >= longest:
             raise self._too_long(
-                f"{_LONG}: {which} has {prompt_length} tokens, and at least one new one must fit", which
+                # Claude Code reads both numbers, and shortens the session by their difference.
+                f"{_LONG}: {which} has {prompt_length} tokens > {longest - 1}, and at least one new one must fit",
+                which,
             )
         room = min(longest - prompt_length, most or longest)
         wanted = default if asked is None else max(1, asked)
