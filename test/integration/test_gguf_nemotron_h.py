@@ -159,6 +159,7 @@ def test_quantized_weights_that_a_format_can_store_are_kept(tmp_path, random_che
         ({"attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": None}, "layer_norm_epsilon"),
         ({"ssm.time_step_rank": 7}, r"must be divisible by nemotron_h_moe.ssm.time_step_rank \(7\)\."),
         ({"expert_group_count": 3}, "n_routed_experts is 8, and must be a multiple of n_group"),
+        ({"expert_used_count": [2] * 100}, "expert_used_count is .*, and must be a whole number"),
         ({"expert_used_count": None}, "num_experts_per_tok is 0"),
     ],
 )

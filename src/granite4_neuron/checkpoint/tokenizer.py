@@ -18,6 +18,7 @@ from granite4_neuron.checkpoint.tokenizing import encode
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 
+_LONGEST_QUOTE = 200  # characters of another library's message
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -89,4 +90,5 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    line = (str(error).strip() or "no reason given").splitlines()[0]  # it may quote much of the file
+    return f"{type(error).__name__}: {line if len(line) <= _LONGEST_QUOTE else f'{line[:_LONGEST_QUOTE]}...'}"

@@ -182,10 +182,10 @@ def _partial_file(file: Path) -> Iterator[tuple[str, Path]]:
     Raises:
         UserError: the folder cannot be made, or the block failed to write.
     """
-    target = Path(os.path.realpath(file))  # a link stays, its target is replaced
     try:
         with suppress(FileNotFoundError):
             check_regular(file)
+        target = Path(os.path.realpath(file))  # a link stays, its target is replaced
         # In a folder of its own, because safetensors first writes to another file under a name that it chooses.
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
             yield os.path.join(folder, target.name), target

@@ -17,13 +17,24 @@ def check_regular(file: Path) -> os.stat_result:
     may have no end.
 
     Raises:
-        UserError: it is neither a regular file nor a link to one.
+        UserError: it is neither a regular file nor a link to one, or no file can have the name.
         OSError: there is no such file, or its status may not be read.
     """
+    check_name(file)
     about = os.stat(file)
     if not stat.S_ISREG(about.st_mode):
         raise UserError(f"{file} is not a regular file.")
     return about
+
+
+def check_name(file: Path) -> None:
+    """Check a name that did not come from the command line.
+
+    Raises:
+        UserError: no file can have it.
+    """
+    if "\0" in str(file):
+        raise UserError(f"{str(file)!r} cannot be the name of a file.")
 
 
 def read_bytes(file: Path) -> bytes:

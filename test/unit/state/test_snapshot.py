@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,10 +215,14 @@ class TestRefused:
             Snapshot.load(tmp_path / "none", ours)
         with pytest.raises(UserError, match="is not a regular file"):
             Snapshot.load(tmp_path, ours)
+        with pytest.raises(UserError, match=r"'a\\x00b' cannot be the name of a file"):
+            Snapshot.load(Path("a\0b"), ours)
 
     def test_no_place_to_write_to(self, snapshot, tmp_path):
         with pytest.raises(UserError, match=r"file could not be written \(No such file or directory\)\."):
             snapshot.save(tmp_path / "none" / "file")
+        with pytest.raises(UserError, match="cannot be the name of a file"):
+            snapshot.save(Path("a\0b"))
 
     def test_an_interrupted_write_leaves_the_old_file(self, snapshot, file, monkeypatch):
         before = file.read_bytes()

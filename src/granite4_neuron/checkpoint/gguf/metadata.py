@@ -30,7 +30,7 @@ class Metadata:
     def count(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
         # One value for each layer, all of them the same.
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and len(set(map(repr, value))) == 1 and len(value) == self.get("block_count"):
             value = value[0]
         return self._checked(name, value, type(value) is int and value >= 0, "a whole number")
 

@@ -23,6 +23,7 @@ from granite4_neuron.engine.prefix.interface import any_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.state.snapshot import LOGITS, Snapshot, cut_keys_and_values, padded_keys_and_values
+from granite4_neuron.system.regular_files import check_name
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{64})\.safetensors")
@@ -287,6 +288,7 @@ def _make_private(folder: Path) -> None:
     Raises:
         UserError: it is not private, or cannot be made.
     """
+    check_name(folder)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.stat()
