@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.regular_files import read_bytes
+
+# Not in JSON, but Python writes and reads them.
+CONSTANTS = ("NaN", "Infinity", "-Infinity")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_STRING_OR_CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|' + "|".join(CONSTANTS), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -70,21 +76,35 @@ def parse_json(text: str | bytes, name: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON that other readers are to read again. NaN and Infinity, which Python takes, are no JSON, and numbers
-    are in the range of double precision, see `finite`.
+    """Parse JSON that a model or a client wrote, and that other readers are to read again: `CONSTANTS` become null, as
+    in JavaScript, numbers are in the range of double precision, see `finite`, and strings may have control characters.
 
     Raises:
         ValueError: it is not JSON.
         RecursionError: it is nested too deeply.
     """
-    return json.loads(text, parse_int=_whole, parse_float=lambda number: finite(float(number)), parse_constant=_refuse)
+    return json.loads(
+        text,
+        strict=False,
+        parse_int=_whole,
+        parse_float=lambda number: finite(float(number)),
+        parse_constant=lambda _: None,
+    )
+
+
+def in_strict_json(text: str) -> str:
+    """Return what `strict_json` takes as other readers take it."""
+    return _STRING_OR_CONSTANT.sub(lambda match: escaped(match[0]) if match[0][0] == '"' else "null", text)
+
+
+def escaped(text: str) -> str:
+    """Escape the control characters of a string in JSON."""
+    return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def finite(value: Any) -> Any:
-    """Return a JSON value with the nearest numbers of double precision in place of those that are infinite.
-
-    Raises:
-        ValueError: a number is NaN.
+    """Return a JSON value with the nearest numbers of double precision in place of those that are infinite, and None in
+    place of NaN.
     """
     match value:
         case dict():
@@ -92,7 +112,7 @@ def finite(value: Any) -> Any:
         case list():
             return list(map(finite, value))
         case float() if math.isnan(value):
-            return _refuse("NaN")
+            return None
         case float():
             return min(max(value, -sys.float_info.max), sys.float_info.max)
     return value
@@ -101,10 +121,6 @@ def finite(value: Any) -> Any:
 def _whole(number: str) -> int | float:
     rounded = float(number)
     return finite(rounded) if math.isinf(rounded) else int(number)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def read_object(path: Path) -> dict[str, Any]:

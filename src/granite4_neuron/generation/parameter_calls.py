@@ -17,7 +17,7 @@ from typing import Any
 
 import regex
 
-from granite4_neuron.config.json_files import strict_json
+from granite4_neuron.config.json_files import CONSTANTS, in_strict_json, strict_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import schema_text
 from granite4_neuron.generation.tool_calls import (
@@ -260,11 +260,11 @@ def _in_json(text: str, types: frozenset[str]) -> str:
     """Return a value in JSON, if it can be of one of the types; of any, if there are none."""
     shown = _PYTHON.get(text.strip(), text)
     try:
-        value = strict_json(shown)
+        value = text if shown.strip() in CONSTANTS else strict_json(shown)
     except (ValueError, RecursionError):
         value = text
     is_right = not isinstance(value, str) and (not types or types & _types_of(value))
-    return shown.strip() if is_right else json.dumps(text, ensure_ascii=False)
+    return in_strict_json(shown.strip()) if is_right else json.dumps(text, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from granite4_neuron.config.json_files import strict_json
+from granite4_neuron.config.json_files import CONSTANTS, escaped, in_strict_json, strict_json
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.text import possible_start
 from granite4_neuron.generation.structured_outputs import schema_text, thought_rules
@@ -37,7 +37,7 @@ _HEAD = re.compile(
 _BEGIN = re.compile(rf"{SPACE}(\S|\Z)")
 _LIST = re.compile(rf"{SPACE}\[")
 _PART = 4096  # characters
-_CHARACTERS_THAT_COUNT = re.compile(r'["{}<]|\\.', re.DOTALL)
+_WHAT_COUNTS = re.compile("|".join([r'["{}<]|\\.|[\x00-\x1f]', *CONSTANTS]), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ def _call_of(text: str) -> ToolCall | None:
     """
     try:
         match strict_json(text):
-            case {"name": str(name), "arguments": dict(arguments), **others} if not others:
+            case {"name": str(name), "arguments": dict(arguments), **others} if name.isprintable() and not others:
                 return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-            case {"name": str(name), "arguments": str(arguments), **others} if not others:
+            case {"name": str(name), "arguments": str(arguments), **others} if name.isprintable() and not others:
                 if isinstance(strict_json(arguments), dict):
-                    return ToolCall(name, arguments)
+                    return ToolCall(name, in_strict_json(arguments))
     except (ValueError, RecursionError):
         pass
     return None
@@ -172,21 +172,30 @@ def pieces_of(text: str, stream: PieceStream, is_cut: bool = False) -> list[Any]
 
 
 class _ObjectScan:
-    """Finds the end of an object in JSON that comes piece by piece. Outside of strings it counts braces only."""
+    """Finds the end of an object in JSON that comes piece by piece. Outside of strings it counts braces only.
+
+    wrong: what JSON does not have in the text that was scanned last, but models write: `CONSTANTS`, and control
+        characters in strings; where each begins and ends, and the right text.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
         self._is_string = False
+        self.wrong: list[tuple[int, int, str]] = []
 
     def end(self, text: str, start: int) -> tuple[int, bool]:
         """Scan what follows `start`; return how far the text was read, and whether the object ends there: with its last
         brace, or before a "<" outside of a string, where a mark of a call begins.
         """
-        position = start
-        for match in _CHARACTERS_THAT_COUNT.finditer(text, start):
+        position, self.wrong = start, []
+        for match in _WHAT_COUNTS.finditer(text, start):
             position = match.end()
             if match[0] == '"':
                 self._is_string = not self._is_string
+            elif self._is_string and match[0] < " ":
+                self.wrong.append((*match.span(), escaped(match[0])))
+            elif not self._is_string and match[0] in CONSTANTS:
+                self.wrong.append((*match.span(), "null"))
             elif not self._is_string and match[0] == "<":
                 return match.start(), True
             elif not self._is_string and match[0] in "{}":
@@ -194,7 +203,8 @@ class _ObjectScan:
                 if self._depth == 0:
                     return position, True
         # A backslash belongs to the character after it.
-        return len(text) - text.endswith("\\", position), False
+        end = len(text) - text.endswith("\\", position)
+        return end if self._is_string else end - possible_start(text[position:end], CONSTANTS), False
 
 
 class ToolCallStream:
@@ -310,7 +320,11 @@ class ToolCallStream:
             length = len(self._held)
         elif not length:
             return None
-        return [Arguments(self._take(length))]
+        text = self._held[:length]
+        for begin, end, right in reversed(self._object.wrong):
+            text = text[:begin] + right + text[end:]
+        self._take(length)
+        return [Arguments(text)]
 
     def _after_call(self) -> list[Piece] | None:
         self._held = self._held.lstrip()

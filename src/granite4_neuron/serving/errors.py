@@ -85,7 +85,11 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 
 def to_json(value: object) -> str:
-    """Encode as JSON in ASCII, because a message may quote invalid text."""
+    """Encode as JSON in ASCII, because a message may quote invalid text.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
     # Piece by piece, because `dumps` lets no other thread run. Several together, because each is a text of its own.
-    pieces = json.JSONEncoder().iterencode(value)
+    pieces = json.JSONEncoder(allow_nan=False).iterencode(value)
     return "".join(iter(lambda: "".join(islice(pieces, _PIECES)), ""))

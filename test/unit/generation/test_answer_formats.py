@@ -153,6 +153,7 @@ def test_without_tools_a_thought_may_show_a_call():
         (dict(days="1e3"), dict(days=1000)),
         (dict(where='{"x": 1}', other="[1]", text="x y"), dict(where={"x": 1}, other=[1], text="x y")),
         (dict(other="NaN", text='"x"'), dict(other="NaN", text='"x"')),
+        (dict(where='{"x": [NaN, "NaN\t"]}'), dict(where={"x": [None, "NaN\t"]})),
         (dict(city="</function>"), dict(city="</function>")),
         (dict(city="a</parameter> b\n</parameter>", days="3"), dict(city="a</parameter> b\n</parameter>", days=3)),
         (dict(where='{"x": "</parameter>"}'), dict(where={"x": "</parameter>"})),

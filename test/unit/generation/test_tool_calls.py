@@ -101,6 +101,23 @@ F_BEGINS = f'{OPEN}{{"name": "f", "arguments": '
 # Content and calls of answers with an incomplete call, or with a call whose mark is missing.
 UNUSUAL = {
     "arguments that are no JSON": (F_BEGINS + f"{{a}}}}{CLOSE}", "", ["{a}"]),
+    "constants that are not in JSON": (
+        F_BEGINS + '{"a": [NaN, -Infinity,Infinity], "b": "NaN\\"-Infinity"}' + f"}}{CLOSE}",
+        "",
+        ['{"a": [null, null,null], "b": "NaN\\"-Infinity"}'],
+    ),
+    "such constants in another order": (
+        f'{OPEN}{{"arguments": {{"a": [NaN, "\t"]}}, "name": "f"}}{CLOSE}',
+        "",
+        ['{"a": [null, "\\t"]}'],
+    ),
+    "such constants in a text": (
+        f'{OPEN}{{"arguments": "{{\\"a\\": [ NaN,\\"\\n\\"]}}", "name": "f"}}{CLOSE}',
+        "",
+        ['{"a": [ null,"\\n"]}'],
+    ),
+    "control characters in strings": (F_BEGINS + '{\n"a": "b\n\tc"}' + f"}}{CLOSE}", "", ['{\n"a": "b\\n\\tc"}']),
+    "cut off in a constant": (F_BEGINS + '{"a": -Inf', "", ['{"a": -Inf']),
     "cut off in a string": (F_BEGINS + '{"a": "b', "", ['{"a": "b']),
     "cut off behind a backslash": (F_BEGINS + '{"a": "b\\', "", ['{"a": "b\\']),
     "cut off before its last brace": (f"Hm. {F_BEGINS}{{}}", "Hm.", ["{}"]),
@@ -162,6 +179,8 @@ MARKS = (
     '{"name": "f", "arguments": ',
     '{"arguments": {}, "name": "g"}',
     '{"a": 1}',
+    "NaN",
+    "-Infinity",
 )
 PIECES = st.sampled_from([*MARKS, *'{}"\\[,\n é']) | st.builds(lambda call: spelled(*call)[0], CALLS)
 

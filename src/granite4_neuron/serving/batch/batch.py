@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
+import pydantic_core
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, Output
@@ -24,7 +23,7 @@ from granite4_neuron.serving.apis.endpoints import check_model
 from granite4_neuron.serving.apis.identity import fixed
 from granite4_neuron.serving.batch.forms import Form, Prompts, form_of
 from granite4_neuron.serving.batch.lines import Line
-from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
@@ -73,7 +72,7 @@ class LineJob(Job):
             api, given = self._form.request()
             if given.get("seed") in (None, -1):  # so that a text that is made again is the same
                 given = {**given, "seed": (seed + self._place) % _NUM_SEEDS}
-            body = parse(api.body, to_json(given), maker.limits.num_tokens)
+            body = parse(api.body, pydantic_core.to_json(given), maker.limits.num_tokens)
             check_model(body.model, (model, *maker.adapters))
             if body.stream:
                 raise RequestError(400, "stream: a batch has no streams; leave it out.", "stream")
@@ -116,7 +115,7 @@ class LineJob(Job):
 
     def _end(self, value: dict[str, Any], has_failed: bool) -> None:
         num_tokens = sum(output.token is not None for _, output in self._outputs)
-        line = json.dumps(value).encode() + b"\n"
+        line = to_json(value).encode() + b"\n"
         self.result = Result(self._place, self._source, line, num_tokens, has_failed)
         self.requests, self._outputs = (), []
 

@@ -19,13 +19,14 @@ MOST = sys.float_info.max
         (f'{{"x": {"9" * 5000}, "y": -{"9" * 400}, "z": {2**64}}}', {"x": MOST, "y": -MOST, "z": 2**64}),
         (r'{"x": "\ud800", "y": 1}', {"x": "\ud800", "y": 1}),
         ('{"x": [1e999, "cut', {"x": [MOST]}),
-        ('{"x": NaN}', {}),
-        ('{"x": Infinity}', {}),
+        ('{"x": [NaN, "NaN"]}', {"x": [None, "NaN"]}),
+        ('{"x": Infinity}', {"x": None}),
+        ('{"x": "a\nb"}', {"x": "a\nb"}),
         ("[1]", {}),
         ("", {}),
         ('{"x": ' + "[" * 100_000, {}),
         ({"x": {"y": -math.inf}}, {"x": {"y": -MOST}}),
-        ({"x": math.nan}, {}),
+        ({"x": math.nan}, {"x": None}),
     ],
     ids=lambda each: repr(each)[:30],
 )
@@ -37,4 +38,3 @@ def test_arguments_are_strict_json(text, expected):
 def test_a_call_in_another_order_is_strict_json_too():
     _, [call] = parse_tool_calls('<tool_call>{"arguments": {"x": 1e999}, "name": "f"}</tool_call>')
     assert json.loads(call.arguments, parse_constant=pytest.fail) == {"x": MOST}
-    assert parse_tool_calls('<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>')[1] == []
