@@ -11,11 +11,8 @@ def main() -> int:
     """Run `cli.main`; until it handles Ctrl-C itself, Ctrl-C ends the process silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
     from granite4_neuron.commands import cli
-    from granite4_neuron.system.sandbox import budgeted_thread
 
-    status = cli.main()
-    budgeted_thread.leave(status)
-    return status
+    return cli.main()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ ENORMOUS = {
     "a costly schema": (
         "completions",
         {"prompt": "a", "structured_outputs": {"json": {"type": "integer", "multipleOf": 99_999_989}}},
-        "it takes more than 2 seconds or 0.5 GiB",
+        "it is nested too deep, or takes more than 4 seconds or 1 GiB",
     ),
     "tools": ("chat/completions", many('{"type":"function","function":{"name":"a"}}', 60_000, "tools"), PARTS),
     "fewer tools": (

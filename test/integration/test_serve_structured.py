@@ -178,7 +178,8 @@ REFUSED = {
     "long": (dict(structured_outputs={"regex": "a" * 70_000}), "structured_outputs: the regular expression has 70,000"),
     "costly": (
         dict(structured_outputs={"json": {"type": "integer", "multipleOf": 99_999_989}}),
-        "structured_outputs: the JSON schema cannot be used (it takes more than 2 seconds or 0.5 GiB)",
+        "structured_outputs: the JSON schema cannot be used "
+        "(it is nested too deep, or takes more than 4 seconds or 1 GiB)",
     ),
 }
 

@@ -6,11 +6,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import llguidance
-import llguidance.hf
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -22,9 +22,17 @@ from granite4_neuron.generation.closed_objects import close_objects
 from granite4_neuron.generation.equal_schemas import equal_schema
 from granite4_neuron.generation.schema_faults import place_of_fault
 from granite4_neuron.generation.schema_references import has_endless_reference
-from granite4_neuron.system.sandbox.budgeted_thread import BudgetedThread, OverBudget
-from granite4_neuron.system.sandbox.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
+from granite4_neuron.system.sandbox.grammar_process import (
+    GrammarFailed,
+    GrammarProcess,
+    GrammarWorker,
+    Mask,
+    Matcher,
+    Vocabulary,
+    WorkerEnded,
+)
 from granite4_neuron.system.sandbox.limited_process import Stop
+from granite4_neuron.system.stack import in_large_stack
 
 Result = TypeVar("Result")
 
@@ -45,7 +53,6 @@ _ANY_WHITESPACE = {"whitespace_pattern": r"[ \n\t]{1,40}"}
 # As Python's json.dumps writes it, and so what chat templates show of calls and schemas.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-_COMPILE_SECONDS = 4  # of the processor's time; the trial, whose vocabulary is small, has had half of it
 # Processor time for a text, and for each of its tokens. Masks of large schemas take up to 0.02 s, most others less than
 # 0.001 s.
 _TEXT_SECONDS = 0.5
@@ -59,35 +66,26 @@ class GrammarConstraint:
     the next mask says so.
 
     Args:
-        end: the end-of-sequence token.
-        thread: in which the matcher works, so that a single mask is given up too; None for the caller's. With one, no
-            drafts are allowed, and no token is `forced`.
+        matcher: of the grammar; or a process with it, which can be ended within a mask, too. With a process no drafts
+            are allowed, and no token is `forced`.
         after_thought: see the method of this name.
     """
 
-    def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        end: int,
-        thread: BudgetedThread | None,
-        after_thought: Callable[[str], GrammarConstraint],
-    ):
+    def __init__(self, matcher: Matcher | GrammarWorker, after_thought: Callable[[str], GrammarConstraint]):
         self._matcher = matcher
-        self._end = end
-        self._thread = thread
         self._after_thought = after_thought
         self._seconds_left = _TEXT_SECONDS
         self._accepted: list[int] = []  # tokens that the matcher does not have yet
-        self._has_ended = False  # whether the text is complete and has its end token
 
     def fork(self) -> GrammarConstraint:
         """See `Constraint.fork`."""
-        # A matcher whose work was given up is still busy, and is not asked again.
-        matcher = self._matcher if math.isinf(self._seconds_left) else self._matcher.deep_copy()
-        forked = GrammarConstraint(matcher, self._end, self._thread, self._after_thought)
-        forked._seconds_left = self._seconds_left
+        forked = copy(self)
         forked._accepted = list(self._accepted)
-        forked._has_ended = self._has_ended
+        if self._seconds_left > 0:
+            try:
+                forked._matcher = self._matcher.fork()
+            except WorkerEnded:
+                forked._seconds_left = -math.inf
         return forked
 
     def after_thought(self, ends_thought: str) -> GrammarConstraint:
@@ -108,15 +106,15 @@ class GrammarConstraint:
 
     def bits(self, vocab_size: int) -> np.ndarray:
         """See `BitConstraint.bits`."""
-        bits = self._run(self._matcher.compute_bitmask, b"")
-        if self._seconds_left <= 0:
+        mask = self._mask() if self._seconds_left > 0 else None
+        if mask is None or self._seconds_left <= 0:
             raise NoTokenLeft("the grammar takes too much processor time; use a simpler or less ambiguous one.")
-        if self._has_ended:
+        if mask.has_ended:
             raise NoTokenLeft("the grammar allows no further token (its text has ended).")
-        allowed = np.frombuffer(bits, np.uint8)[: -(-vocab_size // 8)].copy()
+        allowed = np.frombuffer(mask.bits, np.uint8)[: -(-vocab_size // 8)].copy()
         allowed[-1] &= 0xFF >> -vocab_size % 8  # there may be bits beyond the vocabulary
-        if self._matcher.is_error() or not allowed.any():
-            raise NoTokenLeft(f"the grammar allows no further token ({error_of(self._matcher) or 'none spells it'}).")
+        if mask.error or not allowed.any():
+            raise NoTokenLeft(f"the grammar allows no further token ({mask.error or 'none spells it'}).")
         return allowed
 
     def accept(self, token: int) -> None:
@@ -126,64 +124,35 @@ class GrammarConstraint:
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """See `Constraint.count_allowed`."""
-        if self._thread is not None:
-            return 0  # the matcher would hold Python's lock, and an ambiguous grammar takes seconds for some tokens
-        return self._run(lambda: 0 if self._has_ended else self._matcher.validate_tokens(list(tokens)), 0)
+        return self._run(lambda matcher: matcher.count_allowed(tokens), 0)
 
     def forced(self, most: int) -> Sequence[int]:
         """See `Constraint.forced`."""
-        if self._thread is not None:
-            return ()  # as for `count_allowed`
-        return self._run(lambda: self._forced(most), ())
+        return self._run(lambda matcher: matcher.forced(most), ())
 
-    def _forced(self, most: int) -> Sequence[int]:
-        """Return the tokens that are the only ones in their masks. llguidance's own list spells all forced bytes at
-        once; after its first token, other tokens could spell the rest.
-        """
-        matcher = self._matcher
-        tokens: list[int] = []
-        while len(tokens) < most and not self._has_ended:
-            following = matcher.compute_ff_tokens()[:1]
-            if not following and matcher.is_stopped() and not matcher.is_error():
-                return [*tokens, self._end]
-            if not following:
-                break
-            if matcher is self._matcher:
-                matcher = matcher.deep_copy()
-            matcher.consume_tokens(following)
-            tokens += following
-            if following == [self._end] and matcher.is_stopped():
-                break
-        return tokens
+    def _mask(self) -> Mask | None:
+        """Return the mask of the token that follows; None if its process was ended."""
+        accepted, self._accepted = self._accepted, []
+        try:
+            if isinstance(self._matcher, GrammarWorker):
+                mask = self._matcher.mask(accepted, self._seconds_left)
+            else:
+                mask = self._matcher.mask(accepted)
+        except WorkerEnded:
+            self._seconds_left = -math.inf
+            return None
+        self._seconds_left -= mask.seconds
+        return mask
 
-    def _advance(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            is_complete = self._matcher.is_stopped()  # only an end token may follow
-            if not is_complete:
-                self._matcher.consume_token(token)
-            self._has_ended = token == self._end and self._matcher.is_stopped()
-
-    def _run(self, work: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of the matcher's work, or `otherwise` if no time is left for it."""
-        if self._seconds_left <= 0:
+    def _run(self, work: Callable[[Matcher], Result], otherwise: Result) -> Result:
+        """Return the result of the matcher's work, or `otherwise` if it is in a process or no time is left."""
+        if isinstance(self._matcher, GrammarWorker) or self._seconds_left <= 0:
             return otherwise
         accepted, self._accepted = self._accepted, []
-
-        def advance_and_work() -> Result:
-            self._advance(accepted)
-            return work()
-
-        if self._thread is None:
-            started = time.thread_time()
-            result = advance_and_work()
-            self._seconds_left -= time.thread_time() - started
-            return result
-        try:
-            result, seconds = self._thread.run(advance_and_work, self._seconds_left)
-        except OverBudget:
-            self._seconds_left = -math.inf
-            return otherwise
-        self._seconds_left -= seconds
+        started = time.thread_time()
+        self._matcher.advance(accepted)
+        result = work(self._matcher)
+        self._seconds_left -= time.thread_time() - started
         return result
 
 
@@ -200,15 +169,13 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
         added = tokenizer.added_tokens_decoder.values()
         self._special_tokens = [token.content for token in added if token.special]
-        self._process = GrammarProcess(self._special_tokens)
-        self._compiling = BudgetedThread("grammar")
-        self._masking = BudgetedThread("masks")
         self._failure: str | None = None
-        self._end = end = tokenizer.eos_token_id
         try:
-            if end is None:  # llguidance would guess one
+            if tokenizer.eos_token_id is None:  # llguidance would guess one
                 raise ValueError("it has no end-of-sequence token")
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end)
+            self._vocabulary = Vocabulary(_definition(tokenizer), vocab_size, tokenizer.eos_token_id)
+            self._tokenizer = self._vocabulary.read()
+            self._process = GrammarProcess(self._vocabulary)
         except ValueError as error:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."
 
@@ -252,11 +219,14 @@ class Grammars:
         if len(text) > _MOST_CHARACTERS:
             raise UserError(f"{_NAMES[kind]} has {len(text):,} characters, and may have {_MOST_CHARACTERS:,}.")
         try:
-            grammar = self._process.convert("lark" if kind in ("choice", "structural_tag") else kind, text, stop)
+            format = "lark" if kind in ("choice", "structural_tag") else kind
+            worker, grammar = self._process.compile(format, text, stop)
         except GrammarFailed as error:
             fault = self._fault(_object(value, ""), error, stop) if kind == "json" else str(error).rstrip(".")
             raise UserError(f"{_NAMES[kind]} cannot be used ({fault}).") from None
-        return self._compiled(kind, grammar, ends_thought)
+        if ends_thought is not None:
+            return self._after_thought(kind, grammar, ends_thought)
+        return self._constraint(kind, worker, grammar)
 
     def why_not(self, schema: Mapping[str, Any], stop: Stop | None = None) -> str | None:
         """Return why texts cannot follow a JSON schema, and which part of it is the cause; None if they can.
@@ -264,11 +234,13 @@ class Grammars:
         Raises:
             Stopped: `stop` was set.
         """
+        if self._failure is not None:
+            return self._failure.rstrip(".")
         try:
             text = schema_text(schema, "it")
             if len(text) > _MOST_CHARACTERS:
                 return f"it has {len(text):,} characters"
-            self._process.convert("json", text, stop)
+            self._process.compile("json", text, stop)
         except UserError as error:
             return str(error).rstrip(".")
         except GrammarFailed as error:
@@ -278,26 +250,37 @@ class Grammars:
     def _fault(self, schema: Mapping[str, Any], error: GrammarFailed, stop: Stop | None) -> str:
         def error_alone(part: Mapping[str, Any]) -> str | None:
             try:
-                self._process.convert("json", schema_text(part, "it"), stop)
+                self._process.compile("json", schema_text(part, "it"), stop)
             except (GrammarFailed, UserError) as found:
                 return str(found)
             return None
 
         return place_of_fault(schema, str(error), error_alone)
 
-    def _compiled(self, kind: Kind, grammar: str, ends_thought: str | None) -> GrammarConstraint:
-        """Compile a grammar in llguidance's format; see `constraint`."""
-        whole = grammar if ends_thought is None else _after_thought(grammar, ends_thought, self._special_tokens)
+    def _after_thought(self, kind: Kind, grammar: str, ends_thought: str) -> GrammarConstraint:
+        """Return the constraint of a thought and then of a text of a grammar in llguidance's format."""
+        whole = _after_thought(grammar, ends_thought, self._special_tokens)
         try:
-            matcher, _ = self._compiling.run(lambda: new_matcher(self._tokenizer, whole), _COMPILE_SECONDS)
+            worker, whole = self._process.compile("llguidance", whole)
         except GrammarFailed as error:
             raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
-        except OverBudget:
-            raise UserError(f"{_NAMES[kind]} cannot be used (it takes more than {_COMPILE_SECONDS} seconds).") from None
-        # Only there a mask may take seconds. Elsewhere a change of threads, for which a busy processor takes
-        # milliseconds, is not worth its time.
-        thread = self._masking if kind == "grammar" else None
-        return GrammarConstraint(matcher, self._end, thread, partial(self._compiled, kind, grammar))
+        return self._constraint(kind, worker, whole, grammar)
+
+    def _constraint(
+        self, kind: Kind, worker: GrammarWorker, grammar: str, without_thought: str | None = None
+    ) -> GrammarConstraint:
+        """Return the constraint of a grammar that a process has compiled.
+
+        Args:
+            without_thought: the grammar of what follows the thought; None for the same.
+        """
+        after_thought = partial(self._after_thought, kind, without_thought or grammar)
+        if kind == "grammar":
+            # Only there a mask may take seconds. Elsewhere a change of processes is not worth its time.
+            return GrammarConstraint(worker, after_thought)
+        return GrammarConstraint(
+            in_large_stack(lambda: Matcher.of(self._tokenizer, self._vocabulary.end, grammar)), after_thought
+        )
 
     def _tags(self, value: Any, disable_any_whitespace: bool) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.
@@ -321,8 +304,17 @@ class Grammars:
         return llguidance.StructTag.to_grammar(tags, assume_special=are_special)
 
     def close(self) -> None:
-        """End the process in which grammars are tried; it starts again when it is needed."""
-        self._process.close()
+        """End the process in which grammars are compiled; it starts again when it is needed."""
+        if self._failure is None:
+            self._process.close()
+
+
+def _definition(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a tokenizer as its tokenizer.json has it, with the tokens that were added later."""
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str()
 
 
 def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_whitespace: bool = True) -> str:

@@ -17,7 +17,7 @@ from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
-from granite4_neuron.system.sandbox.budgeted_thread import with_stack
+from granite4_neuron.system.stack import with_stack
 
 Batch = list[tuple[int, Output]]
 PAUSE_SECONDS = 5

@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,7 +289,7 @@ REFUSED = {
     "not an object": ("json", "[1]", "the JSON schema must be an object"),
     "not JSON": ("json", "{", "the JSON schema is not JSON"),
     "very deep": ("json", "[" * 60_000, "the JSON schema is not JSON"),
-    "multiples of a large number": ("json", {"type": "integer", "multipleOf": 99_999_989}, "takes more than 2 seconds"),
+    "multiples of a large number": ("json", {"type": "integer", "multipleOf": 99_999_989}, "takes more than 4 seconds"),
     "too long": ("regex", "a" * 2**17, "the regular expression has 131,072 characters, and may have 65,536"),
     "not an expression": ("regex", "a(", "the regular expression cannot be used"),
     "no choices": ("choice", [], "must be of texts, at least one"),
@@ -309,7 +311,7 @@ REFUSED = {
         {"properties": {"a": {"allOf": [{}, {"$ref": "#/properties/a"}]}}},
         r"a \$ref that leads back to itself",
     ),
-    "nested rules": ("lark", NESTED, r"the grammar cannot be used \(it is nested too deep\)"),
+    "nested rules": ("lark", NESTED, r"the grammar cannot be used \(it is nested too deep, "),
     "no tags": ("structural_tag", {"triggers": ["<"], "structures": []}, 'have "structures"'),
     "a part of a tag": (
         "structural_tag",
@@ -425,6 +427,12 @@ def test_a_grammar_that_was_given_up_stays_so(tokenizer, grammars):
     for forked in (constraint, constraint.fork()):
         with pytest.raises(NoTokenLeft, match="takes too much processor time"):
             forked.mask(torch.zeros(VOCAB))
+    process = Path(f"/proc/{constraint._matcher._pid}")
+    del constraint, forked
+    end = time.monotonic() + 60
+    while process.exists():
+        assert time.monotonic() < end, "its process goes on"
+        time.sleep(0.01)
 
 
 def test_a_complete_structure_ends_a_text_before_min_tokens(runtime, tokenizer, grammars):
@@ -507,20 +515,19 @@ def test_a_compilation_can_be_stopped(grammars):
         except Exception as error:
             ended.append(type(error))
 
-    process = grammars._process
-    assert grammars.constraint("choice", ["a"])
     running = threading.Thread(target=compile_it, args=[0])
     running.start()
     while stops[0]._process is None:
         assert running.is_alive()
     waiting = threading.Thread(target=compile_it, args=[1])
     waiting.start()
-    before = process._process
+    compiling = grammars._process._compiling
     stops[1].set()
     stops[0].set()
     for thread in (running, waiting):
         thread.join(60)
-    assert ended == [Stopped, Stopped] and before.poll() is not None
+    assert ended == [Stopped, Stopped]
+    assert compiling._connection.recv(1) == b"", "the process has ended"
     assert grammars.constraint("choice", ["a"])
 
 
@@ -563,35 +570,3 @@ def test_a_deep_grammar_overflows_no_stack_of_this_process(tokenizer, limit):
     assert done.returncode == 0, done
     first, *_, last = done.stdout.split()
     assert (first, last) == ("ok", "deep") and set(done.stdout.split()) == {"ok", "deep"}
-
-
-@pytest.mark.slow
-def test_a_process_ends_well_while_a_mask_that_was_given_up_runs():
-    """The mask would return to an interpreter that is taken down, which `__del__` holds up."""
-    program = """
-import time, torch
-from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.engine.sampling import NoTokenLeft
-from granite4_neuron.generation.structured_outputs import Grammars
-
-class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(4)
-
-slow, checkpoint = Slow(), open_checkpoint(bundled_checkpoint())
-tokenizer, vocab_size = checkpoint.load_tokenizer(), checkpoint.config.vocab_size
-grammars = Grammars(tokenizer, vocab_size)
-constraint = grammars.constraint("grammar", "start: e\\ne: e e | e e e | e e e e | /(.|\\\\n)/")
-[token] = tokenizer.encode("a", add_special_tokens=False)
-try:
-    while True:
-        constraint.mask(torch.zeros(vocab_size))
-        constraint.accept(token)
-except NoTokenLeft as error:
-    print(error)
-grammars.close()
-"""
-    for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-        assert (ended.returncode, ended.stderr) == (0, "") and "too much processor time" in ended.stdout

@@ -1,1 +1,1 @@
-"""Processes with limits on time and memory for work on untrusted input, and threads with a budget of processor time."""
+"""Processes with limits on time and memory for work on untrusted input."""

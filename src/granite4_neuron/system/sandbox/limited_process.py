@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -33,12 +33,19 @@ class Stopped(Exception):
     """A `Stop` ended the question."""
 
 
+class Killable(Protocol):
+    """A process."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
 class Stop:
     """Ends one question from another thread, whether it waits for its turn or is being answered."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Killable | None = None
         self.is_set = False
 
     def set(self) -> None:
@@ -49,7 +56,7 @@ class Stop:
                 self._process.kill()
 
     @contextmanager
-    def over(self, process: subprocess.Popen[str]) -> Iterator[None]:
+    def over(self, process: Killable) -> Iterator[None]:
         """Within the block, let `set` end a process.
 
         Raises:
@@ -76,14 +83,12 @@ class LimitedProcess:
             another object.
         seconds: the most processor time for one question.
         memory_bytes: the most memory of the process.
-        stack_bytes: the main thread's stack; None for the limit of `ulimit -s`.
     """
 
-    def __init__(self, module: str, seconds: int, memory_bytes: int, stack_bytes: int | None = None):
+    def __init__(self, module: str, seconds: int, memory_bytes: int):
         self._module = module
         self._seconds = seconds
         self._memory_bytes = memory_bytes
-        self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
@@ -146,8 +151,8 @@ class LimitedProcess:
         return f"it takes more than {self._seconds} seconds or {self._memory_bytes / 2**30:g} GiB"
 
     def _start(self) -> subprocess.Popen[str]:
-        numbers = map(str, (self._seconds, self._memory_bytes, self._stack_bytes or 0))
-        command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), self._module, *numbers]
+        limits = map(str, (self._seconds, self._memory_bytes))
+        command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), self._module, *limits]
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -163,20 +168,11 @@ def main() -> None:
     """Serve a `LimitedProcess`: read a question from each line of standard input, and write an answer to a line of
     standard output.
     """
-    name, (seconds, memory_bytes, stack_bytes) = sys.argv[2], map(int, sys.argv[3:6])
+    name, (seconds, memory_bytes) = sys.argv[2], map(int, sys.argv[3:5])
     module = importlib.import_module(f"granite4_neuron.system.sandbox.{name}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    if stack_bytes:
-        _limit_stack(stack_bytes)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     for line in sys.stdin:
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, most))
         print(json.dumps(module.answer(json.loads(line))), flush=True)
-
-
-def _limit_stack(most: int) -> None:
-    """Limit how far the main thread's stack may still grow; keep a lower limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    limits = [limit for limit in (most, soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_STACK, (min(limits), hard))
