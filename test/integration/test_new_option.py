@@ -4,18 +4,12 @@ No other file of the package changes. The changed files are those that docs/exte
 """
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import granite4_neuron
+from test.support.package_copy import ROOT, PackageCopy
 
-ROOT = Path(__file__).parents[2]
 # The line in each file that the new lines follow, and the new lines.
 SAMPLING_OPTION = {
     "engine/sampling_params.py": (
@@ -38,7 +32,7 @@ SAMPLING_OPTION = {
     ),
     "serving/apis/chat/protocol.py": (r"    min_p: float \| None = None\n", "    top_n_sigma: float | None = None\n"),
 }
-REFUSAL = "serving/apis/unsupported.py", '    "top_n_sigma": only(-1, 0),\n'  # which goes
+REFUSAL = "serving/apis/unsupported.py", r'    "top_n_sigma": .*\n'
 CPU_OPTION = {
     "devices/cpu/options.py": (
         r"    \*ARITHMETIC,\n",
@@ -109,29 +103,14 @@ print(json.dumps(answers))
 """
 
 
-def add(file, after, lines):
-    text, count = re.subn(f"({after})", lambda match: match[1] + lines, file.read_text(encoding="utf-8"), count=1)
-    assert count == 1, f"{file} has no line like {after}"
-    file.write_text(text, encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Add both options to a copy of the package; return a function that runs Python with it."""
-    copy = tmp_path_factory.mktemp("copy") / "granite4_neuron"
-    shutil.copytree(Path(granite4_neuron.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for place, addition in (*SAMPLING_OPTION.items(), *CPU_OPTION.items(), ("devices/cpu/runtime.py", IN_THE_RUNTIME)):
-        add(copy / place, *addition)
-    file = copy / REFUSAL[0]
-    assert REFUSAL[1] in file.read_text(encoding="utf-8")
-    file.write_text(file.read_text(encoding="utf-8").replace(REFUSAL[1], ""), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(copy.parent), "COLUMNS": "200"}
-
-    def run(*arguments):
-        return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    return run
+    copy = PackageCopy(tmp_path_factory.mktemp("copy"))
+    for file, addition in (*SAMPLING_OPTION.items(), *CPU_OPTION.items(), ("devices/cpu/runtime.py", IN_THE_RUNTIME)):
+        copy.add(file, *addition)
+    copy.remove(*REFUSAL)
+    return copy.run
 
 
 @pytest.fixture(scope="module")

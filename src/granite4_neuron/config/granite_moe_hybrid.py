@@ -21,6 +21,8 @@ from granite4_neuron.errors import UserError
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
+# By model_type: make the content of another model's config.json that of a hybrid's.
+_AS_HYBRID = {DENSE_MODEL_TYPE: as_hybrid}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +87,11 @@ class GraniteMoeHybridConfig(ModelConfig):
     @classmethod
     def one_spelling(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Implement `ModelConfig.one_spelling`."""
-        if values.get("model_type") == DENSE_MODEL_TYPE:
-            values = as_hybrid(values)
-        elif values.get("model_type") != MODEL_TYPE:
-            raise UserError(
-                f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {MODEL_TYPE!r} (Granite 4) or "
-                f"{DENSE_MODEL_TYPE!r} (dense Granite models)."
-            )
-        return one_spelling(values)
+        model_type = values.get("model_type")
+        if model_type != MODEL_TYPE and model_type not in _AS_HYBRID:
+            others = ", ".join(map(repr, _AS_HYBRID))
+            raise UserError(f"model_type is {reprlib.repr(model_type)}, and must be {MODEL_TYPE!r} or one of {others}.")
+        return one_spelling(_AS_HYBRID.get(model_type, dict)(values))
 
     @classmethod
     def from_file(cls, path: str | Path) -> GraniteMoeHybridConfig:

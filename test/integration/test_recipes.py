@@ -1,0 +1,183 @@
+"""A copy of the package gets what docs/extending.md has recipes for, in the files that these name: a norm, a dtype of
+weights, and a model class. Options are in test_new_option.py, a quantisation in test_new_format.py.
+"""
+
+import pytest
+
+from test.support.package_copy import PackageCopy
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return PackageCopy(tmp_path)
+
+
+# Writes a random checkpoint and runs commands on it.
+BEGIN = """
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from granite4_neuron import load
+from granite4_neuron.commands import cli
+from test.support.checkpoints import save_byte_tokenizer, small_config
+
+folder = Path(sys.argv[1])
+
+def save(model, **fields):
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            scale = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            parameter.normal_(1.0 if "norm" in name else 0.0, scale)
+    model.config.update(fields)
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+"""
+
+
+def ran(copy, tmp_path, program):
+    done = copy.run("-c", BEGIN + program, tmp_path / "model")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+NORM = {
+    "ops/norm.py": (
+        r"import functional as F\n",
+        "\n\ndef layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:\n"
+        "    return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(weight.dtype)\n",
+    ),
+    "ops/operators.py": (
+        r"    rms_norm: Operator = rms_norm\n",
+        "    layer_norm: Operator = layer_norm\n",
+    ),
+    "model/norm.py": (
+        r"        return self.operators.rms_norm\(hidden_states, self.weight, self.eps\)\n",
+        "\n\nclass LayerNorm(RMSNorm):\n"
+        "    def __init__(self, channels: int, eps: float):\n"
+        "        super().__init__(channels, eps)\n"
+        "        self.bias = nn.Parameter(torch.empty(channels))\n\n"
+        "    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:\n"
+        "        return self.operators.layer_norm(hidden_states, self.weight, self.bias, self.eps)\n",
+    ),
+}
+
+
+def test_a_norm(copy, tmp_path):
+    """A norm with a bias, which a field of the config chooses, beside transformers with PyTorch's LayerNorm."""
+    for file, addition in NORM.items():
+        copy.add(file, *addition)
+    copy.add("ops/operators.py", r"from granite4_neuron.ops.norm import ", "layer_norm, ")
+    copy.add("config/model_config.py", r"    hidden_act: str = .*\n", '    norm_type: str = "rms_norm"\n')
+    copy.add(
+        "model/norm.py",
+        r'    """Make a norm of the residual stream.*\n',
+        '    if config.norm_type == "layer_norm":\n        return LayerNorm(config.hidden_size, config.rms_norm_eps)\n',
+    )
+    copy.add(
+        "model/parameters.py",
+        r"(?=    for module in biased:\n)",
+        '    if config.norm_type == "layer_norm":\n'
+        '        biased += [name.removesuffix(".weight") for name in others if name.endswith("layernorm.weight")]\n',
+    )
+    copy.add(
+        "model/parameters.py",
+        r"        NORM: Parameter\(\(hidden,\)\),\n",
+        '        **({"model.norm.bias": Parameter((hidden,))} if config.norm_type == "layer_norm" else {}),\n',
+    )
+    copy.add(
+        "model/parameters.py",
+        r"    found\[NORM\] = outside\[NORM\]\n",
+        '    if config.norm_type == "layer_norm":\n        found["model.norm.bias"] = outside["model.norm.bias"]\n',
+    )
+    copy.add(
+        "evaluation/layers.py", r"rms_norm=lambda x, weight, eps: x", ", layer_norm=lambda x, weight, bias, eps: x"
+    )
+    said = ran(
+        copy,
+        tmp_path,
+        """
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
+
+class LayerNorm(torch.nn.LayerNorm):
+    def __init__(self, hidden_size, eps):
+        super().__init__(hidden_size, eps=eps)
+
+modeling.GraniteMoeHybridRMSNorm = LayerNorm
+config = transformers.GraniteMoeHybridConfig(**small_config(vocab_size=264).to_dict())
+save(transformers.GraniteMoeHybridForCausalLM(config), norm_type="layer_norm")
+assert cli.main(["check", "--model", str(folder), "--layers", "--tokens", "4"]) == 0
+print(load(str(folder))[0].fallbacks)
+""",
+    )
+    assert "they compute RMS norms, and the model has a LayerNorm" in said
+
+
+def test_a_dtype_of_weights(copy, tmp_path):
+    copy.add("config/dtypes.py", r"_TABLE = \{", '"float64": _Dtype(8, "F64"), ')
+    said = ran(
+        copy,
+        tmp_path,
+        """
+from safetensors import safe_open
+
+assert cli.main(["convert", "--dtype", "float64", "--output", str(folder)]) == 0
+with safe_open(folder / "model.safetensors", "pt") as file:
+    print({file.get_slice(name).get_dtype() for name in file.keys()})
+assert load(str(folder), cpu_kernels="torch")[0].dtype == torch.float64
+assert cli.main(["generate", "--model", str(folder), "--cpu-kernels", "torch", "--max-tokens", "9", "The"]) == 0
+""",
+    )
+    assert "'F64'" in said
+
+
+FAMILY = '''
+"""Reads configs of GraniteMoeSharedForCausalLM: attention in all layers, with experts and an MLP for all tokens."""
+
+from granite4_neuron.config.aliases import ATTENTION
+
+SHARED_MODEL_TYPE = "granitemoeshared"
+
+
+def shared_as_hybrid(values):
+    return {
+        **values,
+        "layer_types": [ATTENTION] * values["num_hidden_layers"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 1,
+    }
+'''
+
+
+def test_a_model_class(copy, tmp_path):
+    """GraniteMoeSharedForCausalLM, whose mathematics is that of Granite 4's attention layers, beside transformers."""
+    copy.write("config/moe_shared.py", FAMILY)
+    imports = r"from granite4_neuron.config.json_files import read_object\n"
+    line = "from granite4_neuron.config.moe_shared import SHARED_MODEL_TYPE, shared_as_hybrid\n"
+    for file in ("config/__init__.py", "config/granite_moe_hybrid.py"):
+        copy.add(file, imports, line)
+    copy.add(
+        "config/__init__.py",
+        r"    DENSE_MODEL_TYPE: .*\n",
+        '    SHARED_MODEL_TYPE: (GraniteMoeHybridConfig, "Granite models with experts and no Mamba layers"),\n',
+    )
+    copy.add("config/granite_moe_hybrid.py", r"_AS_HYBRID = \{", "SHARED_MODEL_TYPE: shared_as_hybrid, ")
+    said = ran(
+        copy,
+        tmp_path,
+        """
+values = small_config(vocab_size=264).to_dict()
+for name in ("layer_types", "model_type", "architectures"):
+    del values[name]
+config = transformers.GraniteMoeSharedConfig(**values | {"num_hidden_layers": 3})
+save(transformers.GraniteMoeSharedForCausalLM(config))
+assert cli.main(["check", "--model", str(folder), "--layers", "--tokens", "4"]) == 0
+print(load(str(folder))[0].config.layer_types)
+""",
+    )
+    assert "('attention', 'attention', 'attention')" in said
