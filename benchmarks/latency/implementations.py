@@ -214,16 +214,7 @@ def _serve(
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     try:
-        if name == MACHINE:
-            implementation = Machine(dtype)
-        elif name == TRANSFORMERS:
-            implementation = Transformers(folder, dtype, options.device)
-        elif name == LLAMA_CPP:
-            implementation = LlamaCpp(options.llama_cpp, options.gguf, options.threads, options.device)
-        elif name == OPENVINO:
-            implementation = OpenVino(options.openvino, dtype, options.threads, max(options.batch_size))
-        else:
-            implementation = Ours(folder, options)
+        implementation = _implementation(name, folder, dtype, options)
     except UserError as error:
         connection.send(error)
         return
@@ -242,6 +233,18 @@ def _serve(
             connection.send(error)
             return
         connection.send(Run(times, _peak_bytes(name, options.device), implementation.weight_bytes))
+
+
+def _implementation(name: str, folder: Path, dtype: torch.dtype | None, options: argparse.Namespace) -> Any:
+    if name == MACHINE:
+        return Machine(dtype)
+    if name == TRANSFORMERS:
+        return Transformers(folder, dtype, options.device)
+    if name == LLAMA_CPP:
+        return LlamaCpp(options.llama_cpp, options.gguf, options.threads, options.device)
+    if name == OPENVINO:
+        return OpenVino(options.openvino, dtype, options.threads, max(options.batch_size))
+    return Ours(folder, options)
 
 
 def _peak_bytes(name: str, device: str) -> int:

@@ -97,6 +97,21 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         UserError: they do not, or one of them needs something that is missing.
     """
+    _check_numbers(options)
+    _check_llama_cpp(options)
+    _check_others(options)
+    check_folder_of(options.json)
+    check_plot(options.plot)
+    _check_backend(options)
+    if is_reuse(options) or options.profile:
+        _check_reuse(options)
+    if options.profile and options.cpu_kernels == "torch":
+        raise UserError("--profile takes the time of the fused kernels; leave out --cpu-kernels torch.")
+    if options.model and options.random_weights:
+        raise UserError("give either --model or --random-weights, not both.")
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("batch_size", "prompt_length", "output_length", "repeats", "threads"):
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) < 1:
@@ -104,15 +119,18 @@ def check(options: argparse.Namespace) -> None:
     for name in ("warmup", "busy"):
         if getattr(options, name) < 0:
             raise UserError(f"--{name} must be at least 0.")
-    _check_llama_cpp(options)
+
+
+def _check_others(options: argparse.Namespace) -> None:
     if (OPENVINO in options.compare) != (options.openvino is not None):
         raise UserError("--compare openvino and --openvino, the folder of the exported model, go together.")
     if options.openvino is not None:
         openvino.check(options.openvino)
     if TRANSFORMERS in options.compare and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
-    check_folder_of(options.json)
-    check_plot(options.plot)
+
+
+def _check_backend(options: argparse.Namespace) -> None:
     check_backend(options.backend, backend_options(options) | kernels_of(options, options.kernels))
     if options.backend == "nxdi":
         neuron_sdk.require()
@@ -120,12 +138,6 @@ def check(options: argparse.Namespace) -> None:
         find_device(options.device)
         if options.compiler is not None:
             find_compiler(options.compiler)
-    if is_reuse(options) or options.profile:
-        _check_reuse(options)
-    if options.profile and options.cpu_kernels == "torch":
-        raise UserError("--profile takes the time of the fused kernels; leave out --cpu-kernels torch.")
-    if options.model and options.random_weights:
-        raise UserError("give either --model or --random-weights, not both.")
 
 
 def _check_llama_cpp(options: argparse.Namespace) -> None:

@@ -264,7 +264,7 @@ def test_a_file_of_weights_is_not_a_model(refuses, folder):
         (("plan", "--rate", "1", "--prompt-length", "9", "--output-length", "9"), "give --steps FILE, which"),
         (("plan", "--traffic", "x", "--seed", "1"), "--seed belongs to --rate; leave it out with --traffic"),
         (("plan", "--price", "1"), "--price belongs to --traffic or --rate"),
-        (("plan", "--traffic", "x", "--latency"), "are two questions; ask one"),
+        (("plan", "--traffic", "x", "--latency"), "cannot be combined"),
         (
             ("serve", "--model", str(bundled_checkpoint()), "--cpu-kernels", "torch", "--allow-runtime-lora-updating"),
             "adapters run on the backend cpu only, with its fused kernels",

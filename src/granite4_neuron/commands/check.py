@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
@@ -60,18 +61,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    no_layers = UserError(
-        f"--backend {options.backend} gives no hidden states, because its model is not ours; leave out --layers."
-    )
-    if options.layers and options.backend == "nxdi":
-        raise no_layers  # before it compiles for minutes
-    if options.layers and options.tp_degree != 1:
-        raise UserError("--layers runs parts of the model, and --tp-degree splits it; leave out one of them.")
+    _check_layers_option(options)
     # Not at the top: these imports take seconds, and --help does not need them.
     from transformers import logging
 
     from granite4_neuron.checkpoint.tokenizing import encode
-    from granite4_neuron.evaluation import accuracy, layers
+    from granite4_neuron.evaluation import accuracy
     from granite4_neuron.evaluation.reference import readable_by_transformers
     from granite4_neuron.runtime.bound_model import BoundModel
 
@@ -82,35 +77,63 @@ def run(options: argparse.Namespace) -> int:
             f"{stored.name}; check the original with --quantize {' or '.join(QUANTIZATIONS)}."
         )
     runtime, tokenizer = load_runtime(options, checkpoint)
-    bound = None
-    if options.layers:
-        if not isinstance(runtime, BoundModel):
-            raise no_layers
-        bound = runtime
+    if options.layers and not isinstance(runtime, BoundModel):
+        raise _no_layers(options)
     prompts = [encode(tokenizer, text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     logging.disable_progress_bar()  # of transformers' weights
     with readable_by_transformers(checkpoint) as folder, ProgressBar("comparison", "parts") as progress:
-        if bound is not None:
-            compared = layers.compare_layers(folder, prompts, options.tokens, bound, options.tolerance)
-            reports, num_layers = [], len(bound.config.layer_types)
-            progress(0, num_layers)
-            for layer_report in compared:
-                reports.append(layer_report)
-                progress(len(reports), num_layers)
-            return _print_layers(reports, bound)
+        if isinstance(runtime, BoundModel) and options.layers:
+            return _check_layers(options, folder, prompts, runtime, progress)
         report = accuracy.measure(folder, prompts, options.tokens, runtime, progress)
-    print_table(_accuracy_table(report, runtime.dtype))
-    print_table(_top_k_table(report, runtime.dtype))
+    return _print_accuracy(report, runtime.dtype, options.tolerance)
+
+
+def _check_layers_option(options: argparse.Namespace) -> None:
+    if options.layers and options.backend == "nxdi":
+        raise _no_layers(options)  # before it compiles for minutes
+    if options.layers and options.tp_degree != 1:
+        raise UserError("--layers runs parts of the model, and --tp-degree splits it; leave out one of them.")
+
+
+def _no_layers(options: argparse.Namespace) -> UserError:
+    return UserError(
+        f"--backend {options.backend} gives no hidden states, because its model is not ours; leave out --layers."
+    )
+
+
+def _check_layers(
+    options: argparse.Namespace,
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    runtime: BoundRuntime,
+    progress: Callable[[int, int], None],
+) -> int:
+    from granite4_neuron.evaluation import layers
+
+    reports: list[LayerReport] = []
+    num_layers = len(runtime.config.layer_types)
+    progress(0, num_layers)
+    for report in layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance):
+        reports.append(report)
+        progress(len(reports), num_layers)
+    return _print_layers(reports, runtime)
+
+
+def _print_accuracy(report: accuracy.AccuracyReport, dtype: torch.dtype, tolerance: float) -> int:
+    from granite4_neuron.evaluation import accuracy
+
+    print_table(_accuracy_table(report, dtype))
+    print_table(_top_k_table(report, dtype))
     if (ratio := report.r_ratio()) is not None:
         most = accuracy.MOST_R_RATIO
         verdict = "" if report.is_compressed else ": " + ("passed" if ratio < most else "not passed")
         write(
             f"R-ratio {ratio:.2f}{verdict} (our error over that of transformers in this dtype; AWS asks for < {most})"
         )
-    passed = report.passed(options.tolerance)
-    write(f"{'passed' if passed else 'FAILED'} ({report.criterion(options.tolerance)})")
+    passed = report.passed(tolerance)
+    write(f"{'passed' if passed else 'FAILED'} ({report.criterion(tolerance)})")
     return 0 if passed else EXIT_CHECK_FAILED
 
 

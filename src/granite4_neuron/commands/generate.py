@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.conversations import add_chat, chat_template_kwargs, check_chat
@@ -33,8 +34,12 @@ from granite4_neuron.commands.reuse import (
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from granite4_neuron.engine import PrefixCache, SlotPrefixCache
-    from granite4_neuron.generation import GenerationStats
+    from granite4_neuron.generation import GenerationError, GenerationStats
+    from granite4_neuron.generation.prompts import Prompt
+    from granite4_neuron.runtime.interface import Runtime
 
 _EXAMPLES = """\
 examples:
@@ -78,30 +83,80 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     template_kwargs = chat_template_kwargs(options)
-    if options.prompt_cache is not None and len(texts) > 1:
-        raise UserError("--prompt-cache takes one prompt; for several with the same beginning use --prefix-cache.")
     adapters = adapters_of(options)
-    if options.prompt_cache is not None and adapters:
-        raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
-    check_prompt_cache(options.prompt_cache)
+    _check_prompt_cache(options, len(texts), bool(adapters))
     runtime, tokenizer = load_runtime(
         options, model_checkpoint(options), adapters=adapters, mtp=drafts_with_mtp(options)
     )
-    # Not at the top: it takes seconds to import, and --help does not need it.
-    from granite4_neuron.checkpoint.tokenizing import encode
-    from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate
-
     names: list[str | None] = [*adapters] or [None]
-    titles = [text if len(names) == 1 else f"{name}: {text}" for text in texts for name in names]
-    system = [{"role": "system", "content": options.system}] if options.system else []
-    prompts: list[str | list[dict[str, str]]] = []
-    for text in texts:
-        prompts += [[*system, {"role": "user", "content": text}] if options.chat else text] * len(names)
+    prompts = [_prompt(options, text) for text in texts for _ in names]
     cache = prefix_cache(options, runtime, len(prompts))
+    continuations, stats, failed = _continue(
+        options, runtime, tokenizer, prompts, names * len(texts), cache, template_kwargs
+    )
+    if failed is not None and not any(continuations):
+        raise failed
+    if len(prompts) == 1:
+        write("")
+    else:
+        titles = [text if len(names) == 1 else f"{name}: {text}" for text in texts for name in names]
+        for title, continuation in zip(titles, continuations, strict=True):
+            write(f"=== {title}\n{continuation}\n")
+    if failed is not None:
+        raise failed
+    if options.prompt_cache is not None:
+        save_prompt(options, cache, _prompt_tokens(options, tokenizer, texts[0], template_kwargs))
+    if options.verbose:
+        _print_stats(stats, cache)
+        for fallback in runtime.fallbacks:
+            print(fallback, file=sys.stderr)
+    return 0
+
+
+def _check_prompt_cache(options: argparse.Namespace, num_texts: int, has_adapters: bool) -> None:
+    if options.prompt_cache is not None and num_texts > 1:
+        raise UserError("--prompt-cache takes one prompt; for several with the same beginning use --prefix-cache.")
+    if options.prompt_cache is not None and has_adapters:
+        raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
+    check_prompt_cache(options.prompt_cache)
+
+
+def _prompt(options: argparse.Namespace, text: str) -> Prompt:
+    """Return a prompt as `stream_generate` takes it: the text, or messages with it."""
+    if not options.chat:
+        return text
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    return [*system, {"role": "user", "content": text}]
+
+
+def _prompt_tokens(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, text: str, template_kwargs: dict[str, Any]
+) -> list[int]:
+    from granite4_neuron.checkpoint.tokenizing import encode
+    from granite4_neuron.generation import chat_prompt
+
+    if options.chat:
+        return chat_prompt(tokenizer, text, options.system, template_kwargs)
+    return encode(tokenizer, text)
+
+
+def _continue(
+    options: argparse.Namespace,
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[Prompt],
+    adapters: Sequence[str | None],
+    cache: PrefixCache | SlotPrefixCache | None,
+    template_kwargs: dict[str, Any],
+) -> tuple[list[str], GenerationStats, GenerationError | None]:
+    """Return the texts that follow prompts, each with its adapter, and what failed. A single text is written as it
+    comes.
+    """
+    # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.generation import GenerationError, GenerationStats, stream_generate
+
     drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
-    continuations = [""] * len(prompts)
-    stats = GenerationStats()
-    failed = None
+    texts, stats = [""] * len(prompts), GenerationStats()
     with ProgressBar("prompt", "tokens") as progress:
         try:
             for response in stream_generate(
@@ -114,38 +169,18 @@ def run(options: argparse.Namespace) -> int:
                 prefix_cache=cache,
                 drafter=drafts,
                 draft_tokens=draft_tokens,
-                adapter=names * len(texts),
+                adapter=adapters,
                 chat_template_kwargs=template_kwargs,
                 constraint=constraint(options, runtime, tokenizer),
                 **sampling_options(options),
             ):
                 stats = response.stats
-                continuations[response.index] += response.text
+                texts[response.index] += response.text
                 if len(prompts) == 1:
                     write(response.text, end="")
         except GenerationError as error:  # the texts of the other prompts are there
-            failed = error
-    if failed is not None and not any(continuations):
-        raise failed
-    if len(prompts) == 1:
-        write("")
-    else:
-        for title, continuation in zip(titles, continuations, strict=True):
-            write(f"=== {title}\n{continuation}\n")
-    if failed is not None:
-        raise failed
-    if options.prompt_cache is not None:
-        [text] = texts
-        if options.chat:
-            tokens = chat_prompt(tokenizer, text, options.system, template_kwargs)
-        else:
-            tokens = encode(tokenizer, text)
-        save_prompt(options, cache, tokens)
-    if options.verbose:
-        _print_stats(stats, cache)
-        for fallback in runtime.fallbacks:
-            print(fallback, file=sys.stderr)
-    return 0
+            return texts, stats, error
+    return texts, stats, None
 
 
 def _prompt_texts(options: argparse.Namespace) -> list[str]:

@@ -107,26 +107,37 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     has_traffic = options.traffic is not None or options.rate is not None
+    _check_questions(options, has_traffic)
+    if options.latency:
+        return _plan_latency(options)
+    if has_traffic:
+        return plan_traffic(options, lambda config: _graph_options(options, config))
+    if options.draft_model is not None and not (options.model and options.verify):
+        raise UserError("--draft-model needs --model, and --verify: the number of tokens to verify.")
+    return _plan_all(options) if options.model is None else _plan_model(options)
+
+
+def _check_questions(options: argparse.Namespace, has_traffic: bool) -> None:
+    """Check that at most one of memory, latency and traffic is asked for, with its own options."""
     if not has_traffic:
         check_no_traffic(options)
     if options.plot is not None and not (options.latency or has_traffic):
         raise UserError("--plot belongs to --latency, --traffic or --rate; give one of these, or leave it out.")
     if options.latency:
         if has_traffic:
-            raise UserError("--latency and --traffic or --rate are two questions; ask one.")
-        return _plan_latency(options)
-    given = {name: getattr(options, name) is not None for name in _LATENCY_DEFAULTS}
-    for name, is_given in {**given, "count_graphs": options.count_graphs}.items():
-        if is_given:
-            raise UserError(f"--{name.replace('_', '-')} belongs to --latency; give that too, or leave it out.")
+            raise UserError("--latency and --traffic or --rate cannot be combined.")
+        return
+    of_latency = [name for name in _LATENCY_DEFAULTS if getattr(options, name) is not None]
+    of_latency += ["count_graphs"] if options.count_graphs else []
+    _refuse(of_latency, "belongs to --latency; give that too, or leave it out.")
     if has_traffic:
-        for name in ("verify", "draft_model", "context"):
-            if getattr(options, name):
-                raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --traffic and --rate.")
-        return plan_traffic(options, lambda config: _graph_options(options, config))
-    if options.draft_model is not None and not (options.model and options.verify):
-        raise UserError("--draft-model needs --model, and --verify: the number of tokens to verify.")
-    return _plan_all(options) if options.model is None else _plan_model(options)
+        of_memory = [name for name in ("verify", "draft_model", "context") if getattr(options, name)]
+        _refuse(of_memory, "is about memory; leave it out with --traffic and --rate.")
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
+    if names:
+        raise UserError(f"--{names[0].replace('_', '-')} {why}")
 
 
 def _plan_latency(options: argparse.Namespace) -> int:
@@ -137,9 +148,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
     check_plot(options.plot)
-    for name in ("verify", "draft_model", "token_buckets"):
-        if getattr(options, name):
-            raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --latency.")
+    of_memory = [name for name in ("verify", "draft_model", "token_buckets") if getattr(options, name)]
+    _refuse(of_memory, "is about memory; leave it out with --latency.")
     config, stored_dtype = config_and_dtype(options.model)
     dtype = dtype_of(options.dtype or stored_dtype)
     plan.check_ranks(options.instance, options.tp_degree)

@@ -102,18 +102,9 @@ def _has_weights(group: Any) -> bool:
 def _scheme(group: dict[str, Any], format: Any) -> WeightScheme:
     weights = group["weights"]
     bits, strategy, size = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
+    if (reason := _why_not(group, format)) is not None:
+        raise _refusal(reason)
     is_packed = format == _PACKED
-    if not is_packed and format != "int-quantized":
-        raise _refusal(f"the format {reprlib.repr(format)}")
-    if any(group.get(name) is not None for name in ("input_activations", "output_activations")):
-        raise _refusal("quantized activations")
-    if weights.get("type") != "int":
-        raise _refusal(f"weights of type {reprlib.repr(weights.get('type'))}")
-    if weights.get("symmetric") is not True:
-        raise _refusal("weights that are not symmetric")
-    # Accepted methods reorder columns only while they quantize, and store them in the original order.
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _refusal(f"columns in another order (actorder {reprlib.repr(weights['actorder'])})")
     if strategy == "channel" and (bits == 8 or (bits == 4 and is_packed)):
         return WeightScheme(bits, None, is_packed)
     is_size = isinstance(size, int) and size > 0 and size % INT4_GROUP == 0
@@ -121,6 +112,23 @@ def _scheme(group: dict[str, Any], format: Any) -> WeightScheme:
         return WeightScheme(bits, size, is_packed)
     about = f", group_size {reprlib.repr(size)}" if strategy == "group" else ""
     raise _refusal(f"{reprlib.repr(bits)} bits, strategy {reprlib.repr(strategy)}{about}, in {format}")
+
+
+def _why_not(group: dict[str, Any], format: Any) -> str | None:
+    """Return what of a group's quantization is not read, whatever its bits; None if there is nothing."""
+    weights = group["weights"]
+    if format not in (_PACKED, "int-quantized"):
+        return f"the format {reprlib.repr(format)}"
+    if any(group.get(name) is not None for name in ("input_activations", "output_activations")):
+        return "quantized activations"
+    if weights.get("type") != "int":
+        return f"weights of type {reprlib.repr(weights.get('type'))}"
+    if weights.get("symmetric") is not True:
+        return "weights that are not symmetric"
+    # Accepted methods reorder columns only while they quantize, and store them in the original order.
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        return f"columns in another order (actorder {reprlib.repr(weights['actorder'])})"
+    return None
 
 
 def _refusal(what: str) -> UserError:

@@ -76,6 +76,15 @@ def _of_keyword(name: str, value: Any, whole: Schema) -> Any:
 def _of_keywords(part: Schema, whole: Schema) -> dict[str, Any]:
     """Return a part with other keywords of its own; the parts in it stay as they are."""
     equal = dict(part)
+    _with_known_strings(equal)
+    _with_near_bounds(equal)
+    _without_names(equal, whole)
+    _without_what_has_no_effect(equal)
+    return equal
+
+
+def _with_known_strings(equal: dict[str, Any]) -> None:
+    """Leave out formats that are notes for people, and write patterns as grammars take them."""
     named = equal.get("format")
     if isinstance(named, str) and named not in _FORMATS:
         del equal["format"]
@@ -84,8 +93,9 @@ def _of_keywords(part: Schema, whole: Schema) -> dict[str, Any]:
     if isinstance(equal.get("pattern"), str):
         _with_length(equal)
         equal["pattern"] = PATTERNS.get(equal["pattern"], equal["pattern"])
-    _with_near_bounds(equal)
-    _without_names(equal, whole)
+
+
+def _without_what_has_no_effect(equal: dict[str, Any]) -> None:
     if "uniqueItems" in equal and (not equal["uniqueItems"] or _has_one_item(equal)):
         del equal["uniqueItems"]
     if equal.get("unevaluatedProperties") in (False, True, {}):  # objects are closed, see `closed_objects`
@@ -99,7 +109,6 @@ def _of_keywords(part: Schema, whole: Schema) -> dict[str, Any]:
     for name in ("dependentRequired", "dependentSchemas"):
         if equal.get(name) == {}:
             del equal[name]
-    return equal
 
 
 def _with_length(part: dict[str, Any]) -> None:

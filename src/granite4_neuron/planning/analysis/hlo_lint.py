@@ -166,7 +166,8 @@ def findings(
             for a graph of another tool.
     """
     module = instructions(hlo_text)
-    rules = [_faults] if widens_places else [_faults, _faults_of_integers]
+    rules = [_faults_of_shapes, _faults_of_operation, _faults_of_places]
+    rules += [] if widens_places else [_faults_of_integers]
     faults = [(each.name, fault) for each in module.values() for rule in rules for fault in rule(each, module)]
     gathers = [each for each in module.values() if num_experts and _fetches_experts(each, module, num_experts)]
     faults += [(each.name, "is a gather of experts' weights at places that depend on data") for each in gathers]
@@ -176,7 +177,7 @@ def findings(
     return [f"{name} {fault}." for name, fault in faults]
 
 
-def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
+def _faults_of_shapes(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
     for dtype, dimensions in instruction.shapes:
         if len(dimensions) > MAX_RANK:
             yield f"({instruction.opcode}) has rank {len(dimensions)}, above {MAX_RANK}"
@@ -188,6 +189,9 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
             yield f"is a product of rank {rank}, above {_MAX_PRODUCT_RANK}"
     if instruction.is_dynamic:
         yield f"({instruction.opcode}) has a shape that is known only while the graph runs"
+
+
+def _faults_of_operation(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
     if instruction.opcode in _FORBIDDEN:
         yield _FORBIDDEN[instruction.opcode]
     if instruction.opcode == "custom-call":
@@ -197,6 +201,9 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
             yield _FORBIDDEN["send"]
         if "topk" in name or "sort" in name:
             yield _FORBIDDEN["topk"]
+
+
+def _faults_of_places(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
     if instruction.opcode in ("gather", "scatter") and not _depends_on_input(instruction.operands[1], module):
         yield f"is a {instruction.opcode} at places that do not depend on any input, where a slice would do"
     elif instruction.opcode == "gather" and not _picks_rows(instruction, module):

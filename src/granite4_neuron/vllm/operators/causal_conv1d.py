@@ -169,15 +169,7 @@ def causal_conv1d_update(
     if out.dtype != x.dtype:
         raise ValueError(f"out is {out.dtype} where x's {x.dtype} is needed")
 
-    if query_start_loc is None:
-        tokens = x if x.dim() == 2 else x.transpose(1, 2).flatten(0, 1)
-        lengths = torch.full((len(x),), 1 if x.dim() == 2 else x.shape[2])
-        starts = lengths.cumsum(0) - lengths
-    else:
-        tokens = x
-        starts, lengths = ragged("query_start_loc", query_start_loc, len(x))
-        if len(lengths) and 0 <= max_query_len < lengths.max():
-            raise ValueError(f"max_query_len is {max_query_len} where a row has {int(lengths.max())} tokens")
+    tokens, starts, lengths = _rows(x, query_start_loc, max_query_len)
     batch = len(lengths)
 
     live = lengths > 0
@@ -216,6 +208,20 @@ def causal_conv1d_update(
     result = x.new_zeros(len(tokens), dim)
     result[rows] = y.to(x.dtype)
     return out.copy_(result if x.dim() == 2 else result.view(batch, -1, dim).transpose(1, 2))
+
+
+def _rows(
+    x: torch.Tensor, query_start_loc: torch.Tensor | None, max_query_len: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (tokens, starts, lengths) of the rows in x of `causal_conv1d_update`: [tokens, dim], [batch], [batch]."""
+    if query_start_loc is None:
+        tokens = x if x.dim() == 2 else x.transpose(1, 2).flatten(0, 1)
+        lengths = torch.full((len(x),), 1 if x.dim() == 2 else x.shape[2])
+        return tokens, lengths.cumsum(0) - lengths, lengths
+    starts, lengths = ragged("query_start_loc", query_start_loc, len(x))
+    if len(lengths) and 0 <= max_query_len < lengths.max():
+        raise ValueError(f"max_query_len is {max_query_len} where a row has {int(lengths.max())} tokens")
+    return x, starts, lengths
 
 
 def _convolve(

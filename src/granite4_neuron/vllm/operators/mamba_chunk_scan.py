@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -82,38 +83,19 @@ def mamba_chunk_scan_combined_varlen(
     Source: as `mamba_chunk_scan_combined`; signature of vLLM 0.33 (vllm/model_executor/layers/mamba/ops/
     ssd_combined.py).
     """
-    check_shape("x", x, -1, -1, -1)
-    check_shape("B", B, len(x), -1, -1)
-    tokens, num_heads, head_dim = x.shape
-    n_groups, d_state = B.shape[1:]
-    check_shape("dt", dt, tokens, num_heads)
-    check_shape("A", A, num_heads)
-    check_shape("C", C, *B.shape)
-    check_shape("out", out, *x.shape)
-    check_shape("D", D, *((num_heads,) if D is not None and D.dim() == 1 else (num_heads, head_dim)))
-    check_shape("z", z, *x.shape)
-    check_shape("dt_bias", dt_bias, num_heads)
-    if n_groups == 0 or num_heads % n_groups:
-        raise ValueError(f"B has {n_groups} groups, which do not divide {num_heads} heads")
+    _check_tensors(x, dt, A, B, C, out, D, z, dt_bias)
     chunks_of, chunk_starts = _chunks_of_sequences(
-        tokens, chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx
+        len(x), chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx
     )
-    batch = len(chunks_of)
-    check_shape("initial_states", initial_states, batch, num_heads, head_dim, d_state)
+    shape = (len(chunks_of), *x.shape[1:], B.shape[2])
+    check_shape("initial_states", initial_states, *shape)
     check_floating(x=x, dt=dt, A=A, B=B, C=C, out=out, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
     if final_states_out is not None:
         if return_intermediate_states:
             raise ValueError("return_intermediate_states is True where final_states_out needs it to be False")
-        if final_state_indices is None:
-            raise ValueError("final_state_indices is None where final_states_out needs one slot per sequence")
-        check_shape("final_states_out", final_states_out, -1, num_heads, head_dim, d_state)
-        check_floating(final_states_out=final_states_out)
-        check_shape("final_state_indices", final_state_indices, batch)
-        slots = check_slots("final_state_indices", final_state_indices, len(final_states_out))
-        stored = ~is_padding(slots, NULL_BLOCK_ID)
-        check_distinct("final_state_indices", slots[stored])
+        slots, stored = _final_slots(final_states_out, final_state_indices, shape)
 
-    final_states = x.new_zeros(batch, num_heads, head_dim, d_state, dtype=torch.float32)
+    final_states = x.new_zeros(shape, dtype=torch.float32)
     if initial_states is not None:
         final_states.copy_(initial_states)
     chunk_states = []
@@ -148,6 +130,51 @@ def mamba_chunk_scan_combined_varlen(
     if return_intermediate_states:
         final_states = torch.stack(chunk_states) if chunk_states else final_states[:0]
     return final_states.to(C.dtype if state_dtype is None else state_dtype)
+
+
+def _check_tensors(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> None:
+    check_shape("x", x, -1, -1, -1)
+    check_shape("B", B, len(x), -1, -1)
+    tokens, num_heads, head_dim = x.shape
+    n_groups = B.shape[1]
+    check_shape("dt", dt, tokens, num_heads)
+    check_shape("A", A, num_heads)
+    check_shape("C", C, *B.shape)
+    check_shape("out", out, *x.shape)
+    check_shape("D", D, *((num_heads,) if D is not None and D.dim() == 1 else (num_heads, head_dim)))
+    check_shape("z", z, *x.shape)
+    check_shape("dt_bias", dt_bias, num_heads)
+    if n_groups == 0 or num_heads % n_groups:
+        raise ValueError(f"B has {n_groups} groups, which do not divide {num_heads} heads")
+
+
+def _final_slots(
+    final_states_out: torch.Tensor, final_state_indices: torch.Tensor | None, shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each sequence's final state, and whether the state is stored there, both [batch].
+
+    Args:
+        shape: of the final states of all sequences.
+    """
+    if final_state_indices is None:
+        raise ValueError("final_state_indices is None where final_states_out needs one slot per sequence")
+    check_shape("final_states_out", final_states_out, -1, *shape[1:])
+    check_floating(final_states_out=final_states_out)
+    check_shape("final_state_indices", final_state_indices, shape[0])
+    slots = check_slots("final_state_indices", final_state_indices, len(final_states_out))
+    stored = ~is_padding(slots, NULL_BLOCK_ID)
+    check_distinct("final_state_indices", slots[stored])
+    return slots, stored
 
 
 def _chunks_of_sequences(

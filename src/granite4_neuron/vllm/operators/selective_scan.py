@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import EllipsisType
 
 import torch
@@ -90,29 +91,13 @@ def selective_scan_fn(
     (vllm/model_executor/layers/mamba/ops/mamba_ssm.py, csrc/mamba/selective_scan_fwd.cu).
     """
     is_ragged = query_start_loc is not None
-    check_shape("A", A, -1, -1)
-    dim, d_state = A.shape
-    check_shape("u", u, *((dim, -1) if is_ragged else (-1, dim, -1)))
-    check_shape("delta", delta, *u.shape)
-    check_shape("z", z, *u.shape)
-    check_shape("D", D, dim)
-    check_shape("delta_bias", delta_bias, dim)
-    check_shape("ssm_states", ssm_states, -1, dim, d_state)
-    if B.dim() == u.dim():
-        B = B.unsqueeze(-3)
-    if C.dim() == u.dim():
-        C = C.unsqueeze(-3)
-    check_shape("B", B, *u.shape[:-2], -1, d_state, u.shape[-1])
-    check_shape("C", C, *B.shape)
-    if B.shape[-3] == 0 or dim % B.shape[-3]:
-        raise ValueError(f"B has {B.shape[-3]} groups, which do not divide {dim} channels")
-    check_floating(u=u, ssm_states=ssm_states, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias)
+    B, C = (values.unsqueeze(-3) if values.dim() == u.dim() else values for values in (B, C))
+    _check_tensors(u, ssm_states, delta, A, B, C, D, z, delta_bias, is_ragged)
     if query_start_loc is not None:
         starts, lengths = ragged("query_start_loc", query_start_loc, u.shape[-1])
     else:
         starts, lengths = torch.zeros(len(u), dtype=torch.int64), torch.full((len(u),), u.shape[-1])
     check_flags("has_initial_state", has_initial_state, len(lengths))
-
     sources, stores = _sources_and_stores(
         lengths,
         len(ssm_states),
@@ -126,9 +111,7 @@ def selective_scan_fn(
     continued = torch.zeros(len(lengths), dtype=torch.bool) if has_initial_state is None else has_initial_state
     states = ssm_states[sources.clamp(min=0)].float().where(continued[:, None, None], 0.0)
 
-    dt = delta.float() if delta_bias is None else delta.float() + delta_bias.float()[:, None]
-    if delta_softplus:
-        dt = F.softplus(dt)
+    dt = _time_steps(delta, delta_bias, delta_softplus)
     y, gated = torch.zeros_like(delta), torch.empty(0) if z is None else torch.zeros_like(z)
     for row, start in enumerate(starts.tolist()):
         state = states[row]
@@ -146,6 +129,38 @@ def selective_scan_fn(
                 ssm_states[slot] = state.to(ssm_states.dtype)
     delta.copy_(y)
     return delta if z is None else z.copy_(gated)
+
+
+def _check_tensors(
+    u: torch.Tensor,
+    ssm_states: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    delta_bias: torch.Tensor | None,
+    is_ragged: bool,
+) -> None:
+    check_shape("A", A, -1, -1)
+    dim, d_state = A.shape
+    check_shape("u", u, *((dim, -1) if is_ragged else (-1, dim, -1)))
+    check_shape("delta", delta, *u.shape)
+    check_shape("z", z, *u.shape)
+    check_shape("D", D, dim)
+    check_shape("delta_bias", delta_bias, dim)
+    check_shape("ssm_states", ssm_states, -1, dim, d_state)
+    check_shape("B", B, *u.shape[:-2], -1, d_state, u.shape[-1])
+    check_shape("C", C, *B.shape)
+    if B.shape[-3] == 0 or dim % B.shape[-3]:
+        raise ValueError(f"B has {B.shape[-3]} groups, which do not divide {dim} channels")
+    check_floating(u=u, ssm_states=ssm_states, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias)
+
+
+def _time_steps(delta: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    dt = delta.float() if bias is None else delta.float() + bias.float()[:, None]
+    return F.softplus(dt) if softplus else dt
 
 
 def _scan(
@@ -203,44 +218,63 @@ def _sources_and_stores(
 
     Slots are -1 where nothing is read or stored. A sequence that is padding, or empty, has no tokens here.
     """
-    batch = len(lengths)
     has_blocks = any(column is not None for column in columns)
-    if cache_indices is None:
-        if has_blocks:
-            raise ValueError("cache_indices is None where a block table is needed")
-        if num_slots < batch:
-            raise ValueError(f"ssm_states has {num_slots} slots where {batch} are needed")
-        table = torch.arange(batch)[:, None]
+    table = _slots_of(cache_indices, len(lengths), num_slots, null_block_id, has_blocks)
+    if has_blocks:
+        first, last, initial = _checked_columns(columns, table)
+        sources = table.gather(1, initial[:, None])[:, 0]
+        blocks_of = _blocks_of(lengths.tolist(), block_size, cu_chunk_seqlen, last_chunk_indices)
+        stores = _stores_in_blocks(blocks_of, table, first, last)
     else:
-        check_shape("cache_indices", cache_indices, *((batch, -1) if has_blocks else (batch,)))
-        table = check_slots("cache_indices", cache_indices.reshape(batch, -1), num_slots)
-        table = table.where(~is_padding(table, null_block_id), PAD_SLOT_ID)
-    if not has_blocks:
         sources = table[:, 0]
         stores = [[(length, slot)] for length, slot in zip(lengths.tolist(), sources.tolist(), strict=True)]
-    else:
-        names = ("block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx")
-        checked = []
-        for name, column in zip(names, columns, strict=True):
-            if column is None:
-                raise ValueError(f"{name} is None where a block table needs all three of {', '.join(names)}")
-            check_shape(name, column, batch)
-            checked.append(check_integers(name, column, 0, table.shape[1]))
-        first, last, initial = checked
-        sources = table.gather(1, initial[:, None])[:, 0]
-        stores = []
-        blocks_of = _blocks_of(lengths.tolist(), block_size, cu_chunk_seqlen, last_chunk_indices)
-        for row, blocks in enumerate(blocks_of):
-            at = [int(first[row]) + block for block in range(len(blocks) - 1)] + [int(last[row])]
-            if max(at) >= table.shape[1]:
-                raise ValueError(f"cache_indices has {table.shape[1]} columns where row {row} needs {max(at) + 1}")
-            stores.append(list(zip(blocks, table[row, at].tolist(), strict=False)))
 
     live = (sources != PAD_SLOT_ID) & (lengths > 0)
     stores = [blocks if is_live else [] for blocks, is_live in zip(stores, live.tolist(), strict=True)]
     stored = [slot for blocks in stores for _, slot in blocks if slot != PAD_SLOT_ID]
     check_distinct("cache_indices", torch.tensor(stored))
     return sources, stores
+
+
+def _slots_of(
+    cache_indices: torch.Tensor | None, batch: int, num_slots: int, null_block_id: int | None, has_blocks: bool
+) -> torch.Tensor:
+    """Return the slots of each sequence, [batch, blocks], or [batch, 1] without blocks; -1 for padding."""
+    if cache_indices is not None:
+        check_shape("cache_indices", cache_indices, *((batch, -1) if has_blocks else (batch,)))
+        table = check_slots("cache_indices", cache_indices.reshape(batch, -1), num_slots)
+        return table.where(~is_padding(table, null_block_id), PAD_SLOT_ID)
+    if has_blocks:
+        raise ValueError("cache_indices is None where a block table is needed")
+    if num_slots < batch:
+        raise ValueError(f"ssm_states has {num_slots} slots where {batch} are needed")
+    return torch.arange(batch)[:, None]
+
+
+def _checked_columns(columns: Sequence[torch.Tensor | None], table: torch.Tensor) -> list[torch.Tensor]:
+    names = ("block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx")
+    checked = []
+    for name, column in zip(names, columns, strict=True):
+        if column is None:
+            raise ValueError(f"{name} is None where a block table needs all three of {', '.join(names)}")
+        check_shape(name, column, len(table))
+        checked.append(check_integers(name, column, 0, table.shape[1]))
+    return checked
+
+
+def _stores_in_blocks(
+    blocks_of: list[list[int]], table: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+) -> list[list[tuple[int, int]]]:
+    """Return the parts of each sequence, one for each of its blocks: the last goes to its column `last`, the others to
+    the columns from `first` on.
+    """
+    stores = []
+    for row, blocks in enumerate(blocks_of):
+        at = [int(first[row]) + block for block in range(len(blocks) - 1)] + [int(last[row])]
+        if max(at) >= table.shape[1]:
+            raise ValueError(f"cache_indices has {table.shape[1]} columns where row {row} needs {max(at) + 1}")
+        stores.append(list(zip(blocks, table[row, at].tolist(), strict=False)))
+    return stores
 
 
 def _blocks_of(

@@ -263,12 +263,7 @@ def _sources_and_destinations(
         if dst_state_batch_indices is not None:
             write = _table(written, dst_state_batch_indices, rows, num_slots, null_block_id)
 
-    column = torch.zeros(rows, dtype=torch.int64)
-    if num_accepted_tokens is not None:
-        check_shape("num_accepted_tokens", num_accepted_tokens, rows)
-        has_blocks = (read != PAD_SLOT_ID).any(1) & (lengths > 0)
-        accepted = check_integers("num_accepted_tokens", num_accepted_tokens[has_blocks], 0, read.shape[1] + 1)
-        column[has_blocks] = (accepted - 1).clamp(min=0)
+    column = _source_columns(num_accepted_tokens, read, lengths)
     sources = read.gather(1, column[:, None])[:, 0].where(lengths > 0, PAD_SLOT_ID)
 
     lengths = lengths.where(sources != PAD_SLOT_ID, 0)
@@ -283,6 +278,19 @@ def _sources_and_destinations(
         destinations = write[:, : len(tokens)].where(tokens < lengths[:, None], PAD_SLOT_ID)
     check_distinct(written, destinations[destinations != PAD_SLOT_ID])
     return sources, destinations
+
+
+def _source_columns(
+    num_accepted_tokens: torch.Tensor | None, table: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Return the column of the table where each row's state is read, [rows]."""
+    column = torch.zeros(len(lengths), dtype=torch.int64)
+    if num_accepted_tokens is not None:
+        check_shape("num_accepted_tokens", num_accepted_tokens, len(lengths))
+        has_blocks = (table != PAD_SLOT_ID).any(1) & (lengths > 0)
+        accepted = check_integers("num_accepted_tokens", num_accepted_tokens[has_blocks], 0, table.shape[1] + 1)
+        column[has_blocks] = (accepted - 1).clamp(min=0)
+    return column
 
 
 def _table(name: str, indices: torch.Tensor, rows: int, num_slots: int, null_block_id: int | None) -> torch.Tensor:
