@@ -6,10 +6,12 @@ import math
 import re
 import reprlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 
 from granite4_neuron.checkpoint.names import StoredNames
@@ -20,7 +22,6 @@ from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.model.parameters import HEAD, parameters
-from granite4_neuron.system.sandbox.adapter_patterns import PatternsFailed, first_matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -30,6 +31,9 @@ _PROJECTIONS = (
     "q_proj, k_proj, v_proj and o_proj of attention, in_proj and out_proj of Mamba layers, and input_linear and "
     "output_linear of the shared MLP"
 )
+# Patterns come from a download; a single one can take years.
+_PATTERN_SECONDS = 3
+_MOST_PATTERN_CHARACTERS = 100_000
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
@@ -102,6 +106,10 @@ def _read_config(file: Path) -> dict[str, Any]:
         )
     if about.get("target_parameters"):
         raise UserError(_adapts_experts(file, "target_parameters " + reprlib.repr(about["target_parameters"])))
+    return _with_defaults(file, about)
+
+
+def _with_defaults(file: Path, about: dict[str, Any]) -> dict[str, Any]:
     known = {*_FIELDS, *_WITHOUT_EFFECT, "init_lora_weights", "alora_invocation_tokens"}
     for name, value in about.items():
         if name not in known and value not in (None, False, "none", [], {}):
@@ -213,12 +221,43 @@ def _by_pattern(
     """Return each module's value: from the first pattern that matches its name, or the default."""
     values = about[patterns]
     try:
-        matches = first_matches(list(values), modules)
-    except PatternsFailed as error:
+        matches = _first_matches(list(values), modules)
+    except _PatternsFailed as error:
         raise UserError(f"{file}: {patterns} cannot be matched with modules ({error}).") from None
     return {
         module: about[default] if key is None else values[key] for module, key in zip(modules, matches, strict=True)
     }
+
+
+class _PatternsFailed(Exception):
+    """The patterns cannot be matched; the message says why."""
+
+
+def _first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[str | None]:
+    """Return the first pattern that matches each module, as in PEFT's `get_pattern_key`: its whole name, or the end of
+    its name from a dot on. None for a module that no pattern matches.
+
+    Raises:
+        _PatternsFailed: one is not a regular expression, or they are too long or take more than 3 seconds.
+    """
+    if sum(map(len, patterns)) > _MOST_PATTERN_CHARACTERS:
+        raise _PatternsFailed(f"they have more than {_MOST_PATTERN_CHARACTERS:,} characters")
+    expressions = {}
+    for pattern in patterns:
+        try:
+            expressions[pattern] = regex.compile(rf"(.*\.)?({pattern})$")
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise _PatternsFailed(f"{pattern!r} is not a regular expression: {error}") from None
+    until = time.thread_time() + _PATTERN_SECONDS
+
+    def matches(pattern: str, module: str) -> bool:
+        left = max(until - time.thread_time(), 0.001)
+        return expressions[pattern].match(module, timeout=left, concurrent=True) is not None
+
+    try:
+        return [next((each for each in patterns if matches(each, module)), None) for module in modules]
+    except TimeoutError:
+        raise _PatternsFailed(f"it takes more than {_PATTERN_SECONDS} seconds") from None
 
 
 def _both(one: LowRank, other: LowRank) -> LowRank:
