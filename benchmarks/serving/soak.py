@@ -42,7 +42,7 @@ from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody, parse
-from granite4_neuron.serving.sequences import Limits, SequenceMaker
+from granite4_neuron.serving.sequences import Limits, RequestBuilder
 
 MAX_LENGTH, NUM_SEQUENCES, MAX_QUEUE = 512, 4, 64
 DISCONNECT_SHARE, MALFORMED_SHARE = 0.1, 0.05
@@ -178,7 +178,7 @@ def _alone(kinds: list[tuple[str, Body]], model: Sequence[str]) -> list[list[str
     options = parser.parse_args(model)
     runtime, tokenizer = load_runtime(options, model_checkpoint(options))
     limits = Limits(MAX_LENGTH, None, NUM_SEQUENCES + MAX_QUEUE)
-    maker = SequenceMaker(runtime, tokenizer, limits)
+    maker = RequestBuilder(runtime, tokenizer, limits)
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
     texts = []
     for path, body in kinds:

@@ -150,7 +150,7 @@ def test_each_prompt_has_the_seed_of_its_place(texting, run, tmp_path):
             options = dict(max_tokens=4, ignore_eos=True, temperature=1.0, seed=5 + place)
             assert result["generated_text"] == generate(*texting, row["prompt"], **options)
     assert [result["finish_reason"] for result in results] == ["length", "length", "error", "error", "length"]
-    assert "prompt: it must be a text" in results[3]["error"] and results[0] != results[4]
+    assert "prompt: it must be a string" in results[3]["error"] and results[0] != results[4]
 
 
 @pytest.mark.slow

@@ -293,7 +293,7 @@ REFUSED = {
         "output_config.format: the JSON schema cannot be used",
     ),
     "long": (dict(messages=[{"role": "user", "content": "x" * 5000}]), "the prompt is too long: messages has 50"),
-    "stop": (dict(stop_sequences=[""]), "stop_sequences: it must be a text or a list"),
+    "stop": (dict(stop_sequences=[""]), "stop_sequences: it must be a string or a list"),
 }
 
 

@@ -86,7 +86,7 @@ BAD = {
     "bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias: it must be an object of numbers by token id"),
     "n": ({"n": 0}, "n: input should be greater than or equal to 1"),
     "more than can wait": ({"n": 100}, "asks for 100 texts; this server takes 20 at most"),
-    "stop": ({"stop": [""]}, "stop: it must be a text or a list"),
+    "stop": ({"stop": [""]}, "stop: it must be a string or a list"),
     "logprobs": ({"logprobs": True}, "logprobs: input should be a valid integer"),
     "best_of": ({"n": 2, "best_of": 3}, "best_of: it must be equal to n"),
     "suffix": ({"suffix": "x"}, "suffix: this server does not support it"),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.commands.chat_survival import state_folder
+from granite4_neuron.commands.terminal_guard import state_folder
 from granite4_neuron.errors import UserError, printable
 from granite4_neuron.system.terminal import unguarded
 

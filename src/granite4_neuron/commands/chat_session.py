@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from granite4_neuron.commands.chat_survival import at_ctrl_c, kept_if_it_ends, keys_are_kept, mark_pasted_text
 from granite4_neuron.commands.options import read_text
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, print_table, size, write
 from granite4_neuron.commands.system_errors import as_user_errors
+from granite4_neuron.commands.terminal_guard import at_ctrl_c, kept_if_it_ends, keys_are_kept, mark_pasted_text
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _path(file: str) -> Path:
     try:
         return Path(file).expanduser()
     except RuntimeError:
-        raise UserError(f"{file} is in a home folder that is not known; write the whole path.") from None
+        raise UserError(f"cannot expand ~ in {file}; give an absolute path.") from None
 
 
 def _note(text: str) -> None:

@@ -32,7 +32,7 @@ def constraint(options: argparse.Namespace, runtime: Runtime, tokenizer: PreTrai
     given = options.json_schema
     if given is None:
         return None
-    schema = given if given.lstrip().startswith("{") else read_text(given, "--json-schema needs a file or a text.")
+    schema = given if given.lstrip().startswith("{") else read_text(given, "--json-schema needs a file or a schema.")
     # Not at the top: without the option nothing needs it.
     from granite4_neuron.generation.structured_outputs import Grammars
 

@@ -144,7 +144,7 @@ def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder
     """Return the folder of --prefix-cache-dir; None without the option.
 
     Raises:
-        UserError: a size is malformed, the runtime makes no snapshots, or the folder is not what it must be.
+        UserError: a size is malformed, the runtime makes no snapshots, or the folder is invalid.
     """
     max_bytes = num_bytes(options.prefix_cache_dir_size or _FOLDER_SIZE)
     if options.prefix_cache_dir is None:

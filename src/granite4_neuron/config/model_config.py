@@ -28,8 +28,8 @@ _TYPE_NAMES = {
     "int | tuple[int, ...] | None": "a whole number or a list of them",
     "float": "a number",
     "bool": "true or false",
-    "str": "a text",
-    "str | None": "a text",
+    "str": "a string",
+    "str | None": "a string",
 }
 
 

@@ -112,7 +112,7 @@ class Engine:
         stats: totals over all sequences.
 
     Raises:
-        UserError: an argument is not what it must be, or the runtime has no room for so many or such long sequences or
+        UserError: an argument is invalid, or the runtime has no room for so many or such long sequences or
             cannot verify drafts, or has no hidden states for a drafter that reads them.
     """
 

@@ -40,7 +40,7 @@ class Request(SamplingParams):
     Stop strings need an engine with a tokenizer.
 
     Raises:
-        UserError: a field is not what it must be.
+        UserError: a field is invalid.
     """
 
     tokens: Sequence[int] = field(
@@ -51,7 +51,7 @@ class Request(SamplingParams):
     skip_special_tokens: bool = option(lambda value: isinstance(value, bool), "true or false", default=True)
     adapter: str | None = option(lambda value: isinstance(value, str), "the name of an adapter")
     priority: int = option(is_whole, "a whole number", default=0)
-    cache_salt: str | None = option(lambda value: isinstance(value, str) and value != "", "a text that is not empty")
+    cache_salt: str | None = option(lambda value: isinstance(value, str) and value != "", "a string that is not empty")
 
     def check(self, vocab_size: int, which: str = "the prompt") -> None:
         """Check what depends on the vocabulary and on the prompt; messages call the prompt `which`.
@@ -201,7 +201,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, which: str) -> None:
         UserError: they are not a list, there are none, or one is outside the vocabulary.
     """
     if not is_list(tokens):
-        raise UserError(f"{which} is of type {type(tokens).__name__}; give a text or a list of token ids.")
+        raise UserError(f"{which} is of type {type(tokens).__name__}; give a string or a list of token ids.")
     if not tokens:
         raise UserError(f"{which} is empty; give at least one token of text.")
     for token in tokens:

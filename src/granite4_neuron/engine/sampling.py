@@ -88,7 +88,7 @@ class Sampler:
         self._rules = TokenRules(params, prompt_length)
         self._processors = [_RequestsProcessor(each) for each in params.logits_processors or ()]
         self._constraint = _fork(params.constraint)
-        self._certain: list[int] = []  # the tokens that the constraint forces, as far as they are known
+        self._forced: list[int] = []  # the tokens that the constraint forces, as far as they are known
         self._is_greedy = params.temperature == 0
         self.seed = None if self._is_greedy else params.with_seed().seed
         biases = [(int(token), float(bias)) for token, bias in (params.logit_bias or {}).items() if bias]
@@ -247,7 +247,7 @@ class Sampler:
                 raise UserError(f"of {len(drafts)} tokens it allows {reprlib.repr(count)}")
             return drafts[:count]
 
-    def certain(self, tokens: Sequence[int], most: int, vocab_size: int) -> Sequence[int]:
+    def forced(self, tokens: Sequence[int], most: int, vocab_size: int) -> Sequence[int]:
         """Return at most `most` tokens that will be chosen next whatever the logits, because the constraint allows no
         others, and the other rules allow these. Processors see the scores of every token, so with them there are none.
 
@@ -259,26 +259,26 @@ class Sampler:
         """
         if self._constraint is None or self._processors or most < 1:
             return ()
-        if not self._certain:
+        if not self._forced:
             with _blamed_on(_CONSTRAINT):
-                forced = self._constraint.forced(most)
-                are_tokens = is_list(forced) and all(is_whole(token) and 0 <= token < vocab_size for token in forced)
-                if not are_tokens or len(forced) > most:
-                    raise UserError(f"the tokens that it forces are {reprlib.repr(forced)}")
-            for token in forced:
-                if not self._rules.allows(token, [*tokens, *self._certain]):
+                found = self._constraint.forced(most)
+                are_tokens = is_list(found) and all(is_whole(token) and 0 <= token < vocab_size for token in found)
+                if not are_tokens or len(found) > most:
+                    raise UserError(f"the tokens that it forces are {reprlib.repr(found)}")
+            for token in found:
+                if not self._rules.allows(token, [*tokens, *self._forced]):
                     break
-                self._certain.append(token)
-        return self._certain[:most]
+                self._forced.append(token)
+        return self._forced[:most]
 
-    def take_certain(self) -> int:
-        """Return the first of the `certain` tokens and advance as `answer` does."""
-        token = self._certain[0]
+    def take_forced(self) -> int:
+        """Return the first of the `forced` tokens and advance as `answer` does."""
+        token = self._forced[0]
         self._advance(token)
         return token
 
     def _advance(self, token: int) -> None:
-        self._certain = self._certain[1:] if self._certain[:1] == [token] else []
+        self._forced = self._forced[1:] if self._forced[:1] == [token] else []
         if self._constraint is not None:
             with _blamed_on(_CONSTRAINT):
                 self._constraint.accept(token)
@@ -291,7 +291,7 @@ class Sampler:
         """
         forked = copy.copy(self)
         forked._constraint = _fork(self._constraint)
-        forked._certain = list(self._certain)
+        forked._forced = list(self._forced)
         forked._counts = copy.deepcopy(self._counts)
         return forked
 

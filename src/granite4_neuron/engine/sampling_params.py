@@ -205,7 +205,7 @@ class SamplingParams:
         lambda value: is_whole(value) and 0 <= value < _NUM_SEEDS, "a whole number from 0 to 2**63 - 1"
     )
     stop: str | Sequence[str] | None = option(
-        _are_texts, "a text or a list of texts, none of them empty", convert=_to_texts
+        _are_texts, "a string or a list of strings, none of them empty", convert=_to_texts
     )
     stop_token_ids: Collection[int] | None = option(_are_ids, "a list or a set of token ids", convert=frozenset)
     min_tokens: int | None = option(_is_count, "a whole number of at least 0", from_checkpoint=True)

@@ -1,8 +1,8 @@
 """Decides what runs next: which sequences get a slot, which of them are in the next step, and with which tokens.
 
 If a runtime packs rows (`Runtime.packs_rows`), a step has the next token of every sequence whose prompt is done, and
-pieces of prompts with as many tokens as there is time for (`engine.pace`). So a prompt delays the others little, and
-the weights are read once for all.
+pieces of prompts with as many tokens as there is time for (`engine.prefill_budget`). So a prompt delays the others
+little, and the weights are read once for all.
 
 Elsewhere, and with a drafter, a step is either a chunk of prompts or decode, which may have drafts: a chunk beside
 single tokens would be padded to a rectangle. The two alternate; several chunks may run in a row if there is time.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from granite4_neuron.engine.drafting.drafting import Drafting
 from granite4_neuron.engine.live_sequences import LiveSequences
-from granite4_neuron.engine.pace import Pace
+from granite4_neuron.engine.prefill_budget import PrefillBudget
 from granite4_neuron.engine.prefix.reuse import PrefixReuse
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slots import Slots
@@ -62,7 +62,7 @@ class Scheduler:
         prefixes: lets prompts begin from cached prefixes.
         drafting: proposes tokens for decode.
         prompts_first: run all prompts before the first decode.
-        max_gap, clock: see `Pace`.
+        max_gap, clock: see `PrefillBudget`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Scheduler:
         self._prompts_are_next = True
         self._shortest_is_next = False
         self._clock = clock
-        self._pace = Pace(max_gap, clock)
+        self._prefill_budget = PrefillBudget(max_gap, clock)
         self._others_wait = False  # whether sequences wait for their next token while a step of prompts alone runs
 
     def admit(self) -> None:
@@ -118,9 +118,9 @@ class Scheduler:
             return self._prefill(prompts, most)
         if prompts and self._may_mix(prompts[0]):
             return self._decode_and_prefill(others, prompts)
-        if prompts and (self._prompts_are_next or self._pace.has_time_for(most)):
+        if prompts and (self._prompts_are_next or self._prefill_budget.has_time_for(most)):
             self._prompts_are_next = False
-            return self._prefill(prompts, self._pace.prompt_tokens(most))
+            return self._prefill(prompts, self._prefill_budget.prompt_tokens(most))
         self._prompts_are_next = True
         return self._decode(others)
 
@@ -130,9 +130,9 @@ class Scheduler:
         if step.rows:
             prompt_tokens = step.prompt_tokens
             for each in seconds:
-                self._pace.record(prompt_tokens, has_decode, each)
+                self._prefill_budget.record(prompt_tokens, has_decode, each)
         if has_decode or not self._others_wait:
-            self._pace.begin()
+            self._prefill_budget.begin()
 
     def following(self, step: ScheduledStep) -> ScheduledStep | None:
         """Return the step of decode that may begin before the tokens of `step` are known; None if there is none.
@@ -172,7 +172,7 @@ class Scheduler:
     ) -> ScheduledStep:
         decode = self._decode(others)
         prompts = list(itertools.takewhile(self._may_mix, prompts))
-        prefill = self._prefill(prompts, self._pace.prompt_tokens(self._runtime.tokens_per_step))
+        prefill = self._prefill(prompts, self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step))
         sequences, rows = [*decode.sequences, *prefill.sequences], [*decode.rows, *prefill.rows]
         return ScheduledStep(sequences, rows, prefill.prompt_rows)
 
@@ -237,14 +237,14 @@ class Scheduler:
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> ScheduledStep:
         """Take the last token of each sequence, the forced tokens after it, and drafts."""
-        self._take_certain(sequences)
+        self._take_forced(sequences)
         sequences = [sequence for sequence in sequences if sequence.id in self._live.running]
         drafts = self._drafts(sequences)
         sequences = [sequence for sequence in sequences if sequence.id in self._live.running]
         rows = [sequence.last_row(drafts.get(sequence.id, ())) for sequence in sequences]
         return ScheduledStep(sequences, rows, has_drafts=any(drafts.values()))
 
-    def _take_certain(self, sequences: Sequence[RunningSequence]) -> None:
+    def _take_forced(self, sequences: Sequence[RunningSequence]) -> None:
         """Add tokens to which a constraint leaves no alternative, if steps of several tokens give the same bits."""
         longest, vocab_size = self._runtime.tokens_per_verification, self._runtime.config.vocab_size
         if self._runtime.prompt_cuts != ANYWHERE or longest == 1:
@@ -252,8 +252,8 @@ class Scheduler:
         counts = {}
         for sequence in sequences:
             with self._live.guard(sequence):
-                most = sequence.most_certain(longest, self._prefixes.interval)
-                counts[sequence.id] = len(sequence.sampler.certain(sequence.tokens, most, vocab_size))
+                most = sequence.most_forced(longest, self._prefixes.interval)
+                counts[sequence.id] = len(sequence.sampler.forced(sequence.tokens, most, vocab_size))
         if not any(counts.values()):
             return
         if not self._runtime.packs_rows or self._drafting.drafter is not None:  # rows are padded
@@ -261,7 +261,7 @@ class Scheduler:
         for sequence in sequences:
             if sequence.id in self._live.running:
                 with self._live.guard(sequence):
-                    sequence.take_certain(min(counts[sequence.id], longest - sequence.num_unrun))
+                    sequence.take_forced(min(counts[sequence.id], longest - sequence.num_unrun))
                     if sequence.has_ended and self._prefixes.cache is None:  # nobody needs its state
                         assert sequence.logits is not None  # its prompt has been run
                         self._live.stats.decode_tokens += len(sequence.taken)

@@ -183,7 +183,7 @@ class RunningSequence:
         """The number of tokens that have not run. The token after the last of them is not known yet."""
         return len(self.tokens) - self.stored
 
-    def most_certain(self, longest: int, interval: int | None) -> int:
+    def most_forced(self, longest: int, interval: int | None) -> int:
         """Return the most forced tokens to take, so that the next row has at most `longest` tokens and none beyond a
         snapshot; see `most_drafts`.
         """
@@ -203,10 +203,10 @@ class RunningSequence:
         """Return whether a prefix cache keeps a snapshot when the state has seen `more` more tokens than now."""
         return self._is_kept_at(self.stored + more, interval)
 
-    def take_certain(self, count: int) -> None:
+    def take_forced(self, count: int) -> None:
         """Add `count` forced tokens, up to one that ends the sequence."""
         for _ in range(count):
-            self.taken.append(self.append(self.sampler.take_certain()))
+            self.taken.append(self.append(self.sampler.take_forced()))
             if self.has_ended:
                 return
 

@@ -118,7 +118,7 @@ def stream_generate(
 
     Raises:
         UserError: an option is outside its range, there is no such adapter, or something is no prompt at all.
-        GenerationError: a prompt is empty, longer than the model's limit, or not what it must be; or it ended early,
+        GenerationError: a prompt is empty, longer than the model's limit, or invalid; or it ended early,
             such as with logits that are not finite. If some prompts are right, this comes after their last token.
     """
     check_has("prefix_cache", prefix_cache, "match_prefix", "insert")

@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 # A mapping is a tokenizer's BatchEncoding.
 Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | Messages | Mapping[str, Any]
 
-_KINDS = "a text, a list or tensor of token ids, what a tokenizer returns, a list of messages, or a list of such"
+_KINDS = "a string, a list or tensor of token ids, what a tokenizer returns, a list of messages, or a list of such"
 
 
 def split(prompt: Prompt | Iterable[Prompt], which: str = "the prompt") -> tuple[list[Prompt], bool]:
@@ -50,7 +50,7 @@ def encode(
     encoder: PromptEncoder, prompts: Sequence[Prompt], vocab_size: int, limit: int
 ) -> tuple[dict[int, list[int]], dict[int, str]]:
     """Return the tokens of prompts from `split`, by their indices, and what is wrong with the others: a prompt that is
-    empty, too long, or not what it must be.
+    empty, too long, or invalid.
 
     Args:
         vocab_size: token ids must be below it.
@@ -75,7 +75,7 @@ def encode_one(encoder: PromptEncoder, prompt: Prompt, vocab_size: int, limit: i
     """Return the tokens of one prompt from `split` or `single`; see `encode`. Messages call it `which`.
 
     Raises:
-        UserError: it is empty, too long, or not what it must be.
+        UserError: it is empty, too long, or invalid.
     """
     tokens = encoder.tokens(prompt, which)
     check_tokens(tokens, vocab_size, which)
@@ -112,7 +112,7 @@ class PromptEncoder:
         """Return the tokens of one prompt from `split`; messages call it `which`.
 
         Raises:
-            UserError: it is not what it must be.
+            UserError: it is invalid.
         """
         if is_tokens(prompt):
             return prompt

@@ -72,7 +72,7 @@ class Prepared:
     structure: Structure | None
 
 
-class SequenceMaker:
+class RequestBuilder:
     """Encodes prompts, and checks everything that needs no engine. Several threads may share one.
 
     Args:

@@ -220,7 +220,7 @@ class TestBadInput:
             ("--min-p", "2", "2 is not a number at least 0 and at most 1"),
             ("--repetition-penalty", "-1", "-1 is not a number above 0"),
             ("--seed", "-1", "-1 is not a whole number of at least 0"),
-            ("--stop", "", "stop is [''], and must be a text or a list"),
+            ("--stop", "", "stop is [''], and must be a string or a list"),
             ("--dtype", "int3", "invalid choice"),
             ("--quantize", "int3", "invalid choice"),
             ("--prefill-scan", "fast", "invalid choice"),

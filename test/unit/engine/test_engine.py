@@ -275,7 +275,7 @@ class TestEnds:
             (dict(tokens=[160]), "outside the vocabulary"),
             (dict(max_tokens=0), "max_tokens is 0"),
             (dict(max_tokens=2.5), "max_tokens is 2.5, and must be a whole number"),
-            (dict(stop=[""]), "stop is .*, and must be a text or a list of texts, none of them empty"),
+            (dict(stop=[""]), "stop is .*, and must be a string or a list of strings, none of them empty"),
             (dict(stop=["x"]), "need an engine with a tokenizer"),
             (dict(seed=-1), "seed is -1"),
             (dict(top_p=2.0), "top_p"),

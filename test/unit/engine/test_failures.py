@@ -12,13 +12,13 @@ import torch
 
 from granite4_neuron import UserError, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
+from granite4_neuron.engine.best_effort import BestEffort
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.drafting.drafting import Drafting
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.prefix.reuse import PrefixReuse
 from granite4_neuron.engine.prefix.slot_cache import SlotPrefixCache
 from granite4_neuron.engine.prefix.tree import Node
-from granite4_neuron.engine.saving_time import SavingTime
 from granite4_neuron.engine.scheduler import Scheduler
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.generation import loop
@@ -450,7 +450,7 @@ def tokens_in(runtime, cache):
     return tokens
 
 
-PARTS_OF_ENGINE = (Engine, Scheduler, LiveSequences, _Guard, PrefixReuse, Drafting, SavingTime)
+PARTS_OF_ENGINE = (Engine, Scheduler, LiveSequences, _Guard, PrefixReuse, Drafting, BestEffort)
 
 
 def functions_of_engine():

@@ -109,7 +109,7 @@ class TestAdditions:
             (dict(bad_words_ids=[[]]), "and must be a list of lists of token ids, none of them empty"),
             (dict(bad_words_ids=[[1, VOCAB]]), "bad_words_ids has a token id outside the vocabulary"),
             (dict(priority=0.5), "priority is 0.5, and must be a whole number"),
-            (dict(cache_salt=""), "cache_salt is '', and must be a text that is not empty"),
+            (dict(cache_salt=""), "cache_salt is '', and must be a string that is not empty"),
             (dict(logprobs=21), "logprobs is 21, and must be a whole number from 0 to 20"),
             (dict(prompt_logprobs=-1), "prompt_logprobs is -1, and must be a whole number from 0 to 20"),
             (dict(seed=2**63), "and must be a whole number from 0 to 2"),

@@ -74,7 +74,7 @@ def test_drafts_end_at_the_next_snapshot(stored, drafts):
     sequence.limit = 1000
     assert sequence.most_drafts(99, 16) == drafts and sequence.stored + 1 + drafts <= stored // 16 * 16 + 16
     assert sequence.most_drafts(99, None) == 99 and sequence.most_drafts(2, 16) == min(2, drafts)
-    assert sequence.most_certain(100, 16) == drafts and sequence.most_certain(3, 16) == min(2, drafts)
+    assert sequence.most_forced(100, 16) == drafts and sequence.most_forced(3, 16) == min(2, drafts)
 
 
 @pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False), (3, False)])

@@ -104,7 +104,7 @@ def _templates(file: GGUFFile) -> str | dict[str, str] | None:
     templates = {name: file.get(key) for name, key in keys.items()}
     for name, template in templates.items():
         if template is not None and not isinstance(template, str):
-            raise UserError(f"{file.path}: {keys[name]} is {reprlib.repr(template)}, and must be a text.")
+            raise UserError(f"{file.path}: {keys[name]} is {reprlib.repr(template)}, and must be a string.")
     found = {name: template for name, template in templates.items() if template is not None}
     return found.get("default") if found.keys() <= {"default"} else found
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from granite4_neuron.engine.best_effort import BestEffort
 from granite4_neuron.engine.drafting.drafters import Drafter, DraftRequest, HiddenStateDrafter, SeenTokens, check_drafts
-from granite4_neuron.engine.saving_time import SavingTime
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.runtime.interface import Row, Runtime, require
 
@@ -33,7 +33,7 @@ class Drafting:
         self.drafter = drafter
         self._runtime = runtime
         self._draft_tokens = draft_tokens
-        self._saving_time = SavingTime("The drafter")
+        self._best_effort = BestEffort("The drafter")
 
     def propose(self, sequences: Sequence[RunningSequence], interval: int | None) -> Sequence[Sequence[int]]:
         """Return proposed tokens for each sequence, no more than it has room for; or nothing at all.
@@ -49,7 +49,7 @@ class Drafting:
             DraftRequest(each.id, each.tokens, most, each.sampler, each.request.cache_salt)
             for each, most in zip(sequences, mosts, strict=True)
         ]
-        with self._saving_time:
+        with self._best_effort:
             return check_drafts(self.drafter.propose(requests), requests, self._runtime.config.vocab_size)
         return ()
 
@@ -58,11 +58,11 @@ class Drafting:
         states [tokens, hidden_size] of these.
         """
         if isinstance(self.drafter, HiddenStateDrafter):
-            with self._saving_time:
+            with self._best_effort:
                 self.drafter.see([SeenTokens(each.id, row.start, each.tokens, states) for each, row, states in steps])
 
     def end(self, sequence: RunningSequence) -> None:
         """Have the drafter forget a sequence that has ended."""
         if self.drafter is not None:
-            with self._saving_time:
+            with self._best_effort:
                 self.drafter.end(sequence.id)

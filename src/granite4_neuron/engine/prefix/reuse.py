@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from granite4_neuron.engine.best_effort import BestEffort
 from granite4_neuron.engine.prefix.cache import common_length
 from granite4_neuron.engine.prefix.interface import AnyPrefixCache
 from granite4_neuron.engine.request import GenerationStats
 from granite4_neuron.engine.sampling import are_finite
-from granite4_neuron.engine.saving_time import SavingTime
 from granite4_neuron.engine.sequence import LogitsOnDevice, RunningSequence
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.runtime.interface import Runtime
@@ -30,7 +30,7 @@ class PrefixReuse:
         self._runtime = runtime
         self._slots = slots
         self._stats = stats
-        self._saving_time = SavingTime("The prefix cache")
+        self._best_effort = BestEffort("The prefix cache")
 
     @property
     def interval(self) -> int | None:
@@ -55,7 +55,7 @@ class PrefixReuse:
         """
         stored = sequence.stored
         if self.cache is not None and not sequence.has_begun:
-            with self._saving_time:
+            with self._best_effort:
                 if sequence.length_at[1] != self.cache.changes:
                     found = self.cache.cached_length(sequence.keys, sequence.is_cut_point)
                     sequence.length_at = found, self.cache.changes
@@ -67,7 +67,7 @@ class PrefixReuse:
         if self.cache is None or sequence.has_begun:
             return
         sequence.has_begun = True
-        with self._saving_time:
+        with self._best_effort:
             self.cache.attach(self._slots.state)
             sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_cut_point)
             sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_cut_point))
@@ -93,7 +93,7 @@ class PrefixReuse:
         """Keep a snapshot of a sequence that has run tokens, if its logits are finite."""
         if self.cache is None or sequence.logits is None or not sequence.is_as_prompt(sequence.stored):
             return
-        with self._saving_time:
+        with self._best_effort:
             if isinstance(sequence.logits, LogitsOnDevice):
                 sequence.logits = sequence.logits.read()
             if not are_finite(sequence.logits):
@@ -106,7 +106,7 @@ class PrefixReuse:
     def release(self, sequence: RunningSequence) -> None:
         """Release the prefix from which a sequence started."""
         if self.cache is not None and sequence.prefix is not None:
-            with self._saving_time:
+            with self._best_effort:
                 self.cache.release(sequence.prefix)
 
     def detach(self) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.pace import STEPS
+from granite4_neuron.engine.prefill_budget import STEPS
 from granite4_neuron.engine.prefix.cache import PrefixCache
 from granite4_neuron.engine.prefix.slot_cache import SlotPrefixCache
 from granite4_neuron.engine.sampling import Question

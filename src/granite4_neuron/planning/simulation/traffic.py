@@ -84,7 +84,7 @@ def _are_blocks(value: Any) -> bool:
 
 _TIME = _Field(_is_number, "a number of at least 0")
 _LENGTH = _Field(_is_length, f"a whole number from 1 to {_MOST_TOKENS:,}")
-_NAME = _Field(_is_name, "a text or a whole number")
+_NAME = _Field(_is_name, "a string or a whole number")
 _FIELDS: Mapping[str, _Field] = {
     "arrival": _TIME,
     "prompt_tokens": _LENGTH,

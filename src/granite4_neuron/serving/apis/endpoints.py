@@ -14,7 +14,7 @@ from granite4_neuron.serving.apis.messages.body import MessagesBody
 from granite4_neuron.serving.apis.responses.answer import ResponsesAnswer
 from granite4_neuron.serving.apis.responses.body import ResponsesBody
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.sequences import Prepared, SequenceMaker
+from granite4_neuron.serving.sequences import Prepared, RequestBuilder
 
 Asked = TypeVar("Asked", bound=SamplingBody)
 
@@ -24,12 +24,12 @@ class API(Generic[Asked]):
     """One kind of request.
 
     body: the class of its body.
-    requests: makes sequences of a body; raises what `SequenceMaker.completion_requests` raises.
+    requests: makes sequences of a body; raises what `RequestBuilder.completion_requests` raises.
     answer: makes the answer, from the texts of tokens, the model's name, the sequences and the body.
     """
 
     body: type[Asked]
-    requests: Callable[[SequenceMaker, Asked], Prepared]
+    requests: Callable[[RequestBuilder, Asked], Prepared]
     answer: Callable[[TokenTexts, str, Sequence[Request], Asked], Answer]
 
 

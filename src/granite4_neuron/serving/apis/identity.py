@@ -1,4 +1,4 @@
-"""The ids and times of answers: random ids and the current time, or within `fixed` the same ones each time."""
+"""The ids and times of answers: random and current ones, or within `deterministic_ids` the same each time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def new_id() -> str:
 
 
 def now() -> int:
-    """Return the time in seconds since 1970; within `fixed` 0."""
+    """Return the time in seconds since 1970; within `deterministic_ids` 0."""
     return 0 if _NUMBERS.get() is not None else int(time.time())
 
 
 @contextmanager
-def fixed(seed: str) -> Iterator[None]:
+def deterministic_ids(seed: str) -> Iterator[None]:
     """Have ids within the block depend on the seed and their number only, so that an answer that is made again has the
     same bytes.
     """

@@ -95,13 +95,13 @@ def _text_of_parts(value: Any, info: ValidationInfo) -> str:
         for other in given.keys() - {"type", name}:
             ignore(info, other)
         if not isinstance(given.get(name), str):
-            raise UserError(f"a part of the type {kind} must have a {name}, which is a text.")
+            raise UserError(f"a part of the type {kind} must have a {name}, which is a string.")
         return str(given[name])
 
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise UserError("it must be a text, or a list of parts.")
+        raise UserError("it must be a string or a list of parts.")
     return "".join(map(text, value))
 
 

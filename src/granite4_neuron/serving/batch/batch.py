@@ -20,12 +20,12 @@ from granite4_neuron.generation.in_order import InOrder, Job
 from granite4_neuron.serving.apis.chat.answers import TokenTexts
 from granite4_neuron.serving.apis.chat.protocol import parse
 from granite4_neuron.serving.apis.endpoints import check_model
-from granite4_neuron.serving.apis.identity import fixed
+from granite4_neuron.serving.apis.identity import deterministic_ids
 from granite4_neuron.serving.batch.forms import Form, Prompts, form_of
 from granite4_neuron.serving.batch.lines import Line
 from granite4_neuron.serving.errors import RequestError, to_json
 from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
-from granite4_neuron.serving.sequences import Limits, SequenceMaker
+from granite4_neuron.serving.sequences import Limits, RequestBuilder
 
 MOST_CHOICES = 512  # sequences of a line
 LOOK_AHEAD = 1024  # lines that are read before the result of the first of them is there
@@ -66,7 +66,7 @@ class LineJob(Job):
         self._outputs: list[tuple[int, Output]] = []
         self._unfinished = 0
 
-    def prepare(self, maker: SequenceMaker, texts: TokenTexts, model: str, seed: int) -> None:
+    def prepare(self, maker: RequestBuilder, texts: TokenTexts, model: str, seed: int) -> None:
         """Make the sequences. If the line is wrong, the error becomes its result."""
         try:
             api, given = self._form.request()
@@ -111,7 +111,7 @@ class LineJob(Job):
             self._end(self._form.failure(error), has_failed=True)
 
     def _same_ids(self) -> AbstractContextManager[None]:
-        return fixed(f"{self._place} {self._form.name}")
+        return deterministic_ids(f"{self._place} {self._form.name}")
 
     def _end(self, value: dict[str, Any], has_failed: bool) -> None:
         num_tokens = sum(output.token is not None for _, output in self._outputs)
@@ -143,7 +143,7 @@ class Batch:
     ):
         self._engine = engine
         self._has_prefix_cache = has_prefix_cache
-        self._maker = SequenceMaker(engine.runtime, tokenizer, Limits(engine.max_length, None, MOST_CHOICES))
+        self._maker = RequestBuilder(engine.runtime, tokenizer, Limits(engine.max_length, None, MOST_CHOICES))
         self._texts = TokenTexts(tokenizer, engine.max_length)
         self._model = model
         self._prompts = prompts

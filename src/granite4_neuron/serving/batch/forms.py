@@ -43,7 +43,7 @@ class Form(ABC):
         """Return the kind of request and its body.
 
         Raises:
-            RequestError, UserError: something of the line is not what it must be.
+            RequestError, UserError: something of the line is invalid.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class OpenAIForm(Form):
         if self._wrong is not None:
             raise self._wrong
         value = self._value
-        for key, kind, what in (("custom_id", str, "a text"), ("url", str, "a text"), ("body", dict, "an object")):
+        for key, kind, what in (("custom_id", str, "a string"), ("url", str, "a string"), ("body", dict, "an object")):
             if not isinstance(value.get(key), kind):
                 raise RequestError(400, f"the line must have a {key}, which is {what}, or a prompt.", key)
         if value.get("method", "POST") != "POST":
@@ -97,7 +97,7 @@ class PromptForm(Form):
 
     def request(self) -> tuple[API, Mapping[str, Any]]:
         if not isinstance(self.name, str):
-            raise RequestError(400, "prompt: it must be a text.", "prompt")
+            raise RequestError(400, "prompt: it must be a string.", "prompt")
         if not self._prompts.is_chat:
             return COMPLETIONS, {**self._prompts.options, "prompt": self.name}
         messages = [{"role": "user", "content": self.name}]

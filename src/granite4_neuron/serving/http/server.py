@@ -23,7 +23,7 @@ from granite4_neuron.serving.http.connection import Connection
 from granite4_neuron.serving.http.listener import Listener
 from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.metrics import Metrics
-from granite4_neuron.serving.sequences import Limits, SequenceMaker
+from granite4_neuron.serving.sequences import Limits, RequestBuilder
 from granite4_neuron.serving.work_queue import Preparation
 
 LAST_WORDS_SECONDS = 1
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
         preparation = Preparation(limits.num_sequences)
         metrics = Metrics(engine, cache, preparation, model)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
-        maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
+        maker, texts = RequestBuilder(runtime, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
         may = has_page, updates_adapters
         self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, *may)

@@ -9,7 +9,7 @@ from granite4_neuron.serving.apis.chat.answers import TokenTexts
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
-from granite4_neuron.serving.sequences import SequenceMaker
+from granite4_neuron.serving.sequences import RequestBuilder
 from granite4_neuron.serving.work_queue import Preparation
 from granite4_neuron.system.sandbox.markdown import MarkdownProcess
 
@@ -34,7 +34,7 @@ class Service:
     model: str
     engine: EngineThread
     preparation: Preparation
-    maker: SequenceMaker
+    maker: RequestBuilder
     texts: TokenTexts
     metrics: Metrics
     api_key: str | None

@@ -140,7 +140,7 @@ def test_a_first_token_that_the_file_asks_for(written, tmp_path):
         ({"tokenizer.ggml.tokens": ["a", "b"]}, "its token_type are missing, or not what they must be"),
         ({"tokenizer.ggml.tokens": ["a"] * 512}, "has a token twice"),
         ({"tokenizer.ggml.eos_token_id": 512}, "eos_token_id is 512, and must be the number of one of 512 tokens"),
-        ({"tokenizer.chat_template": 1}, "tokenizer.chat_template is 1, and must be a text"),
+        ({"tokenizer.chat_template": 1}, "tokenizer.chat_template is 1, and must be a string"),
     ],
 )
 def test_unsupported_tokenizers_are_refused(written, tmp_path, metadata, message):

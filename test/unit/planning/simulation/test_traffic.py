@@ -78,7 +78,7 @@ def test_poisson_arrivals_at_a_rate():
         (REQUEST | dict(answer_tokens=True), "answer_tokens is True, and must be a whole number"),
         (REQUEST | dict(prefix="x"), "prefix and prefix_tokens belong together"),
         (REQUEST | dict(prefix="x", prefix_tokens=11), "prefix_tokens are 11, more than prompt_tokens"),
-        (REQUEST | dict(conversation=[]), "conversation is [], and must be a text or a whole number"),
+        (REQUEST | dict(conversation=[]), "conversation is [], and must be a string or a whole number"),
         (REQUEST | dict(user="x"), "has user; a request has arrival"),
         (MOONCAKE | dict(hash_ids=[5]), "a prompt of 1,030 tokens has 3 blocks of 512, and hash_ids has 1"),
     ],

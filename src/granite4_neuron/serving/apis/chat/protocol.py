@@ -70,7 +70,7 @@ def _stop(value: Any) -> list[str]:
     )
     if not is_right:
         raise UserError(
-            f"it must be a text or a list of up to {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_LENGTH} characters."
+            f"it must be a string or a list of up to {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_LENGTH} characters."
         )
     return texts
 
@@ -81,7 +81,7 @@ StopStrings = Annotated[list[str], BeforeValidator(_stop)]
 def _prompts(value: Any) -> list[TextOrTokens]:
     several = value if isinstance(value, list) and not _is_prompt(value) else [value]
     if not several or not all(map(_is_prompt, several)):
-        raise UserError("it must be a text, a list of token ids, or a list of such, and nothing of it empty.")
+        raise UserError("it must be a string, token ids, or a non-empty list of either.")
     return several
 
 

@@ -9,7 +9,7 @@ from granite4_neuron.errors import sentence_of
 _LOGGER = logging.getLogger(__name__)
 
 
-class SavingTime:
+class BestEffort:
     """A context for work that only saves time. If it fails, the engine continues without it; the first failure is
     logged.
 

@@ -10,7 +10,7 @@ _LEAST = 16  # tokens of prompts in a step that has any, so that prompts always 
 STEPS = 5  # behind a prediction: few enough to follow the load, enough to ignore one slow step
 
 
-class Pace:
+class PrefillBudget:
     """Predicts the time of a step from the times of the last steps.
 
     The model of a step's time is the time of a step of decode, plus a time for each token of a prompt. The second is
