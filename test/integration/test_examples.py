@@ -23,6 +23,7 @@ EXPECTED = {
     "generate": r"^ evaluates the expression list .*\n\nThe import statement.* \[length\]\n\nLambda .* \[\w+\]\n$",
     "serve_lora": r"tiny: ' evaluates the expression.*\nmine: '(?! evaluates)",
     "structured_output": r"^\{'keyword': '\w+', 'lines': \d+, 'is_expression': (True|False)\}\n3\.\d+\n$",
+    "vllm_operators": r"^one token more: True\nchannel by channel: True\ntokens: \[\[7, 4, -1\]\]\n$",
 }
 
 

@@ -12,6 +12,8 @@ Greedy requests accept drafts that equal the target's argmax. Names, arguments, 
 (`vllm.v1.sample.rejection_sampler`) without its mode "fly"; its metadata objects can be passed too. Drafts of all
 requests of a batch are concatenated: request i has `num_draft_tokens[i]` of the `num_tokens`, up to
 `cu_num_draft_tokens[i]`.
+
+This is a public API, for other programs: the engine of this package has a rule of its own, and does not call it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Operators with the signatures and in-place rules of vLLM 0.33, for CPU tensors. They do not need vLLM.
 
-The model uses simpler operators, see `granite4_neuron.ops`; these are for other callers and for vLLM's CPU backend.
+They are a public API, for other programs and for vLLM's CPU backend; nothing else in this package calls them. The model
+uses simpler operators, see `granite4_neuron.ops`.
 """
 
 from granite4_neuron.vllm.operators.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
