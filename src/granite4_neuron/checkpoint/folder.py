@@ -60,12 +60,10 @@ class FolderCheckpoint(Checkpoint):
 
     @cached_property
     def tensors(self) -> StoredTensors:
-        """Implement `Checkpoint.tensors`."""
         return StoredTensors(self.folder, self.config)
 
     @property
     def has_weights(self) -> bool:
-        """Implement `Checkpoint.has_weights`."""
         return any((self.folder / name).exists() for name in (WEIGHTS, INDEX))
 
     @property
@@ -75,11 +73,9 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def stored_in(self) -> list[str]:
-        """Implement `Checkpoint.stored_in`."""
         return [] if self.quantization is None else [self.quantization.name]
 
     def with_mtp(self) -> FolderCheckpoint:
-        """Implement `Checkpoint.with_mtp`."""
         file = self.folder / CONFIG
         try:
             config = self.config.with_mtp(read_object(file))
@@ -94,11 +90,9 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Implement `Checkpoint.has_tokenizer`."""
         return (self.folder / TOKENIZER).is_file()
 
     def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
-        """Implement `Checkpoint.quantized_weights`."""
         # Not at the top: config, names and sizes need no torch.
         from granite4_neuron.checkpoint.quantized import quantized_weights
 
@@ -127,12 +121,10 @@ class FolderCheckpoint(Checkpoint):
         self.tensors.check(config)
 
     def generation_config(self) -> dict[str, Any]:
-        """Implement `Checkpoint.generation_config`."""
         file = self.folder / GENERATION_CONFIG
         return read_object(file) if file.exists() else {}
 
     def copy_texts_to(self, folder: Path) -> None:
-        """Implement `Checkpoint.copy_texts_to`."""
         named_templates = (str(file.relative_to(self.folder)) for file in self.folder.glob(NAMED_TEMPLATES))
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *named_templates):
             if (self.folder / name).is_file():

@@ -50,7 +50,6 @@ class GraniteMoeHybridConfig(ModelConfig):
         super().__post_init__()
 
     def check_family(self) -> None:
-        """Implement `ModelConfig.check_family`."""
         require_positive(self, "shared_intermediate_size")
         require_one_of(self, "hidden_act", ("silu",))
         require_one_of(self, "position_embedding_type", ("rope", "nope", None))
@@ -86,7 +85,6 @@ class GraniteMoeHybridConfig(ModelConfig):
 
     @classmethod
     def one_spelling(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Implement `ModelConfig.one_spelling`."""
         model_type = values.get("model_type")
         if model_type != MODEL_TYPE and model_type not in _AS_HYBRID:
             others = ", ".join(map(repr, _AS_HYBRID))

@@ -141,17 +141,14 @@ class NemotronHConfig(ModelConfig):
 
     @property
     def left_out_tensors(self) -> Mapping[str, str]:
-        """Implement `ModelConfig.left_out_tensors`."""
         return {} if self.mtp_layer_types else {"mtp.": "multi-token prediction"}
 
     @property
     def mtp_config(self) -> NemotronHConfig | None:
-        """Implement `ModelConfig.mtp_config`."""
         types = self.mtp_layer_types
         return replace(self.without_mtp(), layer_types=types, num_hidden_layers=len(types)) if types else None
 
     def with_mtp(self, values: Mapping[str, Any]) -> NemotronHConfig:
-        """Implement `ModelConfig.with_mtp`."""
         count = values.get("num_nextn_predict_layers")
         if count in (None, 0):
             raise UserError(NO_MTP)
@@ -162,7 +159,6 @@ class NemotronHConfig(ModelConfig):
         )
 
     def without_mtp(self) -> NemotronHConfig:
-        """Implement `ModelConfig.without_mtp`."""
         return replace(self, mtp_layer_types=())
 
     def stored_name(self, name: str) -> str:
@@ -188,7 +184,6 @@ class NemotronHConfig(ModelConfig):
         return "backbone.embeddings.weight" if name == "backbone.embedding.weight" else name
 
     def parts(self, layer_type: str) -> LayerParts:
-        """Implement `ModelConfig.parts`."""
         if layer_type in (MAMBA, ATTENTION):
             return LayerParts(layer_type, 0, False)
         if layer_type == MLP:
@@ -196,7 +191,6 @@ class NemotronHConfig(ModelConfig):
         return LayerParts(None, self.shared_intermediate_size, True)
 
     def check_family(self) -> None:
-        """Implement `ModelConfig.check_family`."""
         require_one_of(self, "hidden_act", ("relu2",))
         require(
             MAMBA not in self.mtp_layer_types,
@@ -228,7 +222,6 @@ class NemotronHConfig(ModelConfig):
 
     @classmethod
     def one_spelling(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Implement `ModelConfig.one_spelling`."""
         if values.get("model_type") != NEMOTRON_MODEL_TYPE:
             raise UserError(
                 f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {NEMOTRON_MODEL_TYPE!r}."
@@ -252,7 +245,6 @@ class NemotronHConfig(ModelConfig):
 
     @classmethod
     def time_step_limit_in(cls, values: Mapping[str, Any]) -> tuple[float, float]:
-        """Implement `ModelConfig.time_step_limit_in`."""
         return super().time_step_limit_in(_with_defaults(values))
 
     def to_dict(self) -> dict[str, Any]:

@@ -75,12 +75,10 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
 
     @staticmethod
     def make_decoder(config: ModelConfig, parallel: Parallel, layers: Iterable[DecoderLayer]) -> Decoder:
-        """Implement `HybridForCausalLM.make_decoder`."""
         return GraniteMoeHybridModel(config, parallel, layers)
 
     @staticmethod
     def make_layer(config: ModelConfig, number: int, parallel: Parallel) -> DecoderLayer:
-        """Implement `HybridForCausalLM.make_layer`."""
         parts = config.parts(config.layer_types[number])
         mixer = Mamba2(config, parallel, number) if parts.mixer == MAMBA else Attention(config, parallel)
         experts = SparseMoe(config, parallel) if parts.has_experts else None

@@ -32,7 +32,6 @@ class NemotronHForCausalLM(GraniteMoeHybridForCausalLM):
 
     @staticmethod
     def make_layer(config: ModelConfig, number: int, parallel: Parallel) -> DecoderLayer:
-        """Implement `HybridForCausalLM.make_layer`."""
         assert isinstance(config, NemotronHConfig)  # `families`
         parts = config.parts(config.layer_types[number])
         mixer: Mamba2 | Attention | None = None
@@ -57,7 +56,6 @@ class NemotronHExperts(SparseMoe):
         self.norm_topk_prob, self.routed_scaling_factor = config.norm_topk_prob, config.routed_scaling_factor
 
     def choice(self) -> dict[str, Any]:
-        """Implement `SparseMoe.choice`."""
         return dict(
             correction_bias=self.router.e_score_correction_bias.float(),
             n_group=self.n_group,
@@ -67,11 +65,9 @@ class NemotronHExperts(SparseMoe):
         )
 
     def router_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Implement `SparseMoe.router_logits`."""
         return super().router_logits(tokens.float())
 
     def choose(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement `SparseMoe.choose`."""
         return self.operators.topk_sigmoid(router_logits, top_k=self.top_k, **self.choice())
 
 

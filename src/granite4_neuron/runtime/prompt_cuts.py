@@ -38,7 +38,6 @@ class Anywhere:
     keeps_answers: ClassVar[bool] = True
 
     def last(self, most: int, length: int) -> int:
-        """Implement `PromptCuts.last`."""
         return min(most, length)
 
 
@@ -53,7 +52,6 @@ class Multiples:
     keeps_answers: ClassVar[bool] = False
 
     def last(self, most: int, length: int) -> int:
-        """Implement `PromptCuts.last`."""
         return length if most >= length else most // self.number * self.number
 
 
@@ -71,7 +69,6 @@ class Pieces:
     keeps_answers: ClassVar[bool] = False
 
     def last(self, most: int, length: int) -> int:
-        """Implement `PromptCuts.last`."""
         if most >= length:
             return length
         largest = self.buckets[-1]

@@ -39,7 +39,6 @@ class GGUFCheckpoint(Checkpoint):
 
     @cached_property
     def tensors(self) -> GGUFTensors:
-        """Implement `Checkpoint.tensors`."""
         # Not at the top: it imports torch.
         from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
 
@@ -47,7 +46,6 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def has_weights(self) -> bool:
-        """Implement `Checkpoint.has_weights`."""
         return True
 
     @property
@@ -61,20 +59,17 @@ class GGUFCheckpoint(Checkpoint):
         return sorted({one.type for one in self._file.tensors.values()})
 
     def with_mtp(self) -> NoReturn:
-        """Implement `Checkpoint.with_mtp`."""
         raise UserError(
             f"{self.path} is a GGUF file, and layers for multi-token prediction are read from checkpoint folders only."
         )
 
     @property
     def has_tokenizer(self) -> bool:
-        """Implement `Checkpoint.has_tokenizer`."""
         from granite4_neuron.checkpoint.gguf.tokenizer import has_tokenizer
 
         return has_tokenizer(self._file)
 
     def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
-        """Implement `Checkpoint.quantized_weights`."""
         from granite4_neuron.checkpoint.gguf.kept import kept_weights
 
         found = kept_weights(self.tensors, model) if keep else {}
@@ -84,7 +79,6 @@ class GGUFCheckpoint(Checkpoint):
         }
 
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Implement `Checkpoint.remark_on`."""
         from granite4_neuron.checkpoint.gguf.kept import remark_on
 
         remarks = left_out_remark(self.tensors.left_out), remark_on(self.tensors, quantized, dtype)
@@ -97,7 +91,6 @@ class GGUFCheckpoint(Checkpoint):
         return read_sampling(self._file)
 
     def copy_texts_to(self, folder: Path) -> None:
-        """Implement `Checkpoint.copy_texts_to`."""
         if self.has_tokenizer:
             self._read_tokenizer().save_pretrained(folder)
         sampling = {name: value for name, value in self.generation_config().items() if "." not in name}

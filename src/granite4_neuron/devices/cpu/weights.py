@@ -49,7 +49,6 @@ class PackedWeight:
 
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
-    """Implement `ops.operators.Quantize`."""
     if format.name not in formats():
         return format.quantize(weight)
     values, scales = (torch.empty(shape, dtype=dtype) for shape, dtype in format.layout(weight.shape).values())

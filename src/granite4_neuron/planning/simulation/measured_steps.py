@@ -95,7 +95,6 @@ class MeasuredSteps:
         self._snapshots, self._restores = Curve(dict(measured.snapshots)), Curve(dict(measured.restores))
 
     def step(self, rows: Sequence[Row]) -> float:
-        """Implement `StepTimes.step`."""
         starts: list[int] = []
         lengths: list[int] = []
         seconds = 0.0
@@ -114,15 +113,12 @@ class MeasuredSteps:
         return seconds
 
     def decode(self, starts: Sequence[int], steps: int) -> list[float]:
-        """Implement `StepTimes.decode`."""
         return self._decode[len(starts)].from_on(sum(starts) / len(starts), steps)
 
     def snapshot(self, tokens: int) -> float:
-        """Implement `StepTimes.snapshot`."""
         return self._snapshots(tokens)
 
     def restore(self, tokens: int) -> float:
-        """Implement `StepTimes.restore`."""
         return self._restores(tokens)
 
     def copy(self, tokens: int) -> float:
