@@ -95,8 +95,8 @@ class Node:
 
     @property
     def saved_tokens(self) -> int:
-        """How many fewer tokens a prompt runs with this entry than with the nearest entry above that will last, which
-        is one where sequences diverged.
+        """How many fewer tokens a prompt runs with this entry than with its nearest durable ancestor: one where
+        sequences diverged.
         """
         lasting = (node.length for node in self.above if node.entry is not None and node.kind == NodeKind.BRANCH)
         return self.length - next(lasting, 0)
