@@ -264,7 +264,7 @@ REFUSED = {
             tools=[{"type": "web_search_20250305", "name": "web_search"}],
             tool_choice={"type": "tool", "name": "web_search"},
         ),
-        "tool_choice: it needs tools",
+        "tool_choice: it needs tools that are functions",
     ),
     "another API's field": (dict(stop=["a"]), "stop: this server does not support it; give stop_sequences"),
     "call of a user": (

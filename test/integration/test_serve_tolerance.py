@@ -164,6 +164,21 @@ def post(byte_server):
     return send
 
 
+def test_a_model_has_several_names(post, byte_server, monkeypatch):
+    """Agents name a second, small model."""
+    monkeypatch.setattr(byte_server.service, "aliases", ["small"])
+    listed = httpx.get(f"{byte_server.address}/v1/models", timeout=60).json()["data"]
+    assert [model["id"] for model in listed] == [byte_server.service.model, "small"]
+    fields = {"prompt": "a", "messages": [HI], "input": "a"}
+    for path, field in (("completions", "prompt"), ("chat/completions", "messages"), ("responses", "input")):
+        limit = "max_output_tokens" if path == "responses" else "max_tokens"
+        answer = post(path, {"model": "small", field: fields[field], limit: 1})
+        assert answer.json()["model"] == "small"
+    body = {"messages": [HI], "max_tokens": 1}
+    assert post("messages", {"model": "small", **body}).json()["model"] == "small"
+    assert post("messages", {"model": "other", **body}).status_code == 404
+
+
 def test_what_is_ignored_is_in_a_header_and_once_in_the_log(post, caplog):
     with caplog.at_level(logging.WARNING):
         answers = [post("completions", {"prompt": "a", "max_tokens": 1, "unheard_of": 1}) for _ in range(2)]

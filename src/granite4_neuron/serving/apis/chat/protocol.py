@@ -341,7 +341,7 @@ class ChatBody(ConversationBody, GenerationBody):
         if len(set(names)) < len(names):
             raise Conflict("tools", "each must have a name of its own.")
         if self.tool_choice.mode == "required" and not names:
-            raise Conflict("tool_choice", "it needs tools.")
+            raise Conflict("tool_choice", "it needs tools that are functions; this server has none of its own.")
         for name in self.tool_choice.names or ():
             if name not in names:
                 raise Conflict("tool_choice", f"there is no tool {name} in tools.")
