@@ -88,6 +88,7 @@ class TestErrorsOfGraphs:
         check(lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager"), layers, kind, dtype)
 
     @pytest.mark.versions
+    @pytest.mark.slow_cases
     def test_of_xla(self, kind, dtype, layers):
         pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
         from granite4_neuron.devices.xla.runtime import XLARuntime
