@@ -15,7 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,8 +129,8 @@ def run_apart(step: Step, command: Sequence[str]) -> Record:
         code = _run(command, log, step.limit)
         log.seek(0)
         lines = log.read().splitlines()
-    findings = list(_findings(lines))
-    result, message = _judge(code, findings, step.limit)
+    findings = read_findings(lines)
+    result, message = judge(code, findings, step.limit)
     seconds = round(time.monotonic() - started, 1)
     output = [line for line in lines if line and not line.startswith(_MARK)]
     return Record(step.name, result, seconds, message, findings, [] if result == OK else output[-_LAST_LINES:])
@@ -159,14 +159,13 @@ def _run(command: Sequence[str], log: Any, limit: float) -> int | None:
         process.wait()
 
 
-def _findings(lines: Sequence[str]) -> Iterator[Finding]:
-    for line in lines:
-        # The last line is cut off if the process was killed while it wrote it.
-        if line.startswith(_MARK) and line.endswith("}"):
-            yield Finding(**json.loads(line.removeprefix(_MARK)))
+def read_findings(lines: Sequence[str]) -> list[Finding]:
+    """Return the findings in a step's output. The last line is cut off if the process was killed while it wrote it."""
+    found = (line.removeprefix(_MARK) for line in lines if line.startswith(_MARK) and line.endswith("}"))
+    return [Finding(**json.loads(each)) for each in found]
 
 
-def _judge(code: int | None, findings: Sequence[Finding], limit: float) -> tuple[str, str]:
+def judge(code: int | None, findings: Sequence[Finding], limit: float) -> tuple[str, str]:
     """Return a step's result, and a line that describes it."""
     if code is None:
         return TIMED_OUT, f"not done after {limit:g} seconds"

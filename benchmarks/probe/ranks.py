@@ -76,9 +76,14 @@ def _split(place: Place, folder: Path, degree: int) -> Iterator[SplitRuntime]:
 
 
 def _too_few(place: Place, degree: int) -> Finding | None:
-    """Return a finding if the machine has too few GPUs. Only Neuron's runtime knows the number of its cores."""
+    """Return a finding if the machine has too few GPUs, or a Neuron chip would be used in part. Only Neuron's runtime
+    knows the number of its cores.
+    """
     if place.device == "cuda" and torch.cuda.device_count() < degree:
         return Finding("devices", FACT, message=f"torch finds {torch.cuda.device_count()} GPUs here")
+    if place.device == "neuron" and degree == 2:
+        message = "not tried: published ports report that two ranks are not valid with LNC=2 on one chip"
+        return Finding("devices", FACT, message=message)
     return None
 
 

@@ -40,21 +40,35 @@ REMEDIES = (
 
 def advice(records: Sequence[Record]) -> list[str]:
     """Return a sentence for each option that these records suggest."""
+    return [sentence for _, sentence in _advised(records)]
+
+
+def advised_options(records: Sequence[Record]) -> list[str]:
+    """Return the suggested options as words of a command; of several values of one, the first."""
+    chosen: dict[str, str] = {}
+    for option, _ in _advised(records):
+        chosen.setdefault(option.split()[0], option)
+    return [word for option in chosen.values() for word in option.split()]
+
+
+def _advised(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return each suggested option with a sentence."""
     results = {record.name: record for record in records}
     return [*_kv_write(results), *_experts_decode(results), *_others(results)]
 
 
-def _kv_write(results: Mapping[str, Record]) -> Iterator[str]:
+def _kv_write(results: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
     steps = {form: results[name] for form in KV_WRITES if (name := f"states kv_write {form}") in results}
     times = {form: _time(record) for form, record in steps.items() if record.result == OK}
     default = kv_write_of(None, "neuron")
     if default not in steps or not times:
         return
     best = min(times, key=times.__getitem__)
+    option = f"--kv-write {best}"
     if default not in times:
-        yield f"{steps[default].name} is not right: try --kv-write {best}."
+        yield option, f"{steps[default].name} is not right: try {option}."
     elif times[best] < _MUCH_LESS * times[default]:
-        yield f"--kv-write {best} takes {times[best] / times[default]:.2f} of the time of {default}: try it."
+        yield option, f"{option} takes {times[best] / times[default]:.2f} of the time of {default}: try it."
 
 
 def _time(record: Record) -> float:
@@ -63,7 +77,7 @@ def _time(record: Record) -> float:
     return times[max(times, key=int)]
 
 
-def _experts_decode(results: Mapping[str, Record]) -> Iterator[str]:
+def _experts_decode(results: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
     """Compare the forms for one token; a default that is wrong is one of `REMEDIES`."""
     steps = {form: results[name] for form in EXPERTS_DECODE if (name := f"operators experts_decode {form}") in results}
     times = {
@@ -76,17 +90,18 @@ def _experts_decode(results: Mapping[str, Record]) -> Iterator[str]:
     if default in times:
         best = min(times, key=times.__getitem__)
         if times[best] < _MUCH_LESS * times[default]:
-            yield f"--experts-decode {best} takes {times[best] / times[default]:.2f} of the time of {default}: try it."
+            option, part = f"--experts-decode {best}", times[best] / times[default]
+            yield option, f"{option} takes {part:.2f} of the time of {default}: try it."
 
 
-def _others(results: Mapping[str, Record]) -> Iterator[str]:
+def _others(results: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
     helped = set()
     for remedy in REMEDIES:
         failed = remedy.step in results and results[remedy.step].result != OK
         if not failed or remedy.step in helped or not _is_shown(results, remedy.other):
             continue
         helped.add(remedy.step)
-        yield f"{remedy.step} is not right: try {remedy.option}."
+        yield remedy.option, f"{remedy.step} is not right: try {remedy.option}."
 
 
 def _is_shown(results: Mapping[str, Record], name: str | None) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("httpx", reason="httpx is not installed; benchmarks/serving needs it")
 
+from benchmarks.first_run.command import parser as first_run_parser
 from benchmarks.latency import options as latency_options
 from benchmarks.probe.command import parser as probe_parser
 from benchmarks.serving import command as serving
@@ -22,6 +23,7 @@ PARSERS = {
     "benchmark_latency.py": lambda: latency_options.parser(""),
     "benchmarks.serving": serving._parser,
     "benchmarks.probe": probe_parser,
+    "benchmarks.first_run": first_run_parser,
 }
 
 

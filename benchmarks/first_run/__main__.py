@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.first_run.command import main
+
+sys.exit(main())
