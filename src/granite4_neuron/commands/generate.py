@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
     generate.add_argument(
-        "--verbose", action="store_true", help="report speed, peak memory, and why faster kernels were not used"
+        "--verbose", action="store_true", help="report times, peak memory, and why faster kernels were not used"
     )
     add_runtime(generate)
     generate.set_defaults(run=run)

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -238,7 +239,7 @@ def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
 def load_runtime(
     options: argparse.Namespace, checkpoint: Checkpoint, adapters: Mapping[str, Path] = {}, mtp: bool = False
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """Call `load` with the options of `add_runtime`, and show a progress bar.
+    """Call `load` with the options of `add_runtime`, and show a progress bar; with --verbose also the time.
 
     Args:
         checkpoint: from `model_checkpoint` or `open_checkpoint`.
@@ -253,8 +254,9 @@ def load_runtime(
 
     use_threads(options)
     chosen = backend_options(options) | kernels_of(options, options.kernels)
+    started = time.perf_counter()
     with ProgressBar("weights", "bytes") as progress:
-        return load(
+        loaded = load(
             checkpoint,
             backend=options.backend,
             **chosen,
@@ -263,6 +265,9 @@ def load_runtime(
             progress=progress,
             remark=print_remark,
         )
+    if getattr(options, "verbose", False):
+        print(f"load: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    return loaded
 
 
 def print_remark(sentence: str) -> None:

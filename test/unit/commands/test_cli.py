@@ -135,7 +135,7 @@ class TestGenerate:
     def test_verbose(self, run, texting_folder):
         status, _, error = run("generate", "--model", texting_folder, "--max-tokens", 5, "--verbose", "text")
         assert status == 0
-        for part in ("prefill: 4 tokens, ", "tokens/s", "decode: ", "peak memory: ", "MiB"):
+        for part in ("load: ", "prefill: 4 tokens, ", "tokens/s", "decode: ", "peak memory: ", "MiB"):
             assert part in error
         assert "not used" not in error or not cpu.has_fused_kernels()
 
