@@ -1,4 +1,4 @@
-"""IBM Granite 4.0 hybrid models and NVIDIA Nemotron 3 on AWS Trainium2, CPUs and GPUs.
+"""IBM Granite 4.0 hybrid models and NVIDIA Nemotron 3 on AWS Trainium, CPUs and GPUs.
 
 >>> from granite4_neuron import generate, load
 >>> runtime, tokenizer = load()

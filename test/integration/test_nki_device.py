@@ -29,13 +29,13 @@ HEADS = dict(heads=16, head_dim=64, d_state=128)
 @pytest.fixture(scope="module")
 def device():
     if importlib.util.find_spec("torch_xla") is None:
-        pytest.skip("needs a Trainium2 machine with the Neuron SDK: torch_xla is not installed")
+        pytest.skip("needs a Trainium machine with the Neuron SDK: torch_xla is not installed")
     import torch_xla
     from torch_xla.core import xla_model
 
     device = torch_xla.device()
     if xla_model.xla_device_hw(device) != "NEURON":
-        pytest.skip(f"needs a Trainium2 machine with the Neuron SDK: torch_xla runs on {device}")
+        pytest.skip(f"needs a Trainium machine with the Neuron SDK: torch_xla runs on {device}")
     return device
 
 

@@ -44,7 +44,7 @@ _EXAMPLES = """\
 examples:
   granite4-neuron generate "An assignment statement"  # the package's small model
   granite4-neuron chat --model ibm-granite/granite-4.0-h-350m
-  granite4-neuron plan --model granite-4.0-h-small    # does it fit a Trainium2?
+  granite4-neuron plan --model granite-4.0-h-small    # does it fit a Trainium?
 
 Each command has its own help: granite4-neuron generate --help
 """
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = _Parser(
         prog="granite4-neuron",
-        description="Run IBM's Granite 4.0 hybrid models and NVIDIA's Nemotron 3 on AWS Trainium2, CPUs and GPUs.",
+        description="Run IBM's Granite 4.0 hybrid models and NVIDIA's Nemotron 3 on AWS Trainium, CPUs and GPUs.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
         add_help=False,

@@ -1,4 +1,4 @@
-"""`granite4-neuron compile`: compile a model for Trainium2."""
+"""`granite4-neuron compile`: compile a model for Trainium."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SECOND_WAYS = (
 def add_parser(commands: argparse._SubParsersAction) -> None:
     compiler = commands.add_parser(
         "compile",
-        help="compile a model for Trainium2",
+        help="compile a model for Trainium",
         description="Compile the graphs of a model with NxD Inference, for generate --backend nxdi. Needs the Neuron "
         "SDK.",
     )

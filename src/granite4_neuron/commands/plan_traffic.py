@@ -177,7 +177,7 @@ def _check(options: argparse.Namespace) -> None:
     elif None in (options.prompt_length, options.output_length):
         raise UserError("--rate needs --prompt-length and --output-length.")
     if options.steps is None and options.model is None:
-        raise UserError("give --steps FILE, which granite4-neuron measure writes, or --model for a Trainium2.")
+        raise UserError("give --steps FILE, which granite4-neuron measure writes, or --model for a Trainium.")
     if options.steps is not None and options.model is not None:
         raise UserError("--steps names its model; leave --model out.")
 

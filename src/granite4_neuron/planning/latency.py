@@ -1,4 +1,4 @@
-"""Lower bound and prediction of a step's time on a Trainium2. Nothing here is measured.
+"""Lower bound and prediction of a step's time on a Trainium. Nothing here is measured.
 
 The bound is a roofline: HBM, TensorE, VectorE and the links between chips work at the same time, each at its full rate,
 and the busiest decides. A real device loses time, which two constants describe here: the latency of a collective, and

@@ -15,7 +15,7 @@ from granite4_neuron.errors import UserError
 PARTS = 2  # even and odd slots, for two cores
 MAX_HIDDEN = 8 * PSUM_BANK  # the result is in PSUM while the experts are added up
 MAX_BUFFERS = 3  # experts on chip at a time: one in use, two being loaded
-SBUF_BYTES = 204 * 1024  # per partition, for all tiles of the kernel
+SBUF_BYTES = 204 * 1024  # per partition of a NeuronCore-v3, for all tiles of the kernel; a v4 has more
 
 
 def experts_decode_torch(
