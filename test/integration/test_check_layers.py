@@ -205,9 +205,9 @@ class TestOperatorsThatRan:
     def test_token_kernels(self, monkeypatch):
         runtime = self.torch_runtime(monkeypatch, GPU)
         mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
-        assert {"devices.cuda.single_token_layer.advance_mixer", "devices.cuda.mamba._chunked"} <= set(mamba)
+        assert {"devices.cuda.token_mixer.advance_mixer", "devices.cuda.mamba._chunked"} <= set(mamba)
         assert (
-            "devices.cuda.single_token_layer.project_heads" in attention
+            "devices.cuda.token_projections.project_heads_of_one" in attention
             and "devices.cuda.mamba._single_token" not in mamba
         )
 

@@ -11,7 +11,6 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.devices.cuda import single_token_layer, token_layer
 from granite4_neuron.devices.cuda.attention import attend_tokens
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
 from granite4_neuron.devices.cuda.flash_attention import attend_prompt
@@ -22,6 +21,7 @@ from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
+from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
 from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
@@ -74,7 +74,7 @@ def test_logits(family, sequences, kernels):
         our_logits = run_steps(ours, steps, sequences, 200, LAYER.poison)
     for expected, logits in zip(expected_logits, our_logits, strict=True):
         assert (logits - expected).abs().max() <= LAYER.tolerance
-    operators = single_token_layer if sequences == 1 else token_layer
+    operators = OneRowOperators if sequences == 1 else TokenOperators
     mixers = {operators.mixer_inputs, operators.advance_mixer, operators.project_heads, attend_tokens}
     experts = {operators.route}
     if family == "granite":
@@ -114,7 +114,7 @@ def test_verified_tokens_have_the_bits_of_decode(family, dtype, kernels, monkeyp
         state = begun(slots)
         kernels.clear()
         verification = runtime.verify(state, [Row(slot + 1, starts[slot], tokens[slot]) for slot in range(slots)])
-        assert token_layer.route in kernels
+        assert TokenOperators.route in kernels
         assert torch.equal(verification.logits, torch.stack(decoded, 1)[:slots])
         runtime.commit(state, verification, [accepted] * slots)
         for slot in range(slots):

@@ -145,10 +145,10 @@ def _with_nki_decode(operators: Operators, config: ModelConfig, tp_degree: int) 
     decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
     operators = replace(operators, mamba_decode=decode, mixer_form=FusedMixerMamba2, round_state=round_in_hardware)
     reason = "they have their own recurrence, and the decode kernel nki is asked for"
-    if operators.token_layer is None:
+    if operators.token_operators is None:
         return operators
     fallback = f"the token kernels are not used: {reason}."
-    return replace(operators, token_layer=None, fallbacks=(*operators.fallbacks, fallback))
+    return replace(operators, token_operators=None, fallbacks=(*operators.fallbacks, fallback))
 
 
 def _scan_dimensions(config: ModelConfig, tp_degree: int) -> tuple[int, int, int, int]:

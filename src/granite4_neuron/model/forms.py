@@ -41,7 +41,7 @@ def mixer_class(operators: Operators) -> type[Mamba2]:
 def _token_form(layer: DecoderLayer) -> tuple[type[DecoderLayer] | None, str | None]:
     """Return the operators' form for a few tokens, or None; and why it does not support the layer, as a clause."""
     form = layer.operators.layer_form
-    if form is None or layer.operators.token_layer is None:
+    if form is None or layer.operators.token_operators is None:
         return None, None
     reason = form.why_not(layer)  # type: ignore[attr-defined]
     return (form if reason is None else None), reason

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,10 @@ class Pack(Protocol):
         """Return a packed matrix's bytes for activations of `dtype`: in that dtype, or quantized in `format`."""
 
 
+class FunctionSet:
+    """Functions that a device's forms of layers call: the public attributes of a subclass."""
+
+
 @dataclass(frozen=True)
 class Operators:
     """One implementation of each operator. All take the arguments and return the results of the plain definitions,
@@ -49,15 +53,15 @@ class Operators:
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both use one state layout.
     mamba_quadratic: replaces mamba_prefill if one decay matrix over all tokens is asked for.
     round_state: rounds a float32 SSM state to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
-    fused_layers: kernels of whole layers, if layers are fused; None if their parts are computed one by one.
-    stack_form: then the class of the layers as one call, a `model.stack.LayersAsOne`.
+    fused_layers: functions that make kernels of whole layers; None if a layer's parts are computed one by one.
+    stack_form: then the class of the layers as one call, which calls them, a `model.stack.LayersAsOne`.
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
     input_first: whether linear, mlp, router_logits and logits take their matrices so, too.
-    token_layer: `devices.cuda.token_layer`, if decode and verification of few sequences have operators that fuse
-        products with their neighbours; None if they use the same operators as other steps.
-    single_token_layer: `devices.cuda.single_token_layer`, if decode of one sequence has faster operators, which add up
-        in another order; None if it uses the same operators as several sequences.
-    layer_form: then the form of layers that calls these operators, a `model.decoder_layer.DecoderLayer` with `why_not`.
+    token_operators: fuse products with their neighbours, in decode and verification of few sequences; None if these
+        use the same operators as other steps.
+    one_row_operators: of the same class, faster for decode of one sequence, where they add up in another order; None if
+        it uses the same operators as several sequences.
+    layer_form: then the form of layers that calls both, a `model.decoder_layer.DecoderLayer` with `why_not`.
     mixer_form: the form of Mamba layers that calls `mamba_decode.fused_mixer`, a `model.mamba2.Mamba2`; or None.
     launch_parameters: how Mamba layers divide a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: quantizes matrices when weights are loaded.
@@ -86,10 +90,10 @@ class Operators:
     mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
     round_state: Operator = stochastic_round
-    fused_layers: ModuleType | SimpleNamespace | None = None
-    token_layer: ModuleType | SimpleNamespace | None = None
-    single_token_layer: ModuleType | SimpleNamespace | None = None
+    fused_layers: FunctionSet | None = None
     stack_form: type | None = None
+    token_operators: FunctionSet | None = None
+    one_row_operators: FunctionSet | None = None
     layer_form: type | None = None
     mixer_form: type | None = None
     launch_parameters: LaunchParameters = HEURISTIC
@@ -110,14 +114,20 @@ def noting(operators: Operators, note: Callable[[str], None]) -> Operators:
         operator = getattr(operators, field.name)
         if isinstance(operator, MambaKernels):
             noted[field.name] = _noting_kernels(operator, note)
-        elif isinstance(operator, ModuleType):
-            functions = {name: value for name, value in vars(operator).items() if not name.startswith("_")}
-            names = {name: f"{operator.__name__}.{name}" for name, value in functions.items() if callable(value)}
-            functions |= {name: _noting(functions[name], full_name, note) for name, full_name in names.items()}
-            noted[field.name] = SimpleNamespace(**functions)
+        elif isinstance(operator, FunctionSet):
+            noted[field.name] = _noting_set(operator, note)
         elif callable(operator) and not isinstance(operator, type) and field.name not in ("quantize", "pack"):
             noted[field.name] = _noting(operator, _name(operator), note)
     return replace(operators, **noted)
+
+
+def _noting_set(functions: FunctionSet, note: Callable[[str], None]) -> FunctionSet:
+    noted = copy.copy(functions)
+    for name in dir(functions):
+        function = getattr(functions, name)
+        if callable(function) and not name.startswith("_"):
+            setattr(noted, name, _noting(function, _name(function), note))
+    return noted
 
 
 def _noting_kernels(kernels: MambaKernels, note: Callable[[str], None]) -> MambaKernels:

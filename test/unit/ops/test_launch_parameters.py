@@ -172,9 +172,12 @@ class TestRuntime:
     def test_the_fused_kernels_use_the_file(self, file, monkeypatch):
         """Logits stay the same, in prefill and in decode."""
         logits, given, make = [], [], cpu.layers.mamba_mixer
-        monkeypatch.setattr(
-            cpu.layers, "mamba_mixer", lambda weights, parameters: given.append(parameters) or make(weights, parameters)
-        )
+
+        def noted(weights, parameters):
+            given.append(parameters)
+            return make(weights, parameters)
+
+        monkeypatch.setattr(cpu.layers.LayerMakers, "mamba_mixer", staticmethod(noted))
         for chunk_size, heads_per_task in ((32, 16), (64, 1), (128, 4)):
             write_launch_parameters(file, LaunchParameters(chunk_size, heads_per_task, 64))
             runtime = self.runtime("fused", tuned_configs=file.parent)

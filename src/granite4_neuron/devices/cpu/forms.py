@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.devices.cpu.layers import Decoder, HalfLayer
+from granite4_neuron.devices.cpu.layers import Decoder, HalfLayer, LayerMakers
 from granite4_neuron.devices.cpu.weights import PackedWeight, pack
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
@@ -47,7 +47,7 @@ class FusedLayers(LayersAsOne):
         adapters: Sequence[Adapter] = (),
     ):
         kernels = operators.fused_layers
-        assert kernels is not None  # these are made of them
+        assert isinstance(kernels, LayerMakers)  # these are made of them
         self._config = config
         self._decoder: Decoder = kernels.decoder()
         halves: list[dict[str, HalfLayer]] = []  # of each layer, by the modules that they compute

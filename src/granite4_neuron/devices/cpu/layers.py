@@ -16,6 +16,7 @@ import torch
 from granite4_neuron.devices.cpu.weights import PackedWeight
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights, MixerWeights
+from granite4_neuron.ops.operators import FunctionSet
 
 
 class MambaMixer(Protocol):
@@ -270,3 +271,13 @@ def _packed(
 def decoder() -> Decoder:
     """Make an empty `Decoder`, to which halves are appended."""
     return torch.classes.granite4_neuron.Decoder()
+
+
+class LayerMakers(FunctionSet):
+    """The functions above, of which `FusedLayers` makes its decoder."""
+
+    mamba_mixer = staticmethod(mamba_mixer)
+    mamba_layer = staticmethod(mamba_layer)
+    attention_layer = staticmethod(attention_layer)
+    feed_forward = staticmethod(feed_forward)
+    decoder = staticmethod(decoder)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
-
 import torch
 
+from granite4_neuron.devices.cuda.token_operators import TokenOperators
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.step import Step
+from granite4_neuron.ops import Weight
 from granite4_neuron.ops.layer_weights import MambaWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
 
 
 class TokenLayer(DecoderLayer):
-    """A layer that uses `Operators.token_layer` in decode and verification, up to the number of sequences that it
-    supports.
+    """A layer that uses `TokenOperators` in decode and verification, up to the number of sequences that they support.
 
     A verified token gets the same bits as in decode of several sequences.
     """
@@ -58,49 +57,54 @@ class TokenLayer(DecoderLayer):
         return x.view(hidden_states.shape), inputs
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
-        kernels = self.operators.token_layer
-        assert kernels is not None  # `forms_of`
-        if not step.in_order or len(inputs) > kernels.MOST_SEQUENCES:
+        operators = self._token_operators
+        if not step.in_order or len(inputs) > operators.MOST_SEQUENCES:
             super().advance(inputs, step, state)
             return
         mixer = self.mamba_weights().mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias
         states = state.conv_state, state.ssm_state
         of_heads = mixer.dt_bias, mixer.A_log, mixer.D
-        kernels.advance_verified(
+        operators.advance_verified(
             inputs, *convolution, *of_heads, *states, step.starts, step.lengths, *mixer.time_step_limit
         )
 
-    def _operators_of(self, step: Step) -> ModuleType | SimpleNamespace | None:
-        """Return the operators for a kind of step, or None if they do not support it."""
-        kernels, of_one = self.operators.token_layer, self.operators.single_token_layer
-        assert kernels is not None  # `forms_of`
-        sequences = len(step.lengths)
-        if not (step.is_decode or (step.verifies and step.in_order)) or sequences > kernels.MOST_SEQUENCES:
-            return None
-        return of_one if of_one is not None and sequences == 1 and not step.verifies else kernels
+    @property
+    def _token_operators(self) -> TokenOperators:
+        operators = self.operators.token_operators
+        assert isinstance(operators, TokenOperators)  # `forms_of`
+        return operators
 
-    def _mamba(
-        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, step: Step, state: MambaState
-    ) -> torch.Tensor:
+    def _operators_of(self, step: Step) -> TokenOperators | None:
+        """Return the operators for a kind of step, or None if they do not support it."""
+        operators, sequences = self._token_operators, len(step.lengths)
+        if not (step.is_decode or (step.verifies and step.in_order)) or sequences > operators.MOST_SEQUENCES:
+            return None
+        of_one_row = self.operators.one_row_operators
+        if of_one_row is None or sequences > 1 or step.verifies:
+            return operators
+        assert isinstance(of_one_row, TokenOperators)
+        return of_one_row
+
+    def _mamba(self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         weights = self.mamba_weights()
         mixer = weights.mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
-        constants = dict(num_heads=len(mixer.dt_bias), eps=weights.eps)
-        inputs = operators.mixer_inputs(x, weights.norm, weights.in_proj, *convolution, **constants)
+        projection = weights.norm, _dense(weights.in_proj)
+        inputs = operators.mixer_inputs(x, *projection, *convolution, num_heads=len(mixer.dt_bias), eps=weights.eps)
         of_heads = mixer.dt_bias, mixer.A_log, mixer.D
         gated = operators.advance_mixer(inputs, *of_heads, state.ssm_state, step.lengths, *mixer.time_step_limit)
         return self._add_mixed(operators, x, gated, weights)
 
     def _verified_mamba(
-        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, step: Step, state: MambaState
+        self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `_mamba` for one token after another, and the inputs of `advance`; keep the state
         unchanged.
         """
         weights = self.mamba_weights()
         mixer = weights.mixer
-        projected = operators.project(x, weights.norm, weights.in_proj, weights.eps)
+        projected = operators.project(x, weights.norm, _dense(weights.in_proj), weights.eps)
         projected = projected.view(*step.positions.shape, -1)
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias))
@@ -109,55 +113,57 @@ class TokenLayer(DecoderLayer):
         return self._add_mixed(operators, x, gated, weights), projected[..., gated.shape[1] :]
 
     def _add_mixed(
-        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, gated: torch.Tensor, weights: MambaWeights
+        self, operators: TokenOperators, x: torch.Tensor, gated: torch.Tensor, weights: MambaWeights
     ) -> torch.Tensor:
         """Normalise a mixer's gated output, project it and add it to x. Only one group is normalised by the product."""
         norm: torch.Tensor | None = weights.gated_norm
         if (groups := weights.mixer.n_groups) > 1:
             gated, norm = self.operators.rms_norm(gated, weights.gated_norm, weights.eps, groups), None
-        return operators.add_product(x, gated, norm, weights.out_proj, weights.residual_multiplier, weights.eps)
+        return operators.add_product(x, gated, norm, _dense(weights.out_proj), weights.residual_multiplier, weights.eps)
 
     def _attention(
         self,
-        operators: ModuleType | SimpleNamespace,
+        operators: TokenOperators,
         x: torch.Tensor,
         step: Step,
         state: KeyValueState,
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
         weights = self.attention_weights()
-        matrices = weights.q_proj, weights.k_proj, weights.v_proj
+        matrices = _dense(weights.q_proj), _dense(weights.k_proj), _dense(weights.v_proj)
         widths = [matrix.shape[0] for matrix in matrices]
         projected = operators.project_heads(x, weights.norm, *matrices, weights.eps)
         parts = projected.view(*step.positions.shape, -1).split(widths, 2)
         output = self.self_attn.attend(parts, step, state, rotary)
-        product = None, weights.o_proj, weights.residual_multiplier, weights.eps
+        product = None, _dense(weights.o_proj), weights.residual_multiplier, weights.eps
         return operators.add_product(x, output.flatten(0, 1), *product)
 
-    def _feed_forward(
-        self, operators: ModuleType | SimpleNamespace, x: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor:
+    def _feed_forward(self, operators: TokenOperators, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         weights = self.feed_forward_weights()
         norm, eps, alpha = weights.norm, weights.eps, weights.residual_multiplier
+        first, second = _dense(weights.input), _dense(weights.output)
         if weights.router is None:
-            activated = operators.activate(x, norm, weights.input, eps)
-            return operators.add_product(x, activated, None, weights.output, alpha, eps)
-        normed, logits = operators.route(x, norm, weights.router, eps)
-        activated, chosen = operators.activate_experts(
-            normed, weights.input, weights.expert_input, logits, lengths, weights.top_k
-        )
-        return operators.add_feed_forward(
-            x, activated, weights.output, chosen, weights.expert_output, logits, lengths, alpha
-        )
+            activated = operators.activate(x, norm, first, eps)
+            return operators.add_product(x, activated, None, second, alpha, eps)
+        w1, w2 = _dense(weights.expert_input), _dense(weights.expert_output)
+        normed, logits = operators.route(x, norm, _dense(weights.router), eps)
+        activated, chosen = operators.activate_experts(normed, first, w1, logits, lengths, weights.top_k)
+        return operators.add_feed_forward(x, activated, second, chosen, w2, logits, lengths, alpha)
 
-    def _ungated_feed_forward(self, operators: ModuleType | SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+    def _ungated_feed_forward(self, operators: TokenOperators, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer's definition; only the router has a kernel for few tokens."""
         norm, experts = self.feed_forward_norm, self.block_sparse_moe
         if experts is None:
             outputs = [self.shared_mlp(norm(x))]
         else:
-            normed, logits = operators.route(x, norm.weight, experts.router.layer.weight, norm.eps)
+            normed, logits = operators.route(x, norm.weight, _dense(experts.router.layer.weight), norm.eps)
             outputs = [self.shared_mlp(normed), experts.multiply(normed, logits)]
         for output in outputs:
             x = self.operators.residual_add(x, output, self.residual_multiplier)
         return x
+
+
+def _dense(weight: Weight | None) -> torch.Tensor:
+    """Return a weight, which is not quantized: nothing is on a GPU."""
+    assert isinstance(weight, torch.Tensor)
+    return weight

@@ -1,7 +1,7 @@
 """The operators of graphs on a GPU: Triton kernels for prompts and for one token per sequence; the rest is as on XLA.
 
-Each file has whole operators: definition, shapes, launch and kernels (`operator.py`). `token_layer.py` lists the
-operators for decode and verification of few sequences; the others are for any number of sequences.
+Each file has whole operators: definition, shapes, launch and kernels (`operator.py`). `token_operators.py` lists
+the operators for decode and verification of few sequences; the others are for any number of sequences.
 """
 
 from dataclasses import replace
@@ -15,10 +15,9 @@ from granite4_neuron.devices.cuda import (
     mamba,
     norms,
     products,
-    single_token_layer,
-    token_layer,
 )
 from granite4_neuron.devices.cuda.forms import TokenLayer
+from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
 from granite4_neuron.devices.graphs.operators import XLA
 
 GPU = replace(
@@ -35,9 +34,9 @@ GPU = replace(
     mamba_quadratic=mamba.QUADRATIC,
     mamba_decode=mamba.SINGLE_TOKEN,
     logits=head.logits,
-    token_layer=token_layer,
+    token_operators=TokenOperators(),
+    one_row_operators=OneRowOperators(),
     layer_form=TokenLayer,
-    single_token_layer=single_token_layer,
 )
 
 # One token has the same bits as one of several.
@@ -46,7 +45,7 @@ GPU_BATCH_INVARIANT = replace(
     linear=products.linear,
     mlp=products.mlp,
     fused_experts=fused_moe.multiply_by_experts,
-    single_token_layer=None,
+    one_row_operators=None,
 )
 
 __all__ = ["GPU", "GPU_BATCH_INVARIANT"]

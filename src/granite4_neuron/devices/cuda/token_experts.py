@@ -14,7 +14,7 @@ from granite4_neuron.devices.cuda.gemm import gemm_config, gemm_grid, rows_of_pr
 from granite4_neuron.devices.cuda.gemv import gemv_config, load_tile, load_vector
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.linear import multiply_rows
-from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.token_mlp import activate_rows, activate_tiles
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.graphs.topk import topk_softmax
@@ -51,42 +51,8 @@ def _(normed, weight, w1, router_logits, lengths, top_k):
     return normed.new_empty(tokens, len(weight) // 2), normed.new_empty(tokens * top_k, w1.shape[1] // 2)
 
 
-def _launch_activate_experts_of_one(
-    normed: torch.Tensor,
-    weight: torch.Tensor,
-    w1: torch.Tensor,
-    router_logits: torch.Tensor,
-    lengths: torch.Tensor,
-    top_k: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (num_experts, expert_rows, columns), rows = w1.shape, len(weight) // 2
-    expert_rows //= 2
-    activated, expert_activated = weight.new_empty(1, rows), weight.new_empty(top_k, expert_rows)
-    block_k = triton.next_power_of_2(columns)
-    block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2)
-    size = block_n * num_tiles
-    _activate_experts_of_one_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
-        normed,
-        weight,
-        w1,
-        router_logits,
-        activated,
-        expert_activated,
-        N=rows,
-        EXPERT_N=expert_rows,
-        K=columns,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        TOP_K=top_k,
-        BLOCK_N=block_n,
-        NUM_TILES=num_tiles,
-        BLOCK_K=block_k,
-        **launch_options(normed, num_warps),
-    )
-    return activated, expert_activated
-
-
 def _launch_activate_experts(
+    one_row: bool,
     normed: torch.Tensor,
     weight: torch.Tensor,
     w1: torch.Tensor,
@@ -94,31 +60,51 @@ def _launch_activate_experts(
     lengths: torch.Tensor,
     top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (num_experts, expert_rows, _), rows, batch = w1.shape, len(weight) // 2, len(normed)
+    (num_experts, expert_rows, columns), rows, batch = w1.shape, len(weight) // 2, len(normed)
     expert_rows //= 2
     activated, expert_activated = weight.new_empty(batch, rows), weight.new_empty(batch * top_k, expert_rows)
-    options = gemm_config(normed, rows + min(num_experts, batch * top_k) * expert_rows, 2)
-    num_programs = triton.cdiv(rows, options["BLOCK_N"]) + num_experts * triton.cdiv(expert_rows, options["BLOCK_N"])
-    _activate_experts_kernel[gemm_grid(batch, num_programs)](
-        normed,
-        weight,
-        w1,
-        router_logits,
-        lengths,
-        activated,
-        expert_activated,
-        N=rows,
-        EXPERT_N=expert_rows,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        TOP_K=top_k,
-        **options,
-    )
+    of_experts = dict(NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k)
+    if one_row:
+        block_k = triton.next_power_of_2(columns)
+        block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2)
+        size = block_n * num_tiles
+        _activate_experts_of_one_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
+            normed,
+            weight,
+            w1,
+            router_logits,
+            activated,
+            expert_activated,
+            N=rows,
+            EXPERT_N=expert_rows,
+            K=columns,
+            BLOCK_N=block_n,
+            NUM_TILES=num_tiles,
+            BLOCK_K=block_k,
+            **of_experts,
+            **launch_options(normed, num_warps),
+        )
+    else:
+        options = gemm_config(normed, rows + min(num_experts, batch * top_k) * expert_rows, 2)
+        block_n = options["BLOCK_N"]
+        num_programs = triton.cdiv(rows, block_n) + num_experts * triton.cdiv(expert_rows, block_n)
+        _activate_experts_kernel[gemm_grid(batch, num_programs)](
+            normed,
+            weight,
+            w1,
+            router_logits,
+            lengths,
+            activated,
+            expert_activated,
+            N=rows,
+            EXPERT_N=expert_rows,
+            **of_experts,
+            **options,
+        )
     return activated, expert_activated
 
 
-register_launch(activate_experts, _launch_activate_experts)
-activate_experts_of_one = for_one_row(activate_experts, _launch_activate_experts_of_one)
+activate_experts_of_one = register_launches(activate_experts, _launch_activate_experts)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rows
 from granite4_neuron.devices.cuda.gemv import gemv, load_vector
 from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.linear import multiply_rows
-from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.graphs.topk import topk_softmax
 from granite4_neuron.ops import norm
@@ -56,42 +56,8 @@ def _(residual, *others):
     return torch.empty_like(residual)
 
 
-def _launch_add_feed_forward_of_one(
-    residual: torch.Tensor,
-    activated: torch.Tensor,
-    weight: torch.Tensor,
-    expert_activated: torch.Tensor,
-    w2: torch.Tensor,
-    router_logits: torch.Tensor,
-    lengths: torch.Tensor,
-    alpha: float,
-) -> torch.Tensor:
-    (rows, columns), (top_k, expert_columns), num_experts = weight.shape, expert_activated.shape, len(w2)
-    y = torch.empty_like(residual)
-    _add_feed_forward_of_one_kernel[rows,](
-        residual,
-        activated,
-        weight,
-        expert_activated,
-        w2,
-        router_logits,
-        y,
-        alpha,
-        N=rows,
-        K=columns,
-        EXPERT_K=expert_columns,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        TOP_K=top_k,
-        BLOCK_TOPK=triton.next_power_of_2(top_k),
-        BLOCK_K=triton.next_power_of_2(columns),
-        BLOCK_EXPERT_K=triton.next_power_of_2(expert_columns),
-        **launch_options(residual, _NUM_WARPS_OF_ROW),
-    )
-    return y
-
-
 def _launch_add_feed_forward(
+    one_row: bool,
     residual: torch.Tensor,
     activated: torch.Tensor,
     weight: torch.Tensor,
@@ -101,11 +67,33 @@ def _launch_add_feed_forward(
     lengths: torch.Tensor,
     alpha: float,
 ) -> torch.Tensor:
-    batch, (choices, expert_columns) = len(activated), expert_activated.shape
+    (batch, columns), (choices, expert_columns) = activated.shape, expert_activated.shape
     (num_experts, rows, _), top_k = w2.shape, choices // batch
-    shared, chosen, y = weight.new_empty(batch, rows), weight.new_empty(choices, rows), torch.empty_like(residual)
+    y = torch.empty_like(residual)
+    of_experts = dict(NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k)
+    block_topk = triton.next_power_of_2(top_k)
+    if one_row:
+        _add_feed_forward_of_one_kernel[rows,](
+            residual,
+            activated,
+            weight,
+            expert_activated,
+            w2,
+            router_logits,
+            y,
+            alpha,
+            N=rows,
+            K=columns,
+            EXPERT_K=expert_columns,
+            BLOCK_TOPK=block_topk,
+            BLOCK_K=triton.next_power_of_2(columns),
+            BLOCK_EXPERT_K=triton.next_power_of_2(expert_columns),
+            **of_experts,
+            **launch_options(residual, _NUM_WARPS_OF_ROW),
+        )
+        return y
+    shared, chosen = weight.new_empty(batch, rows), weight.new_empty(choices, rows)
     options = gemm_config(activated, rows * (1 + min(num_experts, choices)))
-    block_e = triton.next_power_of_2(num_experts)
     _multiply_outputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]) * (1 + num_experts))](
         activated,
         weight,
@@ -117,9 +105,7 @@ def _launch_add_feed_forward(
         chosen,
         N=rows,
         EXPERT_K=expert_columns,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=block_e,
-        TOP_K=top_k,
+        **of_experts,
         **options,
     )
     sum_block_n = min(_SUM_BLOCK_N, triton.next_power_of_2(rows))
@@ -132,18 +118,15 @@ def _launch_add_feed_forward(
         y,
         alpha,
         N=rows,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=block_e,
-        TOP_K=top_k,
-        BLOCK_TOPK=triton.next_power_of_2(top_k),
+        BLOCK_TOPK=block_topk,
         BLOCK_N=sum_block_n,
+        **of_experts,
         **launch_options(residual, NUM_WARPS_SMALL),
     )
     return y
 
 
-register_launch(add_feed_forward, _launch_add_feed_forward)
-add_feed_forward_of_one = for_one_row(add_feed_forward, _launch_add_feed_forward_of_one)
+add_feed_forward_of_one = register_launches(add_feed_forward, _launch_add_feed_forward)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from granite4_neuron.devices.cuda.mamba import (
     load_convolution,
     shift_window,
 )
-from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.operator import operator, register_launch, register_launches
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import norm
@@ -67,48 +67,8 @@ def _(x, norm_weight, weight, *others, **constants):
     return x.new_empty(len(x), len(weight))
 
 
-def _launch_mixer_inputs_of_one(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    weight: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    conv_state: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    num_heads: int,
-    eps: float,
-) -> torch.Tensor:
-    (rows, columns), (channels, d_conv) = weight.shape, conv_weight.shape
-    y = x.new_empty(1, rows)
-    block_k = triton.next_power_of_2(columns)
-    block_n, num_tiles, num_warps = gemv_config(rows, block_k)
-    _mixer_inputs_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
-        x,
-        norm_weight,
-        weight,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        lengths,
-        y,
-        eps,
-        N=rows,
-        K=columns,
-        FIRST_CHANNEL=rows - channels - num_heads,
-        CHANNELS=channels,
-        D_CONV=d_conv,
-        # One element per thread; otherwise every thread would do the work of all.
-        BLOCK_W=max(triton.next_power_of_2(d_conv), 32 * num_warps // block_n),
-        BLOCK_N=block_n,
-        NUM_TILES=num_tiles,
-        BLOCK_K=block_k,
-        **launch_options(x, num_warps),
-    )
-    return y
-
-
 def _launch_mixer_inputs(
+    one_row: bool,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     weight: torch.Tensor,
@@ -120,30 +80,48 @@ def _launch_mixer_inputs(
     num_heads: int,
     eps: float,
 ) -> torch.Tensor:
-    rows, (channels, d_conv), batch = len(weight), conv_weight.shape, len(x)
+    (rows, columns), (channels, d_conv), batch = weight.shape, conv_weight.shape, len(x)
     y = x.new_empty(batch, rows)
-    normed = rms_norm_rows(x, norm_weight, eps)
-    options = gemm_config(normed, rows)
-    _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
-        normed,
-        weight,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        lengths,
-        y,
-        N=rows,
-        FIRST_CHANNEL=rows - channels - num_heads,
-        CHANNELS=channels,
-        D_CONV=d_conv,
-        BLOCK_W=triton.next_power_of_2(d_conv),
-        **options,
-    )
+    convolution = conv_weight, conv_bias, conv_state, lengths
+    channels_of_outputs = dict(FIRST_CHANNEL=rows - channels - num_heads, CHANNELS=channels, D_CONV=d_conv)
+    block_w = triton.next_power_of_2(d_conv)
+    if one_row:
+        block_k = triton.next_power_of_2(columns)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k)
+        _mixer_inputs_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
+            x,
+            norm_weight,
+            weight,
+            *convolution,
+            y,
+            eps,
+            N=rows,
+            K=columns,
+            # One element per thread; otherwise every thread would do the work of all.
+            BLOCK_W=max(block_w, 32 * num_warps // block_n),
+            BLOCK_N=block_n,
+            NUM_TILES=num_tiles,
+            BLOCK_K=block_k,
+            **channels_of_outputs,
+            **launch_options(x, num_warps),
+        )
+    else:
+        normed = rms_norm_rows(x, norm_weight, eps)
+        options = gemm_config(normed, rows)
+        _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
+            normed,
+            weight,
+            *convolution,
+            y,
+            N=rows,
+            BLOCK_W=block_w,
+            **channels_of_outputs,
+            **options,
+        )
     return y
 
 
-register_launch(mixer_inputs, _launch_mixer_inputs)
-mixer_inputs_of_one = for_one_row(mixer_inputs, _launch_mixer_inputs_of_one)
+mixer_inputs_of_one = register_launches(mixer_inputs, _launch_mixer_inputs)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from granite4_neuron.devices.cuda.gemm import gemm_config, gemm_gate_up, gemm_grid, rms_norm_rows, rows_of_program
 from granite4_neuron.devices.cuda.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm, silu_and_mul
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
-from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import moe, norm
 
@@ -35,46 +35,41 @@ def _(x, norm_weight, weight, eps):
     return weight.new_empty(len(x), len(weight) // 2)
 
 
-def _launch_activate_of_one(
-    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
+def _launch_activate(
+    one_row: bool, x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    rows, columns = len(weight) // 2, x.shape[1]
-    y = weight.new_empty(1, rows)
-    block_k = triton.next_power_of_2(columns)
-    block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2)
-    _activate_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
-        x,
-        norm_weight,
-        weight,
-        y,
-        eps,
-        N=rows,
-        K=columns,
-        BLOCK_N=block_n,
-        NUM_TILES=num_tiles,
-        BLOCK_K=block_k,
-        **launch_options(x, num_warps),
-    )
-    return y
-
-
-def _launch_activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    batch, rows = len(x), len(weight) // 2
+    (batch, columns), rows = x.shape, len(weight) // 2
     y = weight.new_empty(batch, rows)
-    normed = rms_norm_rows(x, norm_weight, eps)
-    options = gemm_config(normed, rows, 2)
-    _activate_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
-        normed,
-        weight,
-        y,
-        N=rows,
-        **options,
-    )
+    if one_row:
+        block_k = triton.next_power_of_2(columns)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2)
+        _activate_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
+            x,
+            norm_weight,
+            weight,
+            y,
+            eps,
+            N=rows,
+            K=columns,
+            BLOCK_N=block_n,
+            NUM_TILES=num_tiles,
+            BLOCK_K=block_k,
+            **launch_options(x, num_warps),
+        )
+    else:
+        normed = rms_norm_rows(x, norm_weight, eps)
+        options = gemm_config(normed, rows, 2)
+        _activate_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
+            normed,
+            weight,
+            y,
+            N=rows,
+            **options,
+        )
     return y
 
 
-register_launch(activate, _launch_activate)
-activate_of_one = for_one_row(activate, _launch_activate_of_one)
+activate_of_one = register_launches(activate, _launch_activate)
 
 
 @triton.jit

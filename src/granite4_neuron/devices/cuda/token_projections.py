@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
 from granite4_neuron.devices.cuda.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
-from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import norm
 
@@ -33,38 +33,8 @@ def _(x, norm_weight, query, key, value, eps):
     return query.new_empty(len(x), len(query) + len(key) + len(value))
 
 
-def _launch_project_heads_of_one(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    query_rows, key_rows, columns = len(query), len(key), x.shape[1]
-    y = query.new_empty(1, query_rows + 2 * key_rows)
-    block_k = triton.next_power_of_2(columns)
-    block_n, _, num_warps = gemv_config(query_rows, block_k)
-    num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
-    _project_heads_of_one_kernel[num_programs,](
-        x,
-        norm_weight,
-        query,
-        key,
-        value,
-        y,
-        eps,
-        QUERY_ROWS=query_rows,
-        KEY_ROWS=key_rows,
-        K=columns,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        **launch_options(x, num_warps),
-    )
-    return y
-
-
 def _launch_project_heads(
+    one_row: bool,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     query: torch.Tensor,
@@ -72,27 +42,45 @@ def _launch_project_heads(
     value: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    batch = len(x)
-    query_rows, key_rows = len(query), len(key)
+    (batch, columns), query_rows, key_rows = x.shape, len(query), len(key)
     y = query.new_empty(batch, query_rows + 2 * key_rows)
-    normed = rms_norm_rows(x, norm_weight, eps)
-    options = gemm_config(normed, query_rows)
-    num_programs = triton.cdiv(query_rows, options["BLOCK_N"]) + 2 * triton.cdiv(key_rows, options["BLOCK_N"])
-    _project_heads_kernel[gemm_grid(batch, num_programs)](
-        normed,
-        query,
-        key,
-        value,
-        y,
-        QUERY_ROWS=query_rows,
-        KEY_ROWS=key_rows,
-        **options,
-    )
+    if one_row:
+        block_k = triton.next_power_of_2(columns)
+        block_n, _, num_warps = gemv_config(query_rows, block_k)
+        num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
+        _project_heads_of_one_kernel[num_programs,](
+            x,
+            norm_weight,
+            query,
+            key,
+            value,
+            y,
+            eps,
+            QUERY_ROWS=query_rows,
+            KEY_ROWS=key_rows,
+            K=columns,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            **launch_options(x, num_warps),
+        )
+    else:
+        normed = rms_norm_rows(x, norm_weight, eps)
+        options = gemm_config(normed, query_rows)
+        num_programs = triton.cdiv(query_rows, options["BLOCK_N"]) + 2 * triton.cdiv(key_rows, options["BLOCK_N"])
+        _project_heads_kernel[gemm_grid(batch, num_programs)](
+            normed,
+            query,
+            key,
+            value,
+            y,
+            QUERY_ROWS=query_rows,
+            KEY_ROWS=key_rows,
+            **options,
+        )
     return y
 
 
-register_launch(project_heads, _launch_project_heads)
-project_heads_of_one = for_one_row(project_heads, _launch_project_heads_of_one)
+project_heads_of_one = register_launches(project_heads, _launch_project_heads)
 
 
 @triton.jit
@@ -217,7 +205,8 @@ def _(residual, *others):
     return torch.empty_like(residual)
 
 
-def _launch_add_product_of_one(
+def _launch_add_product(
+    one_row: bool,
     residual: torch.Tensor,
     x: torch.Tensor,
     norm_weight: torch.Tensor | None,
@@ -227,52 +216,40 @@ def _launch_add_product_of_one(
 ) -> torch.Tensor:
     rows, columns = weight.shape
     y = torch.empty_like(residual)
-    block_k = triton.next_power_of_2(columns)
-    block_n, num_tiles, num_warps = gemv_config(rows, block_k)
-    _add_product_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
-        residual,
-        x,
-        norm_weight,
-        weight,
-        y,
-        alpha,
-        eps,
-        N=rows,
-        K=columns,
-        BLOCK_N=block_n,
-        NUM_TILES=num_tiles,
-        BLOCK_K=block_k,
-        **launch_options(x, num_warps),
-    )
+    if one_row:
+        block_k = triton.next_power_of_2(columns)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k)
+        _add_product_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
+            residual,
+            x,
+            norm_weight,
+            weight,
+            y,
+            alpha,
+            eps,
+            N=rows,
+            K=columns,
+            BLOCK_N=block_n,
+            NUM_TILES=num_tiles,
+            BLOCK_K=block_k,
+            **launch_options(x, num_warps),
+        )
+    else:
+        x = x if norm_weight is None else rms_norm_rows(x, norm_weight, eps)
+        options = gemm_config(x, rows)
+        _add_product_kernel[gemm_grid(len(x), triton.cdiv(rows, options["BLOCK_N"]))](
+            residual,
+            x,
+            weight,
+            y,
+            alpha,
+            N=rows,
+            **options,
+        )
     return y
 
 
-def _launch_add_product(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    weight: torch.Tensor,
-    alpha: float,
-    eps: float,
-) -> torch.Tensor:
-    rows, batch = len(weight), len(x)
-    y = torch.empty_like(residual)
-    x = x if norm_weight is None else rms_norm_rows(x, norm_weight, eps)
-    options = gemm_config(x, rows)
-    _add_product_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
-        residual,
-        x,
-        weight,
-        y,
-        alpha,
-        N=rows,
-        **options,
-    )
-    return y
-
-
-register_launch(add_product, _launch_add_product)
-add_product_of_one = for_one_row(add_product, _launch_add_product_of_one)
+add_product_of_one = register_launches(add_product, _launch_add_product)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 
 from granite4_neuron.devices.cuda.gemv import gemv, load_tile, load_vector, rms_norm
 from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
-from granite4_neuron.devices.cuda.operator import for_one_row, operator, register_launch
+from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import moe, norm
 
@@ -36,51 +36,26 @@ def _(x, norm_weight, weight, eps):
     return norm_weight.new_empty(x.shape), x.new_empty(len(x), len(weight))
 
 
-def _launch_route_of_one(
-    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_experts, columns = weight.shape
-    normed, logits = norm_weight.new_empty(x.shape), x.new_empty(1, num_experts)
-    # There are few rows, so each has a program of its own, to take as little time as possible.
-    _route_of_one_kernel[num_experts,](
-        x,
-        norm_weight,
-        weight,
-        normed,
-        logits,
-        eps,
-        K=columns,
-        BLOCK_K=triton.next_power_of_2(columns),
-        **launch_options(x, NUM_WARPS_SMALL),
-    )
-    return normed, logits
-
-
 def _launch_route(
-    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
+    one_row: bool, x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (num_experts, columns), batch = weight.shape, len(x)
     normed, logits = norm_weight.new_empty(x.shape), x.new_empty(batch, num_experts)
+    arguments = x, norm_weight, weight, normed, logits, eps
     block_k = triton.next_power_of_2(columns)
-    block_e = max(1, min(_ROUTER_BLOCK_SIZE // block_k, triton.next_power_of_2(num_experts)))
-    _route_kernel[triton.cdiv(num_experts, block_e), batch](
-        x,
-        norm_weight,
-        weight,
-        normed,
-        logits,
-        eps,
-        NUM_EXPERTS=num_experts,
-        K=columns,
-        BLOCK_E=block_e,
-        BLOCK_K=block_k,
-        **launch_options(x, NUM_WARPS_SMALL),
-    )
+    options = launch_options(x, NUM_WARPS_SMALL)
+    if one_row:
+        # There are few rows, so each has a program of its own, to take as little time as possible.
+        _route_of_one_kernel[num_experts,](*arguments, K=columns, BLOCK_K=block_k, **options)
+    else:
+        block_e = max(1, min(_ROUTER_BLOCK_SIZE // block_k, triton.next_power_of_2(num_experts)))
+        _route_kernel[triton.cdiv(num_experts, block_e), batch](
+            *arguments, NUM_EXPERTS=num_experts, K=columns, BLOCK_E=block_e, BLOCK_K=block_k, **options
+        )
     return normed, logits
 
 
-register_launch(route, _launch_route)
-route_of_one = for_one_row(route, _launch_route_of_one)
+route_of_one = register_launches(route, _launch_route)
 
 
 @triton.jit

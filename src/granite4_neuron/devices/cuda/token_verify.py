@@ -259,7 +259,7 @@ def _(inputs, dt_bias, A_log, D, ssm_state, *others):
 
 def _scanned(
     inputs: torch.Tensor,
-    of_heads: tuple[torch.Tensor, ...],
+    of_heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ssm_state: torch.Tensor,
     lengths: torch.Tensor,
     limits: tuple[float, float],

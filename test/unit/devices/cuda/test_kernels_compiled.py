@@ -19,11 +19,10 @@ from granite4_neuron.devices.cuda import (  # noqa: E402
     linear,
     mamba,
     products,
-    single_token_layer,
-    token_layer,
 )
 from granite4_neuron.devices.cuda.experts import choose_experts  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
+from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
 pytestmark = [
@@ -86,7 +85,7 @@ def config(request):
 
 @pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
 def test_decode(batch, kernels, expert_kernels, config, compiled):
-    operators = single_token_layer if batch == 1 else token_layer
+    operators = OneRowOperators if batch == 1 else TokenOperators
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
@@ -139,17 +138,17 @@ def test_verification(tokens, config, compiled):
     inner = heads * head_dim
     channels = inner + 2 * config.mamba_n_groups * d_state
     columns, where = inner + channels + heads, [int32(batch), int32(batch)]
-    projected = LAUNCHES[token_layer.project](
+    projected = LAUNCHES[TokenOperators.project](
         float32(batch * tokens, hidden), empty(hidden), empty(columns, hidden), EPS
     )
     convolution = empty(channels, 4), empty(channels)
     conv_state, ssm_state = empty(batch, channels, 3), float32(batch, heads, head_dim, d_state)
     of_heads, limits = [empty(heads) for _ in range(3)], (0.0, float("inf"))
     projected = projected.view(batch, tokens, columns)
-    inputs = LAUNCHES[token_layer.convolve_verified](projected, *convolution, conv_state, where[0], heads)
-    LAUNCHES[token_layer.scan_verified](inputs, *of_heads, ssm_state, *where, *limits)
+    inputs = LAUNCHES[TokenOperators.convolve_verified](projected, *convolution, conv_state, where[0], heads)
+    LAUNCHES[TokenOperators.scan_verified](inputs, *of_heads, ssm_state, *where, *limits)
     kept = projected[..., inner:]
-    LAUNCHES[token_layer.advance_verified](kept, *convolution, *of_heads, conv_state, ssm_state, *where, *limits)
+    LAUNCHES[TokenOperators.advance_verified](kept, *convolution, *of_heads, conv_state, ssm_state, *where, *limits)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, tokens, config.num_attention_heads, config.head_dim)
     LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, tokens), where[1], 0.1, 1024)
@@ -164,7 +163,7 @@ def test_all_numbers_of_rows_use_one_instruction(rows, config, compiled):
     x = empty(rows, config.hidden_size)
     for outputs in (config.hidden_size, 2 * config.shared_intermediate_size, config.vocab_size):
         LAUNCHES[head.score_tokens](x, empty(outputs, config.hidden_size), 3.0)
-        LAUNCHES[token_layer.activate](
+        LAUNCHES[TokenOperators.activate](
             float32(*x.shape), empty(config.hidden_size), empty(2 * outputs, x.shape[1]), EPS
         )
     instructions = {found for each in compiled for found in re.findall(r"w?g?mma\.\S+", each.asm["ptx"])}
@@ -179,19 +178,19 @@ def test_sequences_are_rounded_alike(batch, dtype, compiled):
     x, norm, lengths = float32(batch, hidden), empty(hidden, dtype=dtype), int32(batch)
     convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
     weight = empty(128 + channels + heads, hidden, dtype=dtype)
-    LAUNCHES[token_layer.mixer_inputs](x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
+    LAUNCHES[TokenOperators.mixer_inputs](x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
     heads_of = [empty(rows, hidden, dtype=dtype) for rows in (64, 32, 32)]
-    LAUNCHES[token_layer.project_heads](x, norm, *heads_of, EPS)
-    LAUNCHES[token_layer.add_product](
+    LAUNCHES[TokenOperators.project_heads](x, norm, *heads_of, EPS)
+    LAUNCHES[TokenOperators.add_product](
         x, empty(batch, 128, dtype=dtype), None, empty(hidden, 128, dtype=dtype), 0.22, EPS
     )
     first, second = empty(160, hidden, dtype=dtype), empty(hidden, 80, dtype=dtype)
-    LAUNCHES[token_layer.activate](x, norm, first, EPS)
+    LAUNCHES[TokenOperators.activate](x, norm, first, EPS)
     w1, w2 = empty(experts, 96, hidden, dtype=dtype), empty(experts, hidden, 48, dtype=dtype)
     logits = float32(batch, experts)
     normed = empty(batch, hidden, dtype=dtype)
-    activated, expert_activated = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, 3)
-    LAUNCHES[token_layer.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
+    activated, expert_activated = LAUNCHES[TokenOperators.activate_experts](normed, first, w1, logits, lengths, 3)
+    LAUNCHES[TokenOperators.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
     joint = [each for each in compiled if each.metadata.name not in ("_rms_norm_kernel", "_add_outputs_kernel")]
     assert len(joint) == 6
     assert not [each.metadata.name for each in joint if sums_of_two_products(each.asm["ptx"])]

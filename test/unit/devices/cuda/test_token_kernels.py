@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.devices.cuda import gemv, single_token_layer, token_layer
+from granite4_neuron.devices.cuda import gemv
 from granite4_neuron.devices.cuda.head import score_tokens
 from granite4_neuron.devices.cuda.operator import LAUNCHES
+from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_kernels import DEVICE, DTYPES, copied, random, seed
 
@@ -24,11 +25,11 @@ EPS = 1e-5
 
 # (rows, the operators, the size from which on a program of one row reads two tiles of a matrix)
 BATCHES = {
-    "one": (1, single_token_layer, 2**24),
-    "one, two tiles": (1, single_token_layer, 1),
-    "one of any number": (1, token_layer, 1),
-    "twenty": (20, token_layer, 1),
-    "forty": (40, token_layer, 1),
+    "one": (1, OneRowOperators, 2**24),
+    "one, two tiles": (1, OneRowOperators, 1),
+    "one of any number": (1, TokenOperators, 1),
+    "twenty": (20, TokenOperators, 1),
+    "forty": (40, TokenOperators, 1),
 }
 if DEVICE != "cuda":  # the interpreter is slow
     del BATCHES["one of any number"], BATCHES["twenty"]
@@ -204,19 +205,19 @@ def test_verified_mixer(dtype):
     channels = inner + 2 * d_state
     starts, lengths = torch.tensor([[0, 4], [7, 2], [9, 0]], dtype=torch.int32).unbind(1)
     x, norm, weight = random(12, 80), 1 + random(80, dtype=dtype), weights(inner + channels + heads, 80, dtype=dtype)
-    [projected] = compare(token_layer.project, x, norm, weight, EPS, dtype=dtype)
+    [projected] = compare(TokenOperators.project, x, norm, weight, EPS, dtype=dtype)
     convolution = random(channels, taps, dtype=dtype), random(channels, dtype=dtype)
     conv_state = random(batch, channels, taps - 1, dtype=dtype)
     projected = projected.view(batch, tokens, -1)
     [inputs] = compare(
-        token_layer.convolve_verified, projected, *convolution, conv_state, starts, num_heads=heads, dtype=dtype
+        TokenOperators.convolve_verified, projected, *convolution, conv_state, starts, num_heads=heads, dtype=dtype
     )
     of_heads, ssm_state = [random(heads, dtype=dtype) for _ in range(3)], random(batch, heads, head_dim, d_state)
     is_real = (torch.arange(tokens) < lengths[:, None]).flatten().int()
-    compare(token_layer.scan_verified, inputs, *of_heads, ssm_state, starts, lengths, 0.0, 1.0, real=is_real)
+    compare(TokenOperators.scan_verified, inputs, *of_heads, ssm_state, starts, lengths, 0.0, 1.0, real=is_real)
     kept = projected[..., inner:]
     arguments = kept, *convolution, *of_heads, conv_state, ssm_state, starts, lengths, 0.0, 1.0
-    compare(token_layer.advance_verified, *arguments, dtype=dtype)
+    compare(TokenOperators.advance_verified, *arguments, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -237,20 +238,20 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
     decoded, states = [], [conv_state.to(DEVICE).clone(), ssm_state.to(DEVICE).clone()]
     for token in range(tokens):
         real, convolution = (lengths > token).int(), (conv_weight, conv_bias, states[0])
-        token_inputs = launch[token_layer.mixer_inputs](
+        token_inputs = launch[TokenOperators.mixer_inputs](
             x[:, token].contiguous(), norm, weight, *convolution, real, num_heads=heads, eps=EPS
         )
-        decoded.append(launch[token_layer.advance_mixer](token_inputs, *of_heads, states[1], real, *limits))
+        decoded.append(launch[TokenOperators.advance_mixer](token_inputs, *of_heads, states[1], real, *limits))
 
     before = [conv_state.to(DEVICE), ssm_state.to(DEVICE)]
-    projected = launch[token_layer.project](x.flatten(0, 1), norm, weight, EPS).view(batch, tokens, -1)
-    inputs = launch[token_layer.convolve_verified](projected, conv_weight, conv_bias, before[0], starts, heads)
-    y = launch[token_layer.scan_verified](inputs, *of_heads, before[1], starts, lengths, *limits)
+    projected = launch[TokenOperators.project](x.flatten(0, 1), norm, weight, EPS).view(batch, tokens, -1)
+    inputs = launch[TokenOperators.convolve_verified](projected, conv_weight, conv_bias, before[0], starts, heads)
+    y = launch[TokenOperators.scan_verified](inputs, *of_heads, before[1], starts, lengths, *limits)
     for row, length in enumerate(lengths.tolist()):
         for token in range(length):
             assert torch.equal(y.view(batch, tokens, -1)[row, token], decoded[token][row])
     kept = projected[..., inner:]
-    launch[token_layer.advance_verified](kept, conv_weight, conv_bias, *of_heads, *before, starts, lengths, *limits)
+    launch[TokenOperators.advance_verified](kept, conv_weight, conv_bias, *of_heads, *before, starts, lengths, *limits)
     assert all(map(torch.equal, before, states))
 
 
@@ -260,10 +261,10 @@ def test_a_rows_bits_do_not_depend_on_other_rows(dtype):
     columns, rows, experts = 80, 40, 6
     x, norm = random(rows, columns), 1 + random(columns, dtype=dtype)
     by_rows = {
-        token_layer.project: (x, norm, weights(37, columns, dtype=dtype), EPS),
-        token_layer.project_heads: (x, norm, *(weights(16, columns, dtype=dtype) for _ in range(3)), EPS),
-        token_layer.activate: (x, norm, weights(44, columns, dtype=dtype), EPS),
-        token_layer.route: (x, norm, weights(experts, columns, dtype=dtype), EPS),
+        TokenOperators.project: (x, norm, weights(37, columns, dtype=dtype), EPS),
+        TokenOperators.project_heads: (x, norm, *(weights(16, columns, dtype=dtype) for _ in range(3)), EPS),
+        TokenOperators.activate: (x, norm, weights(44, columns, dtype=dtype), EPS),
+        TokenOperators.route: (x, norm, weights(experts, columns, dtype=dtype), EPS),
         score_tokens: (random(rows, columns, dtype=dtype), weights(50, columns, dtype=dtype), 3.0),
     }
     for operator, (values, *others) in by_rows.items():
@@ -283,6 +284,6 @@ def test_idle_sequences_choose_no_expert():
     arguments = random(8, 16), weights(42, 16, dtype=torch.float32), weights(experts, 36, 16, dtype=torch.float32)
     normed, first, w1, logits, lengths = (each.to(DEVICE) for each in (*arguments, random(8, experts), lengths))
     with unwritten_memory_is_nan():
-        _, outputs = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, top_k)
+        _, outputs = LAUNCHES[TokenOperators.activate_experts](normed, first, w1, logits, lengths, top_k)
     is_written = ~outputs.isnan().view(8, -1).any(1)
     assert torch.equal(is_written, lengths > 0)

@@ -1,0 +1,51 @@
+"""The operators that fuse the products of a decoder layer's tokens with their neighbours, for a few tokens.
+
+With few tokens a step's time is proportional to the number of kernels. These operators launch fewer kernels than a
+compiler would make for a layer. `devices.cuda.forms` uses them for decode, and for verification, which has a row per
+token.
+"""
+
+from granite4_neuron.devices.cuda import (
+    token_experts,
+    token_feed_forward,
+    token_mixer,
+    token_mlp,
+    token_projections,
+    token_router,
+    token_verify,
+)
+from granite4_neuron.ops.operators import FunctionSet
+
+
+class TokenOperators(FunctionSet):
+    """Those for any number of rows: a row's bits do not depend on this number, nor on its place among the rows."""
+
+    # Up to this many sequences they are faster than a compiler's kernels for a layer; more were not measured.
+    MOST_SEQUENCES = 32
+
+    mixer_inputs = token_mixer.mixer_inputs
+    advance_mixer = token_mixer.advance_mixer
+    project_heads = token_projections.project_heads
+    add_product = token_projections.add_product
+    activate = token_mlp.activate
+    route = token_router.route
+    activate_experts = token_experts.activate_experts
+    add_feed_forward = token_feed_forward.add_feed_forward
+
+    # For verification.
+    project = token_verify.project
+    convolve_verified = token_verify.convolve_verified
+    scan_verified = token_verify.scan_verified
+    advance_verified = token_verify.advance_verified
+
+
+class OneRowOperators(TokenOperators):
+    """Those for one row, where there are faster ones, which add up in another order: for decode of one sequence."""
+
+    mixer_inputs = token_mixer.mixer_inputs_of_one
+    project_heads = token_projections.project_heads_of_one
+    add_product = token_projections.add_product_of_one
+    activate = token_mlp.activate_of_one
+    route = token_router.route_of_one
+    activate_experts = token_experts.activate_experts_of_one
+    add_feed_forward = token_feed_forward.add_feed_forward_of_one
