@@ -424,6 +424,6 @@ def calls_grammar(
         lines += [
             "called: opened after_open",
             f"opened: TEXT {marks.open}" if are_special else f"opened[lazy]: TEXT {json.dumps(marks.open)}",
-            text_rule("TEXT", marks.open),
+            text_rule("TEXT", marks.open, *marks.others),
         ]
     return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"

@@ -451,12 +451,15 @@ def test_grammars_of_lists(tmp_path, format, special):
         "text and one": f"hi\n{listed(marks, other)}",
         "wrong": listed(marks, ("weather", '{"city": 3, "days": 3}')),
         "none": listed(marks),
+        "another mark": "".join(marks.others) + "[]",
     }
     for options, allowed in (
         (dict(required=True, several=False), {"one"}),
         (dict(required=True, several=True), {"one", "both"}),
         (dict(required=False, several=True), {"one", "both", "text", "text and one"}),
     ):
+        if not (options["required"] or marks.others):
+            allowed = {*allowed, "another mark"}
         grammar = calls_grammar(
             TOOLS, **options, special=tokenizer.all_special_tokens, rules=format.call_rules, marks=marks
         )
