@@ -5,6 +5,7 @@ import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.graphs.operators import XLA
+from granite4_neuron.model.step import step_of
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
 from test.support.stepping import random_tokens, run_cuts
@@ -30,13 +31,15 @@ class Compiled:
         return graph.forward
 
     def _step(self, ids, positions, lengths, slots):
-        return self.model(ids, positions, lengths, slots, self.state, all_logits=True)
+        return self.model(ids, step_of(positions, lengths, slots, self.state), self.state, all_logits=True)
 
     def _verify(self, ids, positions, lengths):
-        return self.model.verify(ids, positions, lengths, None, self.state)
+        step = step_of(positions, lengths, None, self.state, verifies=True)
+        hidden_states, kept_inputs = self.model.hidden_states(ids, step, self.state)
+        return self.model.head(hidden_states), kept_inputs
 
     def _advance(self, kept_inputs, positions, lengths):
-        self.model.advance(kept_inputs, positions, lengths, None, self.state)
+        self.model.advance(kept_inputs, step_of(positions, lengths, None, self.state), self.state)
 
 
 def where(start, tokens, lengths=None):

@@ -15,6 +15,7 @@ from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import QuantizedWeight
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from test.support.checkpoints import CASES, large_config
@@ -62,13 +63,14 @@ def test_ragged_batches_give_each_rows_logits(quantized_model, expected_model):
     vocab_size = quantized_model.config.vocab_size
     tokens = random_tokens(vocab_size, 4, 64)
     state, done = poisoned_state(quantized_model, 4, 64), [0] * 4
-    for step in lengths:
-        ids = random_tokens(vocab_size, 4, max(step), seed=1)
-        for row, length in enumerate(step):
+    for counts in lengths:
+        ids = random_tokens(vocab_size, 4, max(counts), seed=1)
+        for row, length in enumerate(counts):
             ids[row, :length] = tokens[row, done[row] : done[row] + length]
-        positions = torch.tensor(done)[:, None] + torch.arange(max(step))
-        logits = quantized_model(ids, positions, torch.tensor(step), slots, state, all_logits=True)
-        for row, length in enumerate(step):
+        positions = torch.tensor(done)[:, None] + torch.arange(max(counts))
+        step = step_of(positions, torch.tensor(counts), slots, state)
+        logits = quantized_model(ids, step, state, all_logits=True)
+        for row, length in enumerate(counts):
             if length:
                 total = done[row] + length
                 alone = run_cuts(expected_model, tokens[row : row + 1, :total], [total])[0, done[row] :]

@@ -13,6 +13,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.selection import select_operators
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
 from test.support.checkpoints import CASES, HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config, small_config
@@ -107,16 +108,17 @@ def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
     ]
     state = poisoned_state(case_model, 5, 100)
     done = [0] * 5
-    for step in lengths:
-        width = max(step)
+    for counts in lengths:
+        width = max(counts)
         ids = random_tokens(vocab_size, 5, width, seed=1)  # padding is not zeros
-        for row, length in enumerate(step):
+        for row, length in enumerate(counts):
             ids[row, :length] = tokens[row, done[row] : done[row] + length]
         positions = torch.tensor(done)[:, None] + torch.arange(width)
-        logits = case_model(ids, positions, torch.tensor(step), slots, state, all_logits=True)
-        last = case_model_last(case_model, logits, step)
+        step = step_of(positions, torch.tensor(counts), slots, state)
+        logits = case_model(ids, step, state, all_logits=True)
+        last = case_model_last(case_model, logits, counts)
         assert torch.isfinite(last).all(), "an idle row must stay finite"
-        for row, length in enumerate(step):
+        for row, length in enumerate(counts):
             expected = alone[row][done[row] : done[row] + length]
             assert torch.isfinite(logits[row, :length]).all()
             assert (logits[row, :length] - expected).abs().max().item() <= 1e-5 if length else True
@@ -138,11 +140,12 @@ def test_a_step_leaves_other_slots_alone(case_model):
     state = poisoned_state(case_model, 4, 50)
     everyone = torch.tensor([1, 2, 3, 4])
     positions = torch.arange(20).expand(4, -1)
-    case_model(random_tokens(vocab_size, 4, 20), positions, torch.full((4,), 20), everyone, state)
+    step = step_of(positions, torch.full((4,), 20), everyone, state)
+    case_model(random_tokens(vocab_size, 4, 20), step, state)
     before = [tensor.clone() for tensor in state.tensors()]
 
     ids, lengths = random_tokens(vocab_size, 2, 9, seed=1), torch.tensor([5, 0])
-    case_model(ids, torch.arange(20, 29).expand(2, -1), lengths, torch.tensor([3, 2]), state)
+    case_model(ids, step_of(torch.arange(20, 29).expand(2, -1), lengths, torch.tensor([3, 2]), state), state)
     for old, new in zip(before, state.tensors(), strict=True):
         untouched = torch.tensor([1, 2, 4])
         assert torch.equal(old[untouched].nan_to_num(), new[untouched].nan_to_num())
@@ -156,8 +159,9 @@ def test_a_reused_slot_starts_from_zeros(case_model):
     alone = run_cuts(case_model, second, [30])
     state = poisoned_state(case_model, 1, 64)
     one = torch.tensor([1])
-    case_model(first, torch.arange(40)[None], torch.tensor([40]), one, state)
-    again = case_model(second, torch.arange(30)[None], torch.tensor([30]), one, state, all_logits=True)
+    case_model(first, step_of(torch.arange(40)[None], torch.tensor([40]), one, state), state)
+    step = step_of(torch.arange(30)[None], torch.tensor([30]), one, state)
+    again = case_model(second, step, state, all_logits=True)
     assert (again - alone).abs().max() <= 1e-5
 
 
@@ -165,8 +169,9 @@ def test_a_reused_slot_starts_from_zeros(case_model):
 def test_last_logits_are_those_of_the_last_real_token(case_model):
     tokens = random_tokens(case_model.config.vocab_size, 3, 12)
     positions, lengths, slots = torch.arange(12).expand(3, -1), torch.tensor([12, 1, 5]), torch.tensor([1, 2, 3])
-    everything = case_model(tokens, positions, lengths, slots, poisoned_state(case_model, 3, 12), all_logits=True)
-    last = case_model(tokens, positions, lengths, slots, poisoned_state(case_model, 3, 12))
+    state, other = (poisoned_state(case_model, 3, 12) for _ in range(2))
+    step = step_of(positions, lengths, slots, state)
+    everything, last = case_model(tokens, step, state, all_logits=True), case_model(tokens, step, other)
     assert last.shape == (3, case_model.config.vocab_size)
     assert (last - everything[torch.arange(3), lengths - 1]).abs().max() <= 1e-5
 
@@ -186,9 +191,8 @@ def test_embeddings_of_padding_may_be_nan(kernels, config):
     def run():
         state = poisoned_state(model, 2, 20)
         with torch.inference_mode():
-            logits = model(
-                tokens, torch.arange(20).expand(2, -1), lengths, torch.tensor([1, 2]), state, all_logits=True
-            )
+            step = step_of(torch.arange(20).expand(2, -1), lengths, torch.tensor([1, 2]), state)
+            logits = model(tokens, step, state, all_logits=True)
         return logits[~padding], [tensor[1:] for tensor in state.tensors()]
 
     clean_logits, clean_state = run()

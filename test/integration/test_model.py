@@ -30,6 +30,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.model.step import step_of
 from granite4_neuron.planning.analysis.hlo_lint import findings
 from granite4_neuron.runtime.interface import Row, require
 from granite4_neuron.state.hybrid_state import HybridState, input_output_aliases
@@ -677,7 +678,7 @@ class TestGraphs:
         tokens = random_tokens(model.config.vocab_size, 1, 202)
         nxdi.run(model, tokens, [200], 2)
         state = HybridState.allocate(ours.config, 1, 202, torch.float32)
-        ours(tokens, torch.arange(202)[None], torch.tensor([202]), torch.tensor([1]), state)
+        ours(tokens, step_of(torch.arange(202)[None], torch.tensor([202]), torch.tensor([1]), state), state)
         for index, (tensor, expected) in enumerate(zip(state_of(model), state.tensors(), strict=True)):
             if ours.config.layer_types[index // 2] == "attention":
                 tensor = tensor[:, :, :202]

@@ -21,6 +21,7 @@ from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.reference import load_reference
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import FORMATS
 from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, NemotronCase, nemotron_config
@@ -176,7 +177,7 @@ def test_state_after_prefill_and_decode(random_checkpoints, kernels):
     slot, cache = torch.tensor([1]), None
     for start, stop in ((0, 40), (40, 41), (41, 42), (42, 43)):
         lengths = torch.tensor([stop - start])
-        model(tokens[:, start:stop], torch.arange(start, stop)[None], lengths, slot, state)
+        model(tokens[:, start:stop], step_of(torch.arange(start, stop)[None], lengths, slot, state), state)
         output = reference(tokens[:, start:stop], cache=cache, use_cache=True)
         cache = output.cache
         if start in (0, 42):

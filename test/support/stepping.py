@@ -10,6 +10,7 @@ import torch
 
 from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.step import step_of
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 
 
@@ -45,9 +46,8 @@ def run_cuts(
     logits, start = [], 0
     for size in cuts:
         positions = torch.arange(start, start + size).expand(batch, -1)
-        lengths = torch.full((batch,), size)
-        step = tokens[:, start : start + size]
-        logits.append(model(step, positions, lengths, slots, state, kv_length=start + size, all_logits=True))
+        step = step_of(positions, torch.full((batch,), size), slots, state, kv_length=start + size)
+        logits.append(model(tokens[:, start : start + size], step, state, all_logits=True))
         start += size
     return torch.cat(logits, dim=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,7 +62,6 @@ class BindableModel(Module):
     lm_head: Linear
     mtp: MultiTokenPrediction | None
     fallbacks: tuple[str, ...] = ()
-    _packed_call: Callable[..., torch.Tensor] | None = None
 
     @property
     def is_fused(self) -> bool:
@@ -146,7 +145,7 @@ class BindableModel(Module):
         `bind`) and without layers for multi-token prediction.
         """
         copied = shallow_copy(self)
-        copied._packed_call = copied.model._bound_stack = copied.mtp = None
+        copied.model._bound_stack = copied.mtp = None
         copied.config = copied.config.without_mtp()
         return copied
 
@@ -155,14 +154,12 @@ class BindableModel(Module):
         reasons = self.model.choose_forms(self.parallel, adapters)
         if self.mtp is not None:
             self.mtp.choose_forms(self.parallel, ())
-        self._packed_call = None
         stack = self.model.stack
         if isinstance(stack, LayersAsOne):
             embedding, head = self.model.embed_tokens.weight, self.lm_head.weight
             refusal = stack.why_not_one_call(embedding, head)
             if refusal is None:
                 stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
-                self._packed_call = stack.forward_packed
             else:
                 reasons.append(f"a step is not one call from tokens to logits: {refusal}.")
         elif adapters:

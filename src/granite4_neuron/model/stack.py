@@ -16,7 +16,7 @@ from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.forms import forms_of
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.step import Step
+from granite4_neuron.model.step import PackedStep, Step
 from granite4_neuron.ops import Operators, Weight
 from granite4_neuron.state.hybrid_state import HybridState, LayerState, MambaState
 
@@ -103,15 +103,12 @@ class LayersAsOne(ABC):
         """Give it the model's embedding, final norm and head, for `forward_packed`; see `why_not_one_call`."""
 
     @abstractmethod
-    def forward_packed(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        slots: Sequence[int],
-        state: HybridState,
-    ) -> torch.Tensor:
-        """Compute `HybridForCausalLM.forward_packed` without adapters. starts: positions of first tokens."""
+    def takes(self, step: PackedStep) -> bool:
+        """Return whether there is `forward_packed` for the model and the step."""
+
+    @abstractmethod
+    def forward_packed(self, input_ids: torch.Tensor, step: PackedStep, state: HybridState) -> torch.Tensor:
+        """Compute `HybridForCausalLM.forward`."""
 
 
 class OneByOne:

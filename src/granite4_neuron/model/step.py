@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
-from granite4_neuron.state.hybrid_state import NULL_SLOT
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState
 
 
 class Step(ABC):
@@ -152,28 +154,52 @@ class NullSlotStep(Step):
 
 class PackedStep(NullSlotStep):
     """A step whose rows have different lengths and no padding: all tokens are side by side, as a batch of one. It is
-    for fused layers, which look up each row's tokens.
+    for fused layers, which look up each row's tokens. It is made of numbers on the host, and not traced.
 
     Args:
-        positions: [1, tokens], integer, of all tokens, row after row.
-        lengths, slots: [rows], integer; no length is 0.
+        starts: the position of each row's first token.
+        lengths, slots: of each row; no length is 0.
+        kv_length: as for other steps.
         adapters: [rows], int64, or None.
 
     Source: the layout of flash-attention's functions for sequences of varying length.
     """
 
+    def __init__(
+        self,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        kv_length: int,
+        *,
+        adapters: torch.Tensor | None = None,
+    ):
+        ends = list(itertools.accumulate(lengths))
+        read_slots = [slot if start else NULL_SLOT for slot, start in zip(slots, starts, strict=True)]
+        numbers = torch.tensor([starts, lengths, slots, read_slots, [0, *ends[:-1]]])
+        self._row_starts, row_lengths, row_slots, self._rows_read, self._first_tokens = numbers.unbind()
+        if ends[-1] == len(starts):  # a token of each row
+            positions = self._row_starts[None]
+        else:
+            rows = zip(starts, lengths, strict=True)
+            positions = torch.tensor([[place for start, length in rows for place in range(start, start + length)]])
+        super().__init__(positions, row_lengths, row_slots, kv_length, adapters=adapters)
+
     def _are_real(self) -> torch.Tensor:
         return torch.ones_like(self.positions, dtype=torch.bool)
 
+    def _read_slots(self) -> torch.Tensor:
+        return self._rows_read
+
     @property
     def starts(self) -> torch.Tensor:
-        return self.positions[0, self._row_offsets()]
+        return self._row_starts
 
     def last_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states[0, self._row_offsets() + self.lengths - 1]
+        return hidden_states[0, self._first_tokens + self.lengths - 1]
 
     def _row_offsets(self) -> torch.Tensor:
-        return self.lengths.cumsum(0) - self.lengths
+        return self._first_tokens
 
 
 class DenseStep(Step):
@@ -230,3 +256,38 @@ class DenseStep(Step):
         else:
             # Not index_copy_, which is lowered for Neuron with an index as large as the state.
             state[self.sequences] = rows
+
+
+def step_of(
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor | None,
+    state: HybridState,
+    *,
+    kv_length: int | None = None,
+    adapters: torch.Tensor | None = None,
+    verifies: bool = False,
+) -> Step:
+    """Return the kind of step that a state needs, for rows that are padded to one length.
+
+    Args:
+        positions: [batch, tokens], int64, each token's place in its sequence, consecutive within a row. A row whose
+            first position is 0 starts from zeros, whatever its slot held.
+        lengths: [batch], int64, 0 to tokens: how many of a row's tokens are real; the rest is padding on the right.
+        slots: [batch], int64; no two rows with real tokens share one, and none of them is the null slot. If
+            `state.has_null_slot` is false this also holds for rows of length 0. None if there is one row per sequence
+            of the state, in the order of the slots; a step of one token then has a contract, see `DenseStep`.
+        kv_length: how many cache entries attention visits, above every real position; None for all of them.
+        adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without adapters.
+        verifies: whether the tokens may be taken back: keys and values are written, recurrent state is not.
+    """
+    if slots is None:
+        row_slots = torch.arange(1, state.num_sequences + 1, dtype=positions.dtype, device=positions.device)
+    else:
+        row_slots = slots
+    cache_slots = row_slots.where(lengths > 0, NULL_SLOT)
+    where = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
+    if state.has_null_slot:
+        return NullSlotStep(*where, verifies=verifies, adapters=adapters)
+    sequences = None if slots is None else slots - 1
+    return DenseStep(*where, sequences, verifies=verifies, in_order=slots is None)

@@ -29,7 +29,7 @@ MOST_TOP_K = 63  # of a `Draw`
 UNDECIDED = -2  # in place of a token, see `Decoded`
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
 MOST_STOPS = 4  # of a row
-StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs` and `packed_inputs`
+StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs`
 
 
 class Draw(NamedTuple):
@@ -325,16 +325,6 @@ def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int
         torch.tensor([list(range(row.start, row.start + tokens)) for row in rows], dtype=dtype),
         torch.tensor([len(row.tokens) for row in rows], dtype=dtype),
         torch.tensor([row.slot for row in rows], dtype=dtype),
-    )
-
-
-def packed_inputs(rows: Sequence[Row]) -> StepInputs:
-    """Concatenate rows for `forward_packed`: input_ids, positions [tokens]; lengths, slots [rows]."""
-    return (
-        torch.tensor([token for row in rows for token in row.tokens]),
-        torch.cat([torch.arange(row.start, row.start + len(row.tokens)) for row in rows]),
-        torch.tensor([len(row.tokens) for row in rows]),
-        torch.tensor([row.slot for row in rows]),
     )
 
 

@@ -15,6 +15,7 @@ from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import TORCH
 from granite4_neuron.ops.operators import Operators
 from test.support.checkpoints import small_config
@@ -176,8 +177,8 @@ def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
     slots, outputs, start = torch.tensor([2, 1]), [], 0
     for size in cuts:
         positions = torch.arange(start, start + size).expand(2, -1)
-        piece = tokens[:, start : start + size]
-        outputs.append(fused(piece, positions, torch.full((2,), size), slots, state, all_logits=True))
+        step = step_of(positions, torch.full((2,), size), slots, state)
+        outputs.append(fused(tokens[:, start : start + size], step, state, all_logits=True))
         start += size
     assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-5
 
@@ -187,8 +188,9 @@ def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
 def test_fused_layers_refuse_a_state_without_a_null_slot(model):
     fused = model.bind(cpu.operators())
     state = poisoned_state(fused, 1, 20, has_null_slot=False)
+    step = step_of(torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1]), state)
     with pytest.raises(ValueError, match="fused layers take a state with a null slot"):
-        fused(torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1]), state)
+        fused(torch.tensor([[1]]), step, state)
 
 
 class TestFallbacks:

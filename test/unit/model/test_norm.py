@@ -9,6 +9,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cuda.operators import GPU
 from granite4_neuron.model.binding import Module
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
@@ -42,8 +43,8 @@ def logits(model, operators):
     with torch.inference_mode():
         for start, ids in ((0, tokens[:, :8]), (8, tokens[:, 8:])):
             positions = torch.arange(start, start + ids.shape[1])[None]
-            lengths = torch.tensor([ids.shape[1]])
-            found.append(bound(ids, positions, lengths, torch.tensor([1]), state))
+            step = step_of(positions, torch.tensor([ids.shape[1]]), torch.tensor([1]), state)
+            found.append(bound(ids, step, state))
     return torch.cat(found), bound.fallbacks
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.step import step_of
 from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import CASES
 from test.support.stepping import poisoned_state, random_tokens
@@ -34,8 +35,8 @@ def test_logits_and_state_are_the_same(case):
         tokens = random_tokens(model.config.vocab_size, 5, int(lengths.max()), seed=int(lengths.sum()))
         positions = starts[slots - 1, None] + torch.arange(tokens.shape[1])
         before = [tensor.clone() for tensor in recurrent(states[1])]
-        expected = model(tokens, positions, lengths, slots, states[0])
-        logits = model(tokens, positions, lengths, dense_rows, states[1])
+        expected = model(tokens, step_of(positions, lengths, slots, states[0]), states[0])
+        logits = model(tokens, step_of(positions, lengths, dense_rows, states[1]), states[1])
         starts[slots - 1] += lengths
         assert (logits - expected)[lengths > 0].abs().max() <= 1e-5
         has_begun, idle = starts > 0, slots[lengths == 0] - 1

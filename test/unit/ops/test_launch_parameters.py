@@ -13,6 +13,7 @@ from granite4_neuron.config.choices import FOLDER_VARIABLE
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu import tuning
 from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import LaunchParameters, launch_parameters, mamba_kernels
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
@@ -192,8 +193,9 @@ class TestRuntime:
         monkeypatch.setenv(FOLDER_VARIABLE, str(file.parent))
         write_launch_parameters(file, OTHER)
         model = random_model(small_config(layer_types=("mamba",)))
-        inputs = torch.ones(1, 3, dtype=torch.int64), torch.arange(3)[None], torch.tensor([3]), torch.tensor([1])
-        model(*inputs, HybridState.allocate(model.config, 1, 10, model.dtype))
+        state = HybridState.allocate(model.config, 1, 10, model.dtype)
+        step = step_of(torch.arange(3)[None], torch.tensor([3]), torch.tensor([1]), state)
+        model(torch.ones(1, 3, dtype=torch.int64), step, state)
         assert chunk_sizes == [HEURISTIC.torch_chunk_size]
 
     def test_a_broken_file_or_folder_is_refused_when_the_runtime_is_made(self, file, tmp_path):

@@ -21,7 +21,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cpu import runtime as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.model.step import NullSlotStep
+from granite4_neuron.model.step import NullSlotStep, step_of
 from granite4_neuron.ops import mamba_kernels
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
@@ -141,7 +141,8 @@ def idle_rows(stand: Stand) -> float:
     ids = torch.tensor([stand.tokens[0][20:23], [5] * 3, [6] * 3])
     positions = torch.tensor([[20], [20], [7]]) + torch.arange(3)
     with torch.inference_mode():
-        logits = stand.runtime.model(ids, positions, torch.tensor([3, 0, 0]), torch.tensor([1, 2, 3]), state)
+        step = step_of(positions, torch.tensor([3, 0, 0]), torch.tensor([1, 2, 3]), state)
+        logits = stand.runtime.model(ids, step, state)
     if not torch.isfinite(logits).all() or changed(before, state, 2, 3, NULL_SLOT):
         return math.inf
     return number_of(logits[0] - stand.uncut[0][22])
@@ -211,12 +212,13 @@ def window_of_all_tokens(stand, patch):
     """Keep the SSM state of the accepted tokens and the window of all tokens."""
     original = HybridForCausalLM.advance
 
-    def advance(self, kept_inputs, positions, lengths, slots, state):
-        original(self, kept_inputs, positions, torch.full_like(lengths, positions.shape[1]), slots, state)
+    def advance(self, kept_inputs, step, state):
+        all_tokens = torch.full_like(step.lengths, step.positions.shape[1])
+        original(self, kept_inputs, step_of(step.positions, all_tokens, step.slots, state), state)
         windows = [layer.conv_state.clone() for layer in state.layers if isinstance(layer, MambaState)]
         for old, new in zip(advance.before, state.tensors(), strict=True):
             new.copy_(old)
-        original(self, kept_inputs, positions, lengths, slots, state)
+        original(self, kept_inputs, step, state)
         for layer in state.layers:
             if isinstance(layer, MambaState):
                 layer.conv_state.copy_(windows.pop(0))

@@ -16,7 +16,7 @@ from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.stack import LayersAsOne
-from granite4_neuron.model.step import Step
+from granite4_neuron.model.step import PackedStep, Step
 from granite4_neuron.ops import Operators, Weight
 from granite4_neuron.state.hybrid_state import HybridState, NoState
 
@@ -49,6 +49,7 @@ class FusedLayers(LayersAsOne):
         kernels = operators.fused_layers
         assert isinstance(kernels, LayerMakers)  # these are made of them
         self._config = config
+        self._has_embedding_and_head = False
         self._decoder: Decoder = kernels.decoder()
         halves: list[dict[str, HalfLayer]] = []  # of each layer, by the modules that they compute
         for layer in layers:
@@ -97,6 +98,7 @@ class FusedLayers(LayersAsOne):
     def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
         """Give it the model's embedding, final norm and head, for `forward_packed`; see `why_not_one_call`."""
         assert isinstance(head, PackedWeight)  # as all matrices of the model
+        self._has_embedding_and_head = True
         self._decoder.set_embedding_and_head(
             head=head.packed,
             embedding=embedding if isinstance(embedding, torch.Tensor) else None,
@@ -106,18 +108,13 @@ class FusedLayers(LayersAsOne):
             logits_scaling=self._config.logits_scaling,
         )
 
-    def forward_packed(
-        self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        slots: Sequence[int],
-        state: HybridState,
-    ) -> torch.Tensor:
-        """Compute `HybridForCausalLM.forward_packed` without adapters. starts: positions of first tokens."""
-        return self._decoder.forward_packed(
-            tokens=tokens, lengths=lengths, starts=starts, slots=slots, states=_pairs(state)
-        )
+    def takes(self, step: PackedStep) -> bool:
+        """Implement `LayersAsOne.takes`."""
+        return self._has_embedding_and_head and step.adapters is None
+
+    def forward_packed(self, input_ids: torch.Tensor, step: PackedStep, state: HybridState) -> torch.Tensor:
+        """Implement `LayersAsOne.forward_packed`."""
+        return self._decoder.forward_packed(tokens=input_ids[0], states=_pairs(state), slots=step.slots, **step.rows())
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""

@@ -203,17 +203,20 @@ class Decoder(Protocol):
 
     def forward_packed(
         self,
-        tokens: Sequence[int],
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        slots: Sequence[int],
+        tokens: torch.Tensor,
         states: Sequence[tuple[torch.Tensor, ...]],
+        offsets: torch.Tensor,
+        lengths: torch.Tensor,
+        read_slots: torch.Tensor,
+        write_slots: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
     ) -> torch.Tensor:
         """Return logits after each row's last token, [rows, vocab_size] in float32.
 
         Args:
-            tokens: of all rows, one row after another.
-            lengths, starts, slots: how many of them each row has, at least one; the first one's position; and its slot.
+            tokens: [tokens], int64, of all rows, one row after another. Each row has a token.
+            slots: as for `step`.
         """
 
 

@@ -18,9 +18,9 @@ from granite4_neuron.devices.cpu.options import OPTIONS
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.mtp import MultiTokenPrediction
-from granite4_neuron.model.step import PackedStep, Step
+from granite4_neuron.model.step import PackedStep, Step, step_of
 from granite4_neuron.ops import sampling
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
@@ -32,7 +32,6 @@ from granite4_neuron.runtime.interface import (
     accepted_rows,
     adapters_of,
     check_verification,
-    packed_inputs,
     step_inputs,
 )
 from granite4_neuron.runtime.prompt_cuts import Anywhere
@@ -155,19 +154,10 @@ class CPURuntime(BoundModel):
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`."""
-        longest = max(len(row.tokens) for row in rows)
-        if longest == 1 and not (all_logits or any(row.adapter for row in rows)):
-            tokens, starts, slots = zip(*((row.tokens[0], row.start, row.slot) for row in rows), strict=True)
-            return self.model.decode(tokens, starts, slots, state)
-        if self.packs_rows and not all_logits:
-            return self.model.forward_packed(*packed_inputs(rows), state, adapters=adapters_of(rows))
-        return self.model(
-            *step_inputs(rows, longest),
-            state,
-            kv_length=_kv_length(rows),
-            adapters=adapters_of(rows),
-            all_logits=all_logits,
-        )
+        if all_logits:
+            longest = max(len(row.tokens) for row in rows)
+            return self.model(*_padded(rows, longest, state), state, all_logits=True)
+        return self.model(*self.inputs(rows, state), state)
 
     @torch.inference_mode()
     def step_with_hidden_states(
@@ -175,14 +165,11 @@ class CPURuntime(BoundModel):
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Implement `Runtime.step_with_hidden_states`."""
         lengths = [len(row.tokens) for row in rows]
-        if self.packs_rows and not all_logits:
-            hidden_states = self.model.packed_hidden_states(*packed_inputs(rows), state, adapters=adapters_of(rows))
-            of_rows = hidden_states.split(lengths)
+        ids, step = _padded(rows, max(lengths), state) if all_logits else self.inputs(rows, state)
+        hidden_states, _ = self.model.hidden_states(ids, step, state)
+        if isinstance(step, PackedStep):
+            of_rows = hidden_states[0].split(lengths)
         else:
-            inputs = step_inputs(rows, max(lengths))
-            hidden_states, _ = self.model.hidden_states(
-                *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows)
-            )
             of_rows = tuple(each[:length] for each, length in zip(hidden_states, lengths, strict=True))
         logits = self.model.head(hidden_states if all_logits else torch.stack([each[-1] for each in of_rows]))
         return logits, of_rows
@@ -193,10 +180,8 @@ class CPURuntime(BoundModel):
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         # At least 2: a step of one token advances the state while it reads it, so it cannot leave the state unchanged.
-        inputs = step_inputs(rows, max(2, longest))
-        hidden_states, kept_inputs = self.model.hidden_states(
-            *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows), verifies=True
-        )
+        ids, step = _padded(rows, max(2, longest), state, verifies=True)
+        hidden_states, kept_inputs = self.model.hidden_states(ids, step, state)
         logits = self.model.head(hidden_states)
         return Verification(rows, logits[:, :longest], kept_inputs, hidden_states[:, :longest])
 
@@ -204,9 +189,16 @@ class CPURuntime(BoundModel):
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
         """Implement `Runtime.commit`."""
         rows = accepted_rows(verification.rows, accepted)
-        tokens = max(2, *(len(row.tokens) for row in verification.rows))
-        _, positions, lengths, slots = step_inputs(rows, tokens)
-        self.model.advance(verification.kept_inputs, positions, lengths, slots, state)
+        _, step = _padded(rows, max(2, *(len(row.tokens) for row in verification.rows)), state)
+        self.model.advance(verification.kept_inputs, step, state)
+
+    def inputs(self, rows: Sequence[Row], state: HybridState) -> tuple[torch.Tensor, Step]:
+        """Return the ids and the step of rows: without padding, if the layers are fused."""
+        if not self.packs_rows:
+            return _padded(rows, max(len(row.tokens) for row in rows), state)
+        starts, lengths, slots = zip(*((row.start, len(row.tokens), row.slot) for row in rows), strict=True)
+        ids = torch.tensor([[token for row in rows for token in row.tokens]])
+        return ids, PackedStep(starts, lengths, slots, state.max_length, adapters=adapters_of(rows))
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -251,15 +243,11 @@ class CPUMTPLayers:
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Implement `MTPLayers.step`."""
-        step: Step
+        ids, step = self._runtime.inputs(rows, state)
         if self._runtime.packs_rows:
-            ids, positions, lengths, slots = packed_inputs(rows)
-            ids, hidden = ids[None], torch.cat(list(hidden_states))[None]
-            step = PackedStep(positions[None], lengths, slots, state.max_length)
+            hidden = torch.cat(list(hidden_states))[None]
         else:
-            ids, positions, lengths, slots = step_inputs(rows, max(len(row.tokens) for row in rows))
             hidden = pad_sequence(list(hidden_states), batch_first=True)
-            step = step_of(positions, lengths, slots, state, kv_length=_kv_length(rows))
         embedded = self._runtime.model.model.embed(ids, step)
         return self._layers(embedded, hidden, step, state)
 
@@ -274,5 +262,11 @@ class CPUMTPLayers:
         return self._runtime.model.mtp
 
 
-def _kv_length(rows: Sequence[Row]) -> int:
-    return max(row.start + len(row.tokens) for row in rows)
+def _padded(
+    rows: Sequence[Row], tokens: int, state: HybridState, *, verifies: bool = False
+) -> tuple[torch.Tensor, Step]:
+    """Return the ids and the step of rows, each padded to `tokens`."""
+    ids, positions, lengths, slots = step_inputs(rows, tokens)
+    kv_length = max(row.start + len(row.tokens) for row in rows)
+    step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters_of(rows), verifies=verifies)
+    return ids, step

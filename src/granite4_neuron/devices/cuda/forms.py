@@ -90,8 +90,8 @@ class TokenLayer(DecoderLayer):
         weights = self.mamba_weights()
         mixer = weights.mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
-        projection = weights.norm, _dense(weights.in_proj)
-        inputs = operators.mixer_inputs(x, *projection, *convolution, num_heads=len(mixer.dt_bias), eps=weights.eps)
+        weight, num_heads = _dense(weights.in_proj), len(mixer.dt_bias)
+        inputs = operators.mixer_inputs(x, weights.norm, weight, *convolution, num_heads=num_heads, eps=weights.eps)
         of_heads = mixer.dt_bias, mixer.A_log, mixer.D
         gated = operators.advance_mixer(inputs, *of_heads, state.ssm_state, step.lengths, *mixer.time_step_limit)
         return self._add_mixed(operators, x, gated, weights)

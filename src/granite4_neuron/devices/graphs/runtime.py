@@ -187,7 +187,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
-        """Run a graph of `model.forward` for a piece of one prompt; return its logits, on the device or the host.
+        """Run a graph of the model for a piece of one prompt; return its logits, on the device or the host.
 
         Its shapes depend only on the number of tokens and on the cache's bucket.
 
@@ -197,7 +197,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
-        """Run a graph of `model.forward` for one token of all sequences; return its logits, on the device or the host.
+        """Run a graph of the model for one token of all sequences; return its logits, on the device or the host.
 
         Args:
             inputs: of `decode_inputs`, on the host.
@@ -205,8 +205,8 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        """Run a graph of `model.verify` for all sequences; return its logits, on the device or the host, and the kept
-        inputs.
+        """Run a graph of a step that verifies, of all sequences; return its logits, on the device or the host, and the
+        kept inputs.
         """
 
     @abstractmethod

@@ -64,7 +64,7 @@ def run_step(
     tensors: Tensors,
     layers_per_graph: int = 1,
 ) -> tuple[torch.Tensor | list[torch.Tensor], ...]:
-    """Compute `model.forward` or, with `key.verifies`, `model.verify`; arguments as for `run_layers`.
+    """Compute a step of the model up to its logits; arguments as for `run_layers`.
 
     Returns:
         Logits; with `key.chooses` each row's likeliest token, [rows] in int32; kept inputs as in `run_layers`.
@@ -83,7 +83,7 @@ def run_layers(
     tensors: Tensors,
     layers_per_graph: int = 1,
 ) -> tuple[torch.Tensor, Tensors, list[torch.Tensor]]:
-    """Compute the hidden states that enter the head; with `key.verifies`, as for `model.verify`.
+    """Compute the last layer's results.
 
     Args:
         call: how each of the functions below is called.

@@ -21,6 +21,7 @@ from granite4_neuron.devices.options import COMPILED
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.step import Step, step_of
 from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
@@ -75,17 +76,19 @@ class XLARuntime(GraphRuntime):
         _run_graph([], state.tensors())
 
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
-        logits = self.model(*self._where(inputs, False), state, kv_length=kv_length, all_logits=all_logits)
+        logits = self.model(*self._step(inputs, False, state, kv_length), state, all_logits=all_logits)
         _run_graph([logits], state.tensors())
         return logits
 
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
-        logits = self.model(*self._where(inputs[:, : TOKENS + 1], True), state, kv_length=kv_length)
+        logits = self.model(*self._step(inputs[:, : TOKENS + 1], True, state, kv_length), state)
         _run_graph([logits], state.tensors())
         return logits
 
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        logits, kept_inputs = self.model.verify(*self._where(inputs, True), state, kv_length=kv_length)
+        ids, step = self._step(inputs, True, state, kv_length, verifies=True)
+        hidden_states, kept_inputs = self.model.hidden_states(ids, step, state)
+        logits = self.model.head(hidden_states)
         # Clone them, because views keep their base alive. The base is not an output of this graph, so a later sync
         # would compute it, from state whose memory has been donated by then.
         kept_inputs = [kept.clone() for kept in kept_inputs]
@@ -93,8 +96,8 @@ class XLARuntime(GraphRuntime):
         return logits, kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
-        _, positions, lengths, slots = self._where(inputs, True)
-        self.model.advance(kept_inputs, positions, lengths, slots, state)
+        _, step = self._step(inputs, True, state)
+        self.model.advance(kept_inputs, step, state)
         _run_graph([], state.tensors(MambaState))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
@@ -106,12 +109,19 @@ class XLARuntime(GraphRuntime):
         state.set_slot_tensors(tensors, self._slot(slot), 0, state.max_length)
         _run_graph([], state.tensors())
 
-    def _where(
-        self, inputs: torch.Tensor, in_order: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the model's inputs on the device; in order, without slots, the model takes all sequences."""
-        input_ids, positions, lengths, slots = unpacked(inputs.to(self.device))
-        return input_ids, positions, lengths, None if in_order else slots
+    def _step(
+        self,
+        inputs: torch.Tensor,
+        in_order: bool,
+        state: HybridState,
+        kv_length: int = 0,
+        *,
+        verifies: bool = False,
+    ) -> tuple[torch.Tensor, Step]:
+        """Return the ids and the step on the device; in order, without slots, the model takes all sequences."""
+        ids, positions, lengths, slots = unpacked(inputs.to(self.device))
+        where = positions, lengths, None if in_order else slots
+        return ids, step_of(*where, state, kv_length=kv_length, verifies=verifies)
 
     def _slot(self, slot: int) -> torch.Tensor:
         """Make a slot an input of a graph: as a constant, its number would need a graph for each slot."""

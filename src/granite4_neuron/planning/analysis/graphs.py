@@ -19,10 +19,11 @@ from granite4_neuron.devices.graphs.moe import MOST_GATHERED
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import TOKENS, unpacked
 from granite4_neuron.devices.selection import select_operators
-from granite4_neuron.model.causal_lm import HybridForCausalLM, step_of
+from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import step_of
 from granite4_neuron.planning.analysis import hlo_lint
 from granite4_neuron.planning.analysis.hlo_cost import (
     Cost,
@@ -344,16 +345,18 @@ class _Tracing:
 
     def _step(self, state: HybridState) -> list[torch.Tensor]:
         """Return logits, and the inputs kept for the commit."""
+        ids, positions, lengths, slots = self._inputs()
+        step = step_of(positions, lengths, slots, state, verifies=self.kind == VERIFY)
         if self.kind != VERIFY:
-            return [self.model(*self._inputs(), state)]
-        logits, kept_inputs = self.model.verify(*self._inputs(), state)
-        return [logits, *kept_inputs]
+            return [self.model(ids, step, state)]
+        hidden_states, kept_inputs = self.model.hidden_states(ids, step, state)
+        return [self.model.head(hidden_states), *kept_inputs]
 
     def _commit(self, state: HybridState) -> list[torch.Tensor]:
         """Return nothing: a commit only writes state."""
         kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
         _, positions, lengths, slots = self._inputs()
-        self.model.advance(kept_inputs, positions, lengths, slots, state)
+        self.model.advance(kept_inputs, step_of(positions, lengths, slots, state), state)
         return []
 
     def _components(self) -> Iterator[tuple[tuple[str, str | None], list[torch.Tensor]]]:

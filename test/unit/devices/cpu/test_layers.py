@@ -8,7 +8,7 @@ import torch
 from granite4_neuron import ops
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cpu import operators as cpu
-from granite4_neuron.model.causal_lm import step_of
+from granite4_neuron.model.step import PackedStep, step_of
 from granite4_neuron.ops.layer_weights import FeedForwardWeights, MixerWeights
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
@@ -164,6 +164,20 @@ def test_states_advance_by_kept_inputs():
     assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in recurrent)
 
 
+def packed(tokens, starts, slots, state):
+    """Return the ids and the step of rows without padding."""
+    ids = torch.tensor([[token for row in tokens for token in row]])
+    return ids, PackedStep(starts, [len(row) for row in tokens], slots, state.max_length)
+
+
+def padded(tokens, starts, slots, state):
+    """Return the ids and the step of rows that are padded to the longest."""
+    lengths = [len(row) for row in tokens]
+    ids = torch.tensor([[*row, *[0] * (max(lengths) - len(row))] for row in tokens])
+    positions = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
+    return ids, step_of(positions, torch.tensor(lengths), torch.tensor(slots), state)
+
+
 WITHOUT_ROPE = [name for name, case in NAMED.items() if not case.config().uses_rope]
 
 
@@ -176,9 +190,8 @@ def test_a_token_of_each_sequence_is_one_call(name, format):
     model = bound_model(name, torch.bfloat16, format)
     ours, theirs = (poisoned_state(model, 3, 9) for _ in range(2))
     for tokens, starts, slots in (([5, 6], [0, 0], [3, 1]), ([7, 8, 9], [1, 0, 1], [1, 2, 3]), ([4], [2], [3])):
-        positions, lengths = torch.tensor(starts)[:, None], torch.ones(len(tokens), dtype=torch.int64)
-        expected = model(torch.tensor(tokens)[:, None], positions, lengths, torch.tensor(slots), theirs)
-        assert torch.equal(model.decode(tokens, starts, slots, ours), expected)
+        expected = model(*padded([[token] for token in tokens], starts, slots, theirs), theirs)
+        assert torch.equal(model(*packed([[token] for token in tokens], starts, slots, ours), ours), expected)
         assert same(ours.tensors(), theirs.tensors())
 
 
@@ -188,21 +201,12 @@ def test_a_step_of_rows_of_different_lengths_is_one_call(name):
     """A piece of a prompt runs beside next tokens. The result equals that of padded rows, layer by layer."""
     model = bound_model(name, torch.bfloat16)
     ours, theirs = (poisoned_state(model, 3, 9) for _ in range(2))
-    longest = 5
     for rows, starts, slots in (
         ([[5, 6, 7], [8]], [0, 0], [3, 1]),
         ([[9], [2, 3, 4, 5, 6], [7]], [3, 0, 1], [3, 2, 1]),
     ):
-        lengths = torch.tensor([len(row) for row in rows])
-        padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-        positions = torch.tensor(starts)[:, None] + torch.arange(longest)
-        expected = model(padded, positions, lengths, torch.tensor(slots), theirs)
-        packed = torch.tensor([token for row in rows for token in row])
-        its_positions = torch.cat(
-            [torch.arange(start, start + len(row)) for row, start in zip(rows, starts, strict=True)]
-        )
-        logits = model.forward_packed(packed, its_positions, lengths, torch.tensor(slots), ours)
-        assert torch.equal(logits, expected)
+        expected = model(*padded(rows, starts, slots, theirs), theirs)
+        assert torch.equal(model(*packed(rows, starts, slots, ours), ours), expected)
         assert same(ours.tensors(), theirs.tensors())
 
 
@@ -210,17 +214,17 @@ def test_a_step_of_rows_of_different_lengths_is_one_call(name):
 def test_bad_calls_are_refused():
     model = bound_model("moe", torch.bfloat16)
     state = poisoned_state(model, 2, 9)
-    for tokens, starts, slots in (
-        ([model.config.vocab_size], [0], [1]),
-        ([5], [0], [3]),
-        ([5], [0], []),
-        ([5, 6], [0], [1]),
+    for tokens, lengths, starts, slots in (
+        ([model.config.vocab_size], [1], [0], [1]),
+        ([5], [1], [0], [3]),
+        ([5, 6], [1, 1, 1], [0, 0, 0], [1, 2, 1]),
+        ([5, 6], [2, 0], [0, 0], [1, 2]),
+        ([5, 6], [3], [0], [1]),
+        ([5, 6], [1, 2], [0, 0], [1, 2]),
     ):
+        step = PackedStep(starts, lengths, slots, state.max_length)
         with pytest.raises(RuntimeError):
-            model.decode(tokens, starts, slots, state)
-    for lengths in ([2, 0], [3], [1, 2]):
-        with pytest.raises(RuntimeError):
-            model.model.stack.forward_packed([5, 6], lengths, [0] * len(lengths), [1, 2][: len(lengths)], state)
+            model(torch.tensor([tokens]), step, state)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in WITHOUT_ROPE])
@@ -231,9 +235,9 @@ def test_decode_with_rotary_positions_equals_the_forward(name):
     assert model.fallbacks == ("a step is not one call from tokens to logits: it makes no rotary positions.",)
     ours, theirs = (poisoned_state(model, 2, 9) for _ in range(2))
     for start in range(3):
-        where = torch.full((2, 1), start), torch.ones(2, dtype=torch.int64), torch.tensor([2, 1])
-        expected = model(torch.tensor([[4], [5]]), *where, theirs, kv_length=start + 1)
-        assert torch.equal(model.decode([4, 5], [start] * 2, [2, 1], ours), expected)
+        rows = [[4], [5]], [start] * 2, [2, 1]
+        expected = model(*padded(*rows, theirs), theirs)
+        assert torch.equal(model(*packed(*rows, ours), ours), expected)
 
 
 def test_states_of_other_layers_are_refused():

@@ -10,6 +10,7 @@ from granite4_neuron.devices.graphs.runtime import graph_inputs
 from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_step, state_tensors
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import step_of
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, NEMOTRON_CASES
@@ -49,7 +50,7 @@ def decode(model, operators, tokens):
 
     def step(ids, start, length):
         positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape)
-        return model(ids, positions, torch.full((batch,), length), None, state)
+        return model(ids, step_of(positions, torch.full((batch,), length), None, state), state)
 
     step(tokens[:, :-1], 0, length - 1)
     views = [state.slot_views(slot) for slot in range(1, batch + 1)]
@@ -90,14 +91,16 @@ def test_verification(case):
     for each in (model, model.bind(GPU)):
         state = HybridState.allocate(model.config, 3, 64, model.dtype, has_null_slot=False)
         before = torch.arange(10).expand(3, 10)
-        model(tokens[:, :10], before, torch.full((3,), 10), None, state)
+        model(tokens[:, :10], step_of(before, torch.full((3,), 10), None, state), state)
         recurrent = [
             tensor.clone() for layer in state.layers if isinstance(layer, MambaState) for tensor in vars(layer).values()
         ]
-        logits, kept = each.verify(tokens[:, 10:], positions, lengths, None, state)
+        step = step_of(positions, lengths, None, state, verifies=True)
+        hidden_states, kept = each.hidden_states(tokens[:, 10:], step, state)
+        logits = each.head(hidden_states)
         now = [tensor for layer in state.layers if isinstance(layer, MambaState) for tensor in vars(layer).values()]
         assert all(map(torch.equal, recurrent, now))
-        each.advance(kept, positions, accepted, None, state)
+        each.advance(kept, step_of(positions, accepted, None, state), state)
         outcomes.append([logits[0], logits[1, :3], *now])
     torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-5)
 

@@ -1,7 +1,7 @@
 // All decoder layers as one call, and a whole step, from tokens to logits, as one call. This saves Python's time between
 // short kernels, and wakes none of torch's threads, which would spin beside those of the kernels.
 //
-// The definition is in Python: `OneByOne` of model.causal_lm, and its `forward`.
+// The definition is in Python: `OneByOne` of model.stack, and `HybridForCausalLM.forward`.
 #pragma once
 
 #include <variant>
@@ -103,26 +103,14 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // Logits after each row's last token, [rows, vocab_size] in float32. tokens: of all rows, one row after another;
-  // lengths, starts, slots: [rows].
+  // slots: of the caches, [rows].
   at::Tensor forward_packed(
-      const std::vector<int64_t>& tokens, const std::vector<int64_t>& lengths, const std::vector<int64_t>& starts,
-      const std::vector<int64_t>& slots, const LayerStates& states) const {
+      const at::Tensor& tokens, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots) const {
     TORCH_CHECK(embedding_and_head_.has_value(), "the embedding and the head are not set");
-    std::vector<int64_t> read_slots = slots, offsets, last;
-    for (size_t row = 0; row < std::min(slots.size(), starts.size()); row++)
-      if (starts[row] == 0) read_slots[row] = 0;
-    int64_t offset = 0;
-    for (int64_t length : lengths) {
-      TORCH_CHECK(length > 0, "a row has length ", length, " and should have a token");
-      offsets.push_back(offset);
-      offset += length;
-      last.push_back(offset - 1);
-    }
-    at::Tensor write_slots = numbers(slots);
-    SlotRows rows{{numbers(offsets), numbers(lengths)}, numbers(read_slots), write_slots, numbers(starts)};
-    at::Tensor hidden_states = embedding_and_head_->embed(numbers(tokens));
-    hidden_states = step(hidden_states, states, rows, write_slots, {}, {}, false)[0];
-    return embedding_and_head_->predict(last.size() == tokens.size() ? hidden_states : rows_of(hidden_states, last));
+    check_dense(tokens, "tokens", {-1}, at::kLong);
+    std::vector<int64_t> last = last_tokens(rows.tokens, tokens.numel());
+    at::Tensor hidden_states = step(embedding_and_head_->embed(tokens), states, rows, slots, {}, {}, false)[0];
+    return embedding_and_head_->predict(rows_of(hidden_states, last));
   }
 
   // Advance the Mamba layers' states by inputs that a step kept.
@@ -143,10 +131,15 @@ class Decoder : public torch::CustomClassHolder {
   using Mamba = c10::intrusive_ptr<MambaLayer>;
   using Attention = c10::intrusive_ptr<AttentionLayer>;
 
-  static at::Tensor numbers(const std::vector<int64_t>& values) {
-    at::Tensor tensor = empty({static_cast<int64_t>(values.size())}, at::TensorOptions(at::kLong));
-    std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
-    return tensor;
+  // The number of each row's last token among all tokens.
+  static std::vector<int64_t> last_tokens(const PackedRows& rows, int64_t tokens) {
+    check_packed(rows, tokens);
+    std::vector<int64_t> last;
+    for (int64_t row = 0; row < rows.count(); row++) {
+      TORCH_CHECK(rows.length(row) > 0, "a row has length 0 and should have a token");
+      last.push_back(rows.offset(row) + rows.length(row) - 1);
+    }
+    return last;
   }
   // Some rows of x [rows, columns], float32.
   static at::Tensor rows_of(const at::Tensor& x, const std::vector<int64_t>& chosen) {

@@ -195,11 +195,15 @@ inline void register_layers(torch::Library& library) {
            arg("logits_scaling")})
       .def(
           "forward_packed",
-          [](const intrusive_ptr<Decoder>& self, std::vector<int64_t> tokens, std::vector<int64_t> lengths,
-             std::vector<int64_t> starts, std::vector<int64_t> slots, LayerStates states) {
-            return self->forward_packed(tokens, lengths, starts, slots, states);
+          [](const intrusive_ptr<Decoder>& self, const Tensor& tokens, LayerStates states, const Tensor& offsets,
+             const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts,
+             const Tensor& slots) {
+            SlotRows rows{{offsets, lengths}, read_slots, write_slots, starts};
+            return self->forward_packed(tokens, states, rows, slots);
           },
-          "", {arg("tokens"), arg("lengths"), arg("starts"), arg("slots"), arg("states")})
+          "",
+          {arg("tokens"), arg("states"), arg("offsets"), arg("lengths"), arg("read_slots"), arg("write_slots"),
+           arg("starts"), arg("slots")})
       .def(
           "advance",
           [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,

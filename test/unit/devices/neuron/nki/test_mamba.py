@@ -12,6 +12,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.devices.neuron import neuron_sdk
 from granite4_neuron.devices.selection import select_operators
+from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import TORCH, MixerConstants, causal_conv1d
 from test.support.checkpoints import small_config
 from test.support.nki_cases import conv_inputs, mamba_decode_inputs, mamba_decode_oracle, scan_inputs
@@ -62,7 +63,10 @@ def test_ragged_batch(folder):
         tokens = random_tokens(models[0].config.vocab_size, 3, max(lengths), seed=sum(lengths))
         positions = starts[:, None] + torch.arange(max(lengths))
         counts = torch.tensor(lengths)
-        outputs = [model(tokens, positions, counts, slots, state) for model, state in zip(models, states, strict=True)]
+        outputs = [
+            model(tokens, step_of(positions, counts, slots, state), state)
+            for model, state in zip(models, states, strict=True)
+        ]
         is_real = counts > 0
         assert (outputs[0] - outputs[1])[is_real].abs().max() <= 1e-4
         starts += counts
