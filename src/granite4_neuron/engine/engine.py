@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.devices.cpu import sampling as host
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.drafting.drafters import Drafter
 from granite4_neuron.engine.drafting.drafting import Drafting
@@ -145,7 +146,7 @@ class Engine:
         drafting = Drafting(drafter, runtime, draft_tokens)
         longest = runtime.max_length
         self.runtime = runtime
-        self._form = runtime.sampling  # it may compile kernels: not while a request waits
+        self._form = runtime.sampling or host.form()  # it may compile kernels: not while a request waits
         self.num_sequences = num_sequences
         self.max_length = longest if max_length is None else min(max_length, longest)
         self.stats = GenerationStats()

@@ -13,8 +13,6 @@ import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
-from granite4_neuron.devices.cpu import sampling
-from granite4_neuron.devices.cpu.build import library_key
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.causal_lm import HybridForCausalLM
@@ -23,14 +21,10 @@ from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout
+from granite4_neuron.system.processor import instruction_sets
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
-
-
-def host_sampling() -> ModuleType:
-    """Return the CPU's form of `ops.sampling`, which is compiled at first use, on any device's host."""
-    return sampling.form()
 
 
 class BoundModel:
@@ -46,6 +40,7 @@ class BoundModel:
         "adapters": NO_ADAPTERS,
     }
     own_slots = 0
+    sampling: ModuleType | None = None
     prompt_cuts: PromptCuts
     adapters: Mapping[str, Adapter] = {}
     model: HybridForCausalLM
@@ -89,15 +84,11 @@ class BoundModel:
         return self.model.fallbacks
 
     @cached_property
-    def sampling(self) -> ModuleType:
-        """Implement `Runtime.sampling`."""
-        return host_sampling()
-
-    @cached_property
     def fingerprint(self) -> Fingerprint:
         """Implement `Runtime.fingerprint`."""
         state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
-        facts = self.kernels, self.prompt_cuts, self.model.kernel_layout, state_dtype, library_key(), _version()
+        machine = instruction_sets(), torch.__version__, _version()
+        facts = self.kernels, self.prompt_cuts, self.model.kernel_layout, state_dtype, machine
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
     def with_model(self, model: HybridForCausalLM) -> Self:

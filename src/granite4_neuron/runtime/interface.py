@@ -210,8 +210,8 @@ class Runtime(Protocol[State]):
         """For each faster implementation that it does not use, a sentence that says why."""
 
     @property
-    def sampling(self) -> ModuleType:
-        """How tokens are chosen from logits on the host: `ops.sampling`, or a form of it."""
+    def sampling(self) -> ModuleType | None:
+        """How tokens are chosen from logits on the host: `ops.sampling` or a form of it; None for the fastest there."""
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -15,6 +15,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu import runtime as cpu_runtime
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.model.adapters import Adapter, LowRank
@@ -238,11 +239,17 @@ class TestKernels:
         some, others = (fingerprint_of("torch", only_attention, state_dtype=dtype) for dtype in (None, torch.float16))
         assert some.difference(others) is None
 
-    @pytest.mark.parametrize("what", ["library_key", "_version"])
+    @pytest.mark.parametrize("what", ["instruction_sets", "_version"])
     def test_another_version(self, monkeypatch, what):
         before = fingerprint_of("torch")
         monkeypatch.setattr(bound_model, what, lambda: "another")
         assert fingerprint_of("torch").difference(before) == "kernels"
+
+    @needs_compiler
+    def test_another_library(self, monkeypatch):
+        before = fingerprint_of()
+        monkeypatch.setattr(cpu_runtime, "library_key", lambda: "another")
+        assert fingerprint_of().difference(before) == "kernels"
 
     def test_another_config(self):
         other = fingerprint_of("torch", dict(LAYERS, attention_multiplier=0.08))

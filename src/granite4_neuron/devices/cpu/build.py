@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from granite4_neuron.system.processor import instruction_sets
 from granite4_neuron.system.terminal import unguarded
 
 _TORCH = Path(torch.__file__).parent
@@ -279,7 +280,7 @@ def _processor_flags() -> list[str]:
 @functools.cache
 def _may_use_amx() -> bool:
     """Ask Linux for permission to use AMX's registers, which a process needs."""
-    if not {"amx_tile", "amx_bf16"} <= set(_processor().split()) or platform.machine() != "x86_64":
+    if not {"amx_tile", "amx_bf16"} <= set(instruction_sets().split()) or platform.machine() != "x86_64":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
@@ -297,19 +298,9 @@ def library_key(sources: Path = _SOURCES) -> str:
     digest = hashlib.sha256()
     for file in sorted((*sources.rglob("*.h"), *sources.glob("*.cpp"))):
         digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
-    for fact in (torch.__version__, sysconfig.get_platform(), _processor(), *_FLAGS, *_processor_flags()):
+    for fact in (torch.__version__, sysconfig.get_platform(), instruction_sets(), *_FLAGS, *_processor_flags()):
         digest.update(fact.encode())
     return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Return the processor's instruction sets, which decide -march=native, if the system lists them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.lower().startswith(("flags", "features")):
-                return line
-    return platform.processor()
 
 
 def _cache_folder() -> Path:

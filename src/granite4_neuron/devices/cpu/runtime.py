@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from granite4_neuron.devices.cpu import operators as cpu
+from granite4_neuron.devices.cpu.build import library_key
 from granite4_neuron.devices.cpu.fork import survive_forks
 from granite4_neuron.devices.cpu.options import OPTIONS
 from granite4_neuron.devices.selection import select_operators
@@ -108,7 +109,7 @@ class CPURuntime(BoundModel):
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
         if kernels == "torch":
             self.sampling = sampling
-        self.kernels = "cpu", operators.pack is not None, chunk, chosen
+        self.kernels = "cpu", None if operators.pack is None else library_key(), chunk, chosen
 
     @property
     def packs_rows(self) -> bool:

@@ -13,7 +13,6 @@ from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.devices.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.runtime.bound_model import host_sampling
 from granite4_neuron.runtime.interface import (
     Ability,
     Row,
@@ -39,6 +38,7 @@ class NeuronRuntime:
 
     rows_per_step = 1
     packs_rows = False
+    sampling = None
     prompt_cuts = Anywhere(is_exact=False)
     adapters: Mapping[str, Adapter] = {}
 
@@ -47,7 +47,6 @@ class NeuronRuntime:
         if not neuron_config.is_continuous_batching or neuron_config.on_device_sampling_config is not None:
             raise UserError("the model must be compiled with is_continuous_batching, and without on-device sampling.")
         self.model = model
-        self.sampling = host_sampling()
         self.generation_config = generation_config
         cannot: dict[Ability, str] = {
             "all_logits": "NxD Inference's graphs return logits after a prompt's last token only.",
