@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0], help="for --backend cpu (default: %(default)s)"
     )
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="default: %(default)s")
     parser.add_argument("--compiler", metavar="NAME", help="a backend of torch.compile (default: the device's)")
     parser.add_argument(
         "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"

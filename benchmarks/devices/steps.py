@@ -207,7 +207,7 @@ def add_model_and_device(parser: argparse.ArgumentParser) -> None:
     """Add the options of the model, the device and the numbers of sequences."""
     names = ", ".join(published_names())
     parser.add_argument("--random-weights", metavar="NAME", required=True, help=f"in bfloat16, one of {names}")
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="default: %(default)s")
     parser.add_argument("--batch-size", type=at_least(1), nargs="+", default=[1], metavar="N", help="default: 1")
 
 

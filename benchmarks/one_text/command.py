@@ -216,9 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend", choices=RUNTIMES, default="cpu", help="this package's backend (default: %(default)s)"
     )
-    parser.add_argument(
-        "--device", choices=DEVICES, default=DEVICES[0], help="for --backend torch (default: %(default)s)"
-    )
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="for --backend torch (default: %(default)s)")
     parser.add_argument("--compiler", help="for --backend torch, such as aot_eager (default: the device's)")
     parser.add_argument("--batch-invariant", action="store_true", default=None, help="for a GPU, as for generate")
     parser.add_argument(

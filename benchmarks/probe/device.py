@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.probe.process import EQUAL, FACT, WRONG, Finding, Place
 from granite4_neuron.config.choices import FLOAT32_TOLERANCE
-from granite4_neuron.devices.torch.devices import COMPILERS, find_device
+from granite4_neuron.devices.torch.devices import find_device
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.ops.launch_parameters import processor_name
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def _output(*command: str) -> str | None:
 
 def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as a graph with fixed shapes."""
-    backend = place.compiler or COMPILERS[find_device(place.device).type]
+    backend = place.compiler or DEVICES[find_device(place.device).type].compiler
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 

@@ -24,8 +24,8 @@ from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.devices.cpu import build
-from granite4_neuron.devices.neuron.cores import visible_cores
 from granite4_neuron.devices.neuron.stand_ins import SOURCES, checkout
+from granite4_neuron.devices.neuron.torchneuron.cores import visible_cores
 from granite4_neuron.system import available_memory
 from test.faults.conftest import sentence
 from test.support.checkpoints import small_config

@@ -1,16 +1,18 @@
 """benchmarks.devices.steps prints a row for each number of sequences and each length of prompt."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.devices import steps as device_steps
-from granite4_neuron.devices.torch import devices
+from granite4_neuron.devices.torch.options import DEVICES
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
 @pytest.mark.slow
 def test_rows(monkeypatch, capsys):
-    monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], compiler="eager"))
     monkeypatch.setattr(device_steps, "published_config", lambda name: small_config(**FEW_LAYERS))
     options = ["--random-weights", "h-350m", "--batch-size", "1", "3", "--prompt-length", "20", "--steps", "2"]
     assert device_steps.main(options) == 0
@@ -36,7 +38,7 @@ def test_rows(monkeypatch, capsys):
 @pytest.mark.slow
 def test_one_launch_a_token(monkeypatch, capsys):
     monkeypatch.setattr(device_steps, "published_config", lambda name: small_config(**DENSE, **FEW_LAYERS))
-    monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], compiler="eager"))
     assert device_steps.main(["--random-weights", "h-350m", "--graphs", "model", "--steps", "2"]) == 0
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row[3:]] for row in rows][1] == ["1", "1", "32", "1", "4"]
@@ -45,7 +47,7 @@ def test_one_launch_a_token(monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_first_layers(monkeypatch, capsys):
     monkeypatch.setattr(device_steps, "published_config", lambda name: small_config(**DENSE, **FEW_LAYERS))
-    monkeypatch.setitem(devices.COMPILERS, "cpu", "eager")
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], compiler="eager"))
     assert device_steps.main(["--random-weights", "h-350m", "--layers", "2", "--steps", "2"]) == 0
     assert "h-350m, 2 layers" in capsys.readouterr().out
 

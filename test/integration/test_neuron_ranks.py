@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from granite4_neuron.commands.cli import main
-from granite4_neuron.devices.neuron.cores import visible_cores
+from granite4_neuron.devices.neuron.torchneuron.cores import visible_cores
 
 ROOT = Path(__file__).parents[2]
 

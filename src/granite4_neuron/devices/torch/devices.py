@@ -1,4 +1,4 @@
-"""PyTorch devices and the compilers of torch.compile, by name."""
+"""Finds PyTorch devices and the compilers of torch.compile by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from granite4_neuron.devices.torch.options import DEVICES, kind_of_device
-from granite4_neuron.errors import UserError, check_choice
-
-COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
+from granite4_neuron.devices.torch.options import find_kind
+from granite4_neuron.errors import UserError
 
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -22,15 +20,8 @@ def find_device(name: str) -> torch.device:
     Raises:
         UserError: there is none.
     """
-    kind = kind_of_device(name)
-    check_choice("device", kind, DEVICES)
-    if kind == "neuron" and not hasattr(torch, "neuron"):
-        raise UserError(
-            "the device neuron needs the torch-neuronx of Neuron SDK 2.33 or later, which is not installed; see "
-            "docs/trainium.md."
-        )
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("torch finds no GPU here; the device cuda needs one, and a torch that is built for it.")
+    if (reason := find_kind(name).why_missing()) is not None:
+        raise UserError(reason)
     try:
         return torch.device(name)
     except RuntimeError as error:

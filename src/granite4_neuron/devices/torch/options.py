@@ -1,13 +1,16 @@
 """Options of the backend torch, and what they mean. Importing this module imports no framework."""
 
 from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.devices.cpu.torch_device import CPU
+from granite4_neuron.devices.cuda.torch_device import CUDA
+from granite4_neuron.devices.neuron.torchneuron.device import NEURON
 from granite4_neuron.devices.options import COMPILED
+from granite4_neuron.devices.torch_device import TorchDevice
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.runtime.declaration import Option
 
-DEVICES = ("cpu", "cuda", "neuron")
+DEVICES = {each.name: each for each in (CPU, CUDA, NEURON)}
 GRAPHS = ("layer", "model")
-_DEFAULT_GRAPHS = {"neuron": "model"}  # by kind of device, where it is not GRAPHS[0]
 _MOST_DIGITS = 9  # of a number of layers
 _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backend here is {backend}."
 
@@ -18,7 +21,7 @@ OPTIONS = (
         f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
         "(default: %(default)s)",
         _BELONGS,
-        default=DEVICES[0],
+        default=CPU.name,
         metavar="NAME",
         changes_numbers=False,  # the runtime tells which device this is: cuda:1 may be as cuda:0
     ),
@@ -73,6 +76,17 @@ def kind_of_device(name: str) -> str:
     return name.split(":")[0]
 
 
+def find_kind(device: str) -> TorchDevice:
+    """Return the kind of a device.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    kind = kind_of_device(device)
+    check_choice("device", kind, DEVICES)
+    return DEVICES[kind]
+
+
 def kv_write_of(form: str | None, device: str) -> str:
     """Return a form of `choices.KV_WRITES`, or the device's default for None.
 
@@ -80,7 +94,7 @@ def kv_write_of(form: str | None, device: str) -> str:
         UserError: there is no such form.
     """
     if form is None:
-        return "select" if kind_of_device(device) == "neuron" else KV_WRITES[0]
+        return find_kind(device).kv_write
     check_choice("kv_write", form, KV_WRITES)
     return form
 
@@ -92,7 +106,7 @@ def graphs_of(graphs: str | int | None, device: str) -> str:
         UserError: there is no such choice.
     """
     if graphs is None:
-        return _DEFAULT_GRAPHS.get(kind_of_device(device), GRAPHS[0])
+        return find_kind(device).graphs
     choice = str(graphs)
     is_number = choice.isascii() and choice.isdecimal() and 0 < len(choice.lstrip("0")) <= _MOST_DIGITS
     if choice not in GRAPHS and not is_number:

@@ -23,8 +23,9 @@ import torch.distributed
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.loading import load_model
-from granite4_neuron.devices.neuron.cores import check_cores, take_core, visible_cores
+from granite4_neuron.devices.neuron.torchneuron.cores import check_cores, take_core, visible_cores
 from granite4_neuron.devices.torch.devices import find_device
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.rank_calls import NUMBERED, Refusal, decode, encode, result_or_refusal
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
@@ -35,7 +36,6 @@ from granite4_neuron.system.terminal import guard_streams
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}  # by device
 _SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _EXIT_WITHOUT_OTHERS = 1
 _EXIT_WITHOUT_GUARD = 3
@@ -82,7 +82,7 @@ class Meeting:
         Raises:
             UserError: they cannot connect.
         """
-        device, communication = None, _COMMUNICATION[self.device]
+        device, communication = None, DEVICES[self.device].communication
         if self.device == "cuda":
             device = torch.device(self.device_of(rank))
             torch.cuda.set_device(device)
@@ -220,8 +220,8 @@ def check_devices(device: str, tp_degree: int) -> None:
     Raises:
         UserError: a device is missing, or this process may not.
     """
-    if device not in _COMMUNICATION:
-        *others, last = _COMMUNICATION
+    if device not in DEVICES:
+        *others, last = DEVICES
         devices = f"{', '.join(others)} or {last}"
         raise UserError(f"tp_degree is {tp_degree} and the device is {device}; a model is split over {devices} only.")
     find_device(device)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
@@ -39,7 +40,7 @@ from granite4_neuron.devices.graphs.runtime import (
 )
 from granite4_neuron.devices.graphs.topk import TEMPERATURE
 from granite4_neuron.devices.selection import select_operators
-from granite4_neuron.devices.torch.devices import COMPILERS, Compiler, compile_apart, find_compiler, use_device
+from granite4_neuron.devices.torch.devices import Compiler, compile_apart, find_compiler, use_device
 from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device, kv_write_of
 from granite4_neuron.devices.torch.step_functions import (
     GraphKey,
@@ -61,9 +62,6 @@ from granite4_neuron.state.hybrid_state import HybridState
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
-
-# Without an SBUF to fit into, a long prompt takes fewer pieces.
-_BUCKETS = {"cpu": (*PREFILL_BUCKETS, 2048), "cuda": (*PREFILL_BUCKETS, 2048), "neuron": PREFILL_BUCKETS}
 
 
 class TorchRuntime(GraphRuntime):
@@ -101,7 +99,7 @@ class TorchRuntime(GraphRuntime):
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int] | None = None,
         *,
-        device: str = DEVICES[0],
+        device: str = CPU.name,
         graphs: str | int | None = None,
         compiler: str | Compiler | None = None,
         kv_write: str | None = None,
@@ -118,12 +116,18 @@ class TorchRuntime(GraphRuntime):
             experts_decode = experts_decode or "kernel"
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
-        super().__init__(model, operators, generation_config, prefill_buckets or _BUCKETS[kind], where)
+        super().__init__(
+            model,
+            operators,
+            generation_config,
+            prefill_buckets or (*PREFILL_BUCKETS, *DEVICES[kind].long_prompts),
+            where,
+        )
         if batch_invariant and self.fallbacks:
             raise UserError(f"batch_invariant is not for this model: {self.fallbacks[0]}")
         if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
-        compiler = compiler or COMPILERS[kind]
+        compiler = compiler or DEVICES[kind].compiler
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
         compiler, batch_invariant = getattr(compiler, "__name__", compiler), bool(batch_invariant)

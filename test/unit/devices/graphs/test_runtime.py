@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS
-from granite4_neuron.devices.torch import runtime as torch_device
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.prompt_cuts import pieces
@@ -71,4 +71,4 @@ def test_default_buckets():
     model = random_model(small_config(**FEW_LAYERS))
     assert TorchRuntime(model, GenerationConfig(), compiler="eager").prefill_buckets == [128, 512, 2048]
     assert TorchRuntime(model, GenerationConfig(), [64, 16, 64], compiler="eager").prefill_buckets == [16, 64]
-    assert torch_device._BUCKETS["neuron"] == PREFILL_BUCKETS == (128, 512)
+    assert DEVICES["neuron"].long_prompts == () and PREFILL_BUCKETS == (128, 512)
