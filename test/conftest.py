@@ -95,7 +95,7 @@ def kernels(request):
     """Return the operators of each choice of CPU kernels in turn."""
     if request.param == "fused" and not cpu.has_fused_kernels():
         pytest.skip("the fused kernels need a C++ compiler")
-    return cpu.operators(request.param)
+    return cpu.choose_operators(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", choices=CPU_KERNELS, default=CPU_KERNELS[0])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
-    operators = cpu.operators(options.kernels)
+    operators = cpu.choose_operators(options.kernels)
     with tempfile.TemporaryDirectory() as folder:
         original = write_random(options.name, Path(folder) / "bfloat16")
         for numbers in options.numbers:

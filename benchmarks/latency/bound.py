@@ -49,7 +49,7 @@ class Machine:
         self._products = [(_weights(faster, m, k), _weights(faster, n, k)) for m, k, n in _PRODUCT_SIZES]
         self._matrix = _weights(dtype, _READ_BYTES // dtype.itemsize // 1024, 1024)
         self._vector = self._matrix[:1].clone()
-        operators = cpu.operators()
+        operators = cpu.choose_operators()
         self._linear = operators.linear
         self._read = self._matrix if operators.pack is None else operators.pack(self._matrix, dtype)
 

@@ -140,7 +140,7 @@ def random_prompts(vocab_size: int, point: Point, seed: int = 0) -> list[list[in
 
 def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """Return this package's runtime for the checkpoint in a folder."""
-    operators = cpu.operators(options.cpu_kernels)
+    operators = cpu.choose_operators(options.cpu_kernels)
     dtype = weights_dtype(folder, options)
     checkpoint = open_checkpoint(folder)
     checkpoint = checkpoint.with_mtp() if drafts_with_mtp(options) else checkpoint

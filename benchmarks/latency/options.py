@@ -24,7 +24,7 @@ from granite4_neuron.commands.plot import add_plot, check_plot
 from granite4_neuron.commands.reuse import add_speculation, speculation
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.backends import check_backend
-from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.devices.torch.devices import find_compiler, find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")
@@ -133,7 +133,7 @@ def _check_others(options: argparse.Namespace) -> None:
 def _check_backend(options: argparse.Namespace) -> None:
     check_backend(options.backend, backend_options(options) | kernels_of(options, options.kernels))
     if options.backend == "nxdi":
-        neuron_sdk.require()
+        sdk.require()
     if options.backend == "torch":
         find_device(options.device)
         if options.compiler is not None:

@@ -89,7 +89,7 @@ def _own(model: str) -> Generate:
     from granite4_neuron.devices.cpu.runtime import CPURuntime
     from granite4_neuron.engine import Engine, Request
 
-    runtime = CPURuntime(load_model(model, operators=cpu.operators()), GenerationConfig(do_sample=False))
+    runtime = CPURuntime(load_model(model, operators=cpu.choose_operators()), GenerationConfig(do_sample=False))
 
     def generate(prompts: Sequence[Sequence[int]], tokens: int) -> None:
         engine = Engine(runtime, num_sequences=len(prompts), max_length=_MAX_LENGTH)

@@ -86,7 +86,7 @@ class Ours:
         is_cpu = options.backend == "cpu"
         if quantize is not None and not is_cpu:
             raise Failed(f"{quantize} weights are compared on the CPU's own backend only.")
-        operators = cpu.operators() if is_cpu else TORCH
+        operators = cpu.choose_operators() if is_cpu else TORCH
         model = load_model(folder, getattr(torch, dtype), quantize=quantize, operators=operators)
         self._runtime = RUNTIMES[options.backend](model, options)
         self._chunk, self._slots, self._new = chunk_of(options), options.slots, options.output_length

@@ -42,7 +42,7 @@ def measure_products(config: ModelConfig, dtype: torch.dtype) -> Iterator[Produc
         "MLP in": (2 * inner, hidden),
         "MLP out": (hidden, inner),
     }
-    operators = cpu.operators()
+    operators = cpu.choose_operators()
     for name, shape in shapes.items():
         copies = min(_MOST_COPIES, 1 + _BYTES // (shape[0] * shape[1] * dtype.itemsize))
         weights = [torch.randn(shape).mul_(0.02).to(dtype) for _ in range(copies)]

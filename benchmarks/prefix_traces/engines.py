@@ -38,7 +38,7 @@ def first_token_times(turns: Sequence[Turn], folder: Path, max_bytes: int, repea
 
     Prompts are served one at a time: each without a cache and with each policy in turns.
     """
-    model = load_model(folder, torch.bfloat16, operators=cpu.operators())
+    model = load_model(folder, torch.bfloat16, operators=cpu.choose_operators())
     runtime = CPURuntime(model, transformers.GenerationConfig())
     runs = [_first_token_times(turns, runtime, max_bytes) for _ in range(repeats)]
     return {name: list(map(statistics.median, zip(*(run[name] for run in runs), strict=True))) for name in runs[0]}

@@ -82,7 +82,7 @@ def test_quantized_weights_beside_busy_processes(tmp_path):
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="it takes the time of the fused kernels")
 class TestProfile:
     def test_parts(self):
-        model = load_model(bundled_checkpoint(), operators=cpu.operators())
+        model = load_model(bundled_checkpoint(), operators=cpu.choose_operators())
         runtime = CPURuntime(model, transformers.GenerationConfig())
         started = time.perf_counter()
         phases = profile(runtime, Point(batch_size=2, prompt_length=20, output_length=4), turn=0)

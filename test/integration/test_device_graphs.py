@@ -10,7 +10,7 @@ import torch
 
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.devices.neuron.neuron_sdk import KERNELS
+from granite4_neuron.devices.neuron.sdk import KERNELS
 from granite4_neuron.planning.analysis.hlo_cost import parameter_numbers
 from granite4_neuron.planning.analysis.hlo_lint import findings, instructions
 from test.support import nxdi

@@ -45,7 +45,7 @@ def blocks():
 def done(tmp_path_factory):
     """Run the pages; return the folder, what was printed, and a line for each of this package's commands."""
     # In another process, as the commands run: this one may have stand-ins for the SDK.
-    require = [sys.executable, "-c", "from granite4_neuron.devices.neuron import neuron_sdk; neuron_sdk.require()"]
+    require = [sys.executable, "-c", "from granite4_neuron.devices.neuron import sdk; sdk.require()"]
     if subprocess.run(require, capture_output=True).returncode == 0:
         pytest.skip("the Neuron SDK is here, and the commands would do their work")
     folder = tmp_path_factory.mktemp("guide")

@@ -117,15 +117,15 @@ def test_the_right_weights_are_quantized(case_folder):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_packed_while_loading(case_folder, quantize):
     """Packing while loading gives the same model as packing when the model is bound, and nothing is packed twice."""
-    packed = load_model(case_folder, quantize=quantize, operators=cpu.operators())
+    packed = load_model(case_folder, quantize=quantize, operators=cpu.choose_operators())
     plain = load_model(case_folder, quantize=quantize)
     matrices = [module.weight for module in packed.matrices().values()]
     assert all(isinstance(weight, cpu.PackedWeight) for weight in matrices)
     assert packed.is_quantized == (quantize is not None) and packed.dtype == plain.dtype
-    bound = packed.bind(cpu.operators())
+    bound = packed.bind(cpu.choose_operators())
     assert [module.weight for module in bound.matrices().values()] == matrices
     tokens = random_tokens(packed.config.vocab_size, 2, 30)
-    expected = run_cuts(plain.bind(cpu.operators()), tokens, [30])
+    expected = run_cuts(plain.bind(cpu.choose_operators()), tokens, [30])
     assert torch.equal(run_cuts(bound, tokens, [30]), expected)
     assert (run_cuts(packed, tokens, [30]) - expected).abs().max() <= 1e-5, "plain torch reads packed weights too"
 

@@ -99,7 +99,7 @@ class TestErrorsOfGraphs:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("operators", "index"),
-    [(cpu.operators("fused"), torch.int64), (TORCH, torch.int64), (XLA, torch.int32)],
+    [(cpu.choose_operators("fused"), torch.int64), (TORCH, torch.int64), (XLA, torch.int32)],
     ids=["fused", "torch", "xla"],
 )
 def test_attention_to_131072_keys(operators, index):

@@ -11,8 +11,8 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.devices.neuron import neuron_sdk
-from granite4_neuron.devices.neuron.neuron_sdk import KERNELS
+from granite4_neuron.devices.neuron import sdk
+from granite4_neuron.devices.neuron.sdk import KERNELS
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import save_byte_tokenizer, small_config
@@ -73,7 +73,7 @@ def device(monkeypatch):
         return NeuronRuntime(model, generation_config)
 
     monkeypatch.setattr(NeuronGraniteMoeHybridForCausalLM, "compile", lambda model, path: model.config.save(path))
-    monkeypatch.setattr(neuron_sdk, "require", lambda: None)
+    monkeypatch.setattr(sdk, "require", lambda: None)
     monkeypatch.setattr(loading, "load_compiled", load_compiled)
     return loaded
 

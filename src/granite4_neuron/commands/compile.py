@@ -25,9 +25,9 @@ from granite4_neuron.commands.options import (
     dtype_of,
     kernels_of,
 )
-from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
-from granite4_neuron.devices.neuron.neuron_sdk import ATTENTION_KERNELS
+from granite4_neuron.devices.neuron.sdk import ATTENTION_KERNELS
 from granite4_neuron.errors import UserError
 
 SECOND_WAYS = (
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     if options.draft_model is not None and not options.verify:
         raise UserError("--draft-model needs --verify: the number of tokens, the last one and drafts, to verify.")
     check_output(options.output)
-    neuron_sdk.require()
+    sdk.require()
     # Not at the top: only this command and the nxdi backend need NxD Inference.
     from granite4_neuron.devices.neuron.nxdi.loading import compile_model
 

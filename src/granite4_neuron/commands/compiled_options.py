@@ -6,7 +6,7 @@ import argparse
 
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config.choices import EXPERTS_DECODE
-from granite4_neuron.devices.neuron.neuron_sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS
+from granite4_neuron.devices.neuron.sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS
 
 
 def add_expert_path(parser: argparse.ArgumentParser) -> None:

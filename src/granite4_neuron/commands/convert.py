@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     checkpoint = model_checkpoint(options)
     adapters = [read_adapter(adapter, checkpoint.config) for adapter in options.adapter]
-    operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
+    operators = replace(cpu.choose_operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
         model = load_model(
             checkpoint,

@@ -27,7 +27,7 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
-from granite4_neuron.devices.neuron.neuron_sdk import COMPILED_STATE_DTYPES, INSTANCES, KERNELS
+from granite4_neuron.devices.neuron.sdk import COMPILED_STATE_DTYPES, INSTANCES, KERNELS
 from granite4_neuron.devices.neuron.stand_ins import SOURCES, why_not_importable
 from granite4_neuron.errors import UserError
 

@@ -20,7 +20,7 @@ from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import ModelConfig, published_config
 from granite4_neuron.config.published import published_name, published_names
 from granite4_neuron.devices.backends import BACKENDS, all_options
-from granite4_neuron.devices.neuron.neuron_sdk import KERNELS
+from granite4_neuron.devices.neuron.sdk import KERNELS
 from granite4_neuron.devices.options import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
 from granite4_neuron.errors import UserError, printable
 from granite4_neuron.runtime.declaration import Option
@@ -229,7 +229,7 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
-    """Return the kernels that --kernels means, see `neuron_sdk.KERNELS`. The options of single kernels come first:
+    """Return the kernels that --kernels means, see `sdk.KERNELS`. The options of single kernels come first:
     prefill_scan, decode_kernel and, if the command has it, expert_path.
     """
     chosen = KERNELS[kernels]

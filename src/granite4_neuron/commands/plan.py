@@ -18,7 +18,7 @@ from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, is_compiled
-from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES
+from granite4_neuron.devices.neuron.sdk import INSTANCES
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.commands.serve import MAX_GAP, MAX_NUM_SEQS, MODEL_LEN, PREFIX_CACHE
-from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES
+from granite4_neuron.devices.neuron.sdk import INSTANCES
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

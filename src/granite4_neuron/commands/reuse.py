@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
-from granite4_neuron.devices.neuron.neuron_sdk import DRAFT_GRAPHS
+from granite4_neuron.devices.neuron.sdk import DRAFT_GRAPHS
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

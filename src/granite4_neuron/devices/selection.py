@@ -13,7 +13,7 @@ from granite4_neuron.devices.graphs import input_first, moe
 from granite4_neuron.devices.graphs.moe import CHOSEN, MOST_GATHERED, expert_path
 from granite4_neuron.devices.neuron.expert_slots import num_slots
 from granite4_neuron.devices.neuron.forms import FusedMixerMamba2
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, require_nki
+from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
 from granite4_neuron.ops.operators import Operators
@@ -32,7 +32,7 @@ def select_operators(
     The NKI kernels run compiled on a Neuron device; for tests they run in NKI's simulator on a CPU.
 
     Args:
-        base: a backend's operators: `devices.cpu.operators.operators(...)`, or `devices.graphs.operators.XLA`.
+        base: a backend's operators: `devices.cpu.operators.choose_operators(...)`, or `devices.graphs.operators.XLA`.
         config, tp_degree: the model, and the number of ranks that it is split over.
         prefill_scan: for steps of several tokens: "chunked", as the base has it (linear in the number of tokens),
             "quadratic" (one decay matrix over all of them), or an NKI kernel: "ssd" (chunks as matrix products) or

@@ -18,7 +18,7 @@ import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import EXPERTS_DECODE
-from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
+from granite4_neuron.devices.neuron.sdk import TRAINIUM2, Chip
 from granite4_neuron.devices.selection import default_experts_decode
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import matmul_weights

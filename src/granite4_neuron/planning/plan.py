@@ -14,7 +14,7 @@ import torch
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
-from granite4_neuron.devices.neuron.neuron_sdk import INSTANCES, Chip
+from granite4_neuron.devices.neuron.sdk import INSTANCES, Chip
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.planning.analysis import temporaries

@@ -23,7 +23,7 @@ from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands.cli import main, parser
 from granite4_neuron.devices.cpu import operators as cpu
-from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.devices.neuron.stand_ins import SOURCES
 from granite4_neuron.ops import LaunchParameters
 from granite4_neuron.ops.launch_parameters import file_name, write_launch_parameters
@@ -632,15 +632,15 @@ def test_a_comparison_shows_progress(run, texting_folder, monkeypatch):
 
 def test_the_command_that_installs_torch_xla():
     requirements = Path(__file__).parents[3] / "requirements" / "xla.txt"
-    for requirement in re.findall(r"'(.*?)'", neuron_sdk.INSTALL_TORCH_XLA):
+    for requirement in re.findall(r"'(.*?)'", sdk.INSTALL_TORCH_XLA):
         assert requirement in requirements.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
     "backend, missing, message",
     [
-        ("xla", "torch_xla", neuron_sdk.INSTALL_TORCH_XLA),
-        ("torch", "torch_mlir", neuron_sdk.INSTALL_TORCH_MLIR),
+        ("xla", "torch_xla", sdk.INSTALL_TORCH_XLA),
+        ("torch", "torch_mlir", sdk.INSTALL_TORCH_MLIR),
         ("nxdi", "torch_xla", "pip install -r requirements/nxdi.txt"),
         ("nxdi", "torch_neuronx", "git clone https://github.com/aws-neuron/neuronx-distributed-inference"),
     ],
@@ -707,13 +707,13 @@ class TestNeuronSdkIsMissing:
 
     @pytest.fixture(autouse=True)
     def no_sdk(self, monkeypatch):
-        monkeypatch.setattr(neuron_sdk, "PACKAGES", ("torch", "torch_neuronx_that_is_not_here"))
+        monkeypatch.setattr(sdk, "PACKAGES", ("torch", "torch_neuronx_that_is_not_here"))
 
     def test_compile(self, case_folder, tmp_path, capsys):
         output = tmp_path / "graphs"
         assert main(["compile", "--model", str(case_folder), "--output", str(output)]) == 2
         error = capsys.readouterr().err
-        assert "missing here: torch_neuronx_that_is_not_here." in error and neuron_sdk.GUIDE in error
+        assert "missing here: torch_neuronx_that_is_not_here." in error and sdk.GUIDE in error
         assert not output.exists()
 
     def test_generate(self, tmp_path, capsys):

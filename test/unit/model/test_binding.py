@@ -92,7 +92,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
     def test_a_bound_model_refuses_others(self, model, kernels):
-        bound = model.bind(cpu.operators(kernels))
+        bound = model.bind(cpu.choose_operators(kernels))
         tokens = random_tokens(model.config.vocab_size, 2, 20)
         before = run_cuts(bound, tokens, [20])
         layer = bound.model.layers[0]
@@ -158,7 +158,7 @@ class TestSideBySide:
         assert torch.equal(logits(fused), expected) and calls
 
     def test_a_bound_model_can_be_bound_again(self, model):
-        fused = model.bind(cpu.operators())
+        fused = model.bind(cpu.choose_operators())
         tokens = random_tokens(model.config.vocab_size, 2, 20)
         plain = fused.bind(TORCH)
         assert fused.is_fused and not plain.is_fused
@@ -170,7 +170,7 @@ class TestSideBySide:
 @torch.inference_mode()
 def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
     """Slots are in any order and are looked up."""
-    fused = model.bind(dataclasses.replace(cpu.operators(), fused_layers=None))
+    fused = model.bind(dataclasses.replace(cpu.choose_operators(), fused_layers=None))
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     expected = run_cuts(model, tokens, [20])
     state = poisoned_state(fused, 2, 20, has_null_slot=False)
@@ -186,7 +186,7 @@ def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
 @needs_compiler
 @torch.inference_mode()
 def test_fused_layers_refuse_a_state_without_a_null_slot(model):
-    fused = model.bind(cpu.operators())
+    fused = model.bind(cpu.choose_operators())
     state = poisoned_state(fused, 1, 20, has_null_slot=False)
     step = step_of(torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1]), state)
     with pytest.raises(ValueError, match="fused layers take a state with a null slot"):
@@ -215,7 +215,7 @@ class TestFallbacks:
     @needs_compiler
     def test_a_part_of_a_model(self):
         config = small_config()
-        part = model_of(config, Parallel(0, 2)).bind(cpu.operators())
+        part = model_of(config, Parallel(0, 2)).bind(cpu.choose_operators())
         assert not part.is_fused
         (fallback,) = part.fallbacks
         assert fallback.startswith("the fused decoder layers are not used: ") and "a part of 2" in fallback
@@ -233,7 +233,7 @@ class TestFallbacks:
 
 def test_every_field_of_the_backends_has_the_definitions_arguments():
     """Defaults and names may differ. An operator can stand for its definition wherever that is called."""
-    for operators in (cpu.operators(), XLA):
+    for operators in (cpu.choose_operators(), XLA):
         for field in dataclasses.fields(Operators):
             ours, definition = getattr(operators, field.name), getattr(TORCH, field.name)
             if hasattr(definition, "__code__"):

@@ -53,7 +53,7 @@ def logits(model, operators):
     [
         pytest.param(
             "the fused decoder layers are",
-            cpu.operators,
+            cpu.choose_operators,
             marks=pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler"),
         ),
         ("the token kernels of Mamba layers are", lambda: GPU),

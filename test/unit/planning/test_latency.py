@@ -10,7 +10,7 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.config.choices import EXPERTS_DECODE
-from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, TRAINIUM3
+from granite4_neuron.devices.neuron.sdk import TRAINIUM2, TRAINIUM3
 from granite4_neuron.planning import latency
 from granite4_neuron.planning import published_latency as published
 from granite4_neuron.planning.analysis.hlo_cost import Cost

@@ -16,7 +16,7 @@ from granite4_neuron.commands.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, default_context_buckets
-from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2
+from granite4_neuron.devices.neuron.sdk import TRAINIUM2
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of

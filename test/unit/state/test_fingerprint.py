@@ -54,7 +54,7 @@ def folder(request, numbers, tmp_path_factory):
 @pytest.fixture(scope="module", params=["torch", FUSED])
 def runtime(request, folder, numbers):
     dtype, quantize = numbers
-    model = load_model(folder, dtype, quantize=quantize, operators=cpu.operators(request.param))
+    model = load_model(folder, dtype, quantize=quantize, operators=cpu.choose_operators(request.param))
     return CPURuntime(model, GenerationConfig(), kernels=request.param)
 
 
@@ -161,7 +161,7 @@ class TestTheSame:
     def test_however_they_were_loaded(self, folder, numbers, runtime):
         dtype, quantize = numbers
         kernels = "torch" if runtime.model.operators.pack is None else "fused"
-        for operators in (cpu.operators("torch"), cpu.operators(kernels)):
+        for operators in (cpu.choose_operators("torch"), cpu.choose_operators(kernels)):
             model = load_model(folder, dtype, quantize=quantize, operators=operators)
             for each in (model, model.bind(operators)):
                 again = CPURuntime(each, GenerationConfig(), kernels=kernels)
@@ -171,7 +171,7 @@ class TestTheSame:
         dtype, quantize = numbers
         kernels = "torch" if runtime.model.operators.pack is None else "fused"
         save_model(load_model(folder, dtype, quantize=quantize), tmp_path / "stored")
-        model = load_model(tmp_path / "stored", dtype, operators=cpu.operators(kernels))
+        model = load_model(tmp_path / "stored", dtype, operators=cpu.choose_operators(kernels))
         assert (
             CPURuntime(model, GenerationConfig(), kernels=kernels).fingerprint.difference(runtime.fingerprint) is None
         )

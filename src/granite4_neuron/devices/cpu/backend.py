@@ -41,7 +41,7 @@ def load(
         checkpoint.with_mtp() if mtp else checkpoint,
         dtype,
         quantize=quantize,
-        operators=cpu.operators(cpu_kernels),
+        operators=cpu.choose_operators(cpu_kernels),
         keep_quantized=True,
         progress=progress,
         remark=remark,

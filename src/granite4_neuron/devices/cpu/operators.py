@@ -30,6 +30,7 @@ from granite4_neuron.ops.operators import TORCH, Operators
 __all__ = [
     "PackedWeight",
     "cached_attention",
+    "choose_operators",
     "embedding",
     "fused_experts",
     "has_fused_kernels",
@@ -37,7 +38,6 @@ __all__ = [
     "linear",
     "logits",
     "mlp",
-    "operators",
     "pack",
     "paged_attention",
     "quantize",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-def operators(kernels: str = "fused") -> Operators:
+def choose_operators(kernels: str = "fused") -> Operators:
     """Return the operators of the CPU runtime.
 
     Args:

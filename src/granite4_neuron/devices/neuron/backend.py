@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.checkpoint.checkpoint import require_folder
-from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.runtime.declaration import Backend, Option
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def load(
         UserError: as there, or the Neuron SDK is not installed, or the checkpoint is a GGUF file.
     """
     folder = require_folder(checkpoint)
-    neuron_sdk.require()
+    sdk.require()
     # Imported here, because only this backend needs NxD Inference.
     from granite4_neuron.devices.neuron.nxdi import loading
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
-from granite4_neuron.devices.neuron.neuron_sdk import CONTINUATION_TOKENS
+from granite4_neuron.devices.neuron.sdk import CONTINUATION_TOKENS
 
 # Kinds of graphs.
 CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS, GraphRuntime, Tensors, unpacked
-from granite4_neuron.devices.neuron.neuron_sdk import INSTALL_TORCH_XLA
+from granite4_neuron.devices.neuron.sdk import INSTALL_TORCH_XLA
 from granite4_neuron.devices.options import COMPILED
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.errors import UserError

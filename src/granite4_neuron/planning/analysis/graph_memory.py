@@ -30,7 +30,7 @@ from granite4_neuron.devices.neuron.compiled_graphs import (
     LAYER,
     CompiledGraph,
 )
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE
 
 _MEBIBYTE = 2**20  # the runtime prints it as MB
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from granite4_neuron.devices.neuron.neuron_sdk import INSTALL_TORCH_XLA
+from granite4_neuron.devices.neuron.sdk import INSTALL_TORCH_XLA
 from granite4_neuron.errors import UserError
 from granite4_neuron.planning.analysis import hlo_lint
 from granite4_neuron.planning.analysis.fused_bytes import fused_bytes

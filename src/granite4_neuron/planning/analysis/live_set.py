@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE, TRAINIUM2, Chip
+from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE, TRAINIUM2, Chip
 
 # PSUM has 128 partitions of 8 banks of 2 KiB, which hold sums in float32. The results of a product are columns of the
 # weight on the partitions, and tokens along the banks.

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.devices.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.devices.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.devices.neuron.nxdi.trace import Trace, trace
+from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.planning.analysis.graphs import (
     EMBEDDING,
     EXPERTS,

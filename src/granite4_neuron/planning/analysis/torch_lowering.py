@@ -24,7 +24,7 @@ from torch import fx
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 
-from granite4_neuron.devices.neuron.neuron_sdk import INSTALL_TORCH_MLIR
+from granite4_neuron.devices.neuron.sdk import INSTALL_TORCH_MLIR
 from granite4_neuron.planning.analysis.collective_lowering import lower_collectives
 from granite4_neuron.planning.analysis.hlo_cost import ToolsMissing
 

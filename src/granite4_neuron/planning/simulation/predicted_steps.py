@@ -9,7 +9,7 @@ import torch
 
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.graphs.runtime import bucket
-from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2, Chip
+from granite4_neuron.devices.neuron.sdk import TRAINIUM2, Chip
 from granite4_neuron.devices.selection import default_experts_decode
 from granite4_neuron.planning.analysis.roofline import minimum_of_copy
 from granite4_neuron.planning.latency import hbm_bytes_per_second, latency, step_work

@@ -26,7 +26,7 @@ def bound_model(name, dtype, format=None):
     for module in model.matrices().values():
         if module.may_be_quantized and format is not None:
             module.set_compact_weight(ops.FORMATS[format].quantize(module.weight))
-    return model.bind(cpu.operators())
+    return model.bind(cpu.choose_operators())
 
 
 def poisoned_state(model, num_sequences, max_length):
@@ -251,6 +251,6 @@ def test_states_of_other_layers_are_refused():
 
 
 def test_layers_are_not_fused_without_the_operator():
-    operators = dataclasses.replace(cpu.operators(), fused_layers=None)
+    operators = dataclasses.replace(cpu.choose_operators(), fused_layers=None)
     model = random_model(NAMED["moe"].config()).bind(operators)
     assert not model.is_fused

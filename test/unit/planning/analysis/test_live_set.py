@@ -5,7 +5,7 @@ import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS
-from granite4_neuron.devices.neuron.neuron_sdk import TRAINIUM2
+from granite4_neuron.devices.neuron.sdk import TRAINIUM2
 from granite4_neuron.planning import latency
 from granite4_neuron.planning import published_latency as published
 from granite4_neuron.planning.analysis.live_set import live_set, products, sbuf_bytes

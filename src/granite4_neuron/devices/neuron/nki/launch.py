@@ -9,7 +9,7 @@ from typing import Any
 import nki
 import torch
 
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE
 
 try:
     from torch_neuronx import nki_op

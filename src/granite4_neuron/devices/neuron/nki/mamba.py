@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.devices.neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.devices.neuron.nki.common import PSUM_BANK
 from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill, conv1d_prefill_torch
 from granite4_neuron.devices.neuron.nki.launch import Launcher, launcher
@@ -12,6 +11,7 @@ from granite4_neuron.devices.neuron.nki.limits import check_convolution, check_m
 from granite4_neuron.devices.neuron.nki.mamba_decode import MAX_TOKENS, mamba_decode, mamba_decode_torch
 from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
 from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
+from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants, Results
 from granite4_neuron.ops.stochastic_rounding import Rounding
 

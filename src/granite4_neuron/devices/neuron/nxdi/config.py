@@ -9,14 +9,14 @@ from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFI
 from granite4_neuron.devices.graphs.operators import XLA, expert_path
 from granite4_neuron.devices.neuron.compiled_graphs import continuation_tokens
 from granite4_neuron.devices.neuron.expert_slots import num_slots
-from granite4_neuron.devices.neuron.neuron_sdk import (
+from granite4_neuron.devices.neuron.nki.experts_decode import check_experts_decode
+from granite4_neuron.devices.neuron.nki.experts_prefill import check_experts_prefill
+from granite4_neuron.devices.neuron.sdk import (
     COMPILED_STATE_DTYPES,
     EXPERT_PATHS,
     LOGICAL_CORE_SIZE,
     require_nki,
 )
-from granite4_neuron.devices.neuron.nki.experts_decode import check_experts_decode
-from granite4_neuron.devices.neuron.nki.experts_prefill import check_experts_prefill
 from granite4_neuron.devices.selection import default_experts_decode, select_operators, uses_nki
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.ops import Operators
@@ -65,7 +65,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     Args:
         prefill_scan, decode_kernel: by keyword; see `devices.selection`.
-        expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
+        expert_path: by keyword, one of `sdk.EXPERT_PATHS`.
         experts_decode: by keyword, one of `choices.EXPERTS_DECODE`, for the experts of few tokens if expert_path is one
             of this package's; None for `default_experts_decode`.
         state_dtype: by keyword, of SSM states: "float32", or "bfloat16" with the NKI kernel for decode, which rounds as

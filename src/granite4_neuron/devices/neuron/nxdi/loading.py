@@ -19,10 +19,10 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.config import config_from_file
 from granite4_neuron.devices.neuron.compiled_graphs import default_context_buckets
-from granite4_neuron.devices.neuron.neuron_sdk import ATTENTION_KERNELS, DRAFT_GRAPHS
 from granite4_neuron.devices.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.devices.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.devices.neuron.nxdi.runtime import NeuronRuntime
+from granite4_neuron.devices.neuron.sdk import ATTENTION_KERNELS, DRAFT_GRAPHS
 from granite4_neuron.errors import UserError
 
 CONFIG_FILE = "neuron_config.json"
@@ -63,7 +63,7 @@ def compile_model(
             cache that the other graphs read, up to seq_len. None for the defaults, see `GraphOptions`.
         verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
         jobs: how many graphs are compiled at a time.
-        attention: one of `neuron_sdk.ATTENTION_KERNELS`.
+        attention: one of `sdk.ATTENTION_KERNELS`.
         kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:

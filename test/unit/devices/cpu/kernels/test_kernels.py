@@ -740,8 +740,8 @@ class TestBuild:
         assert not list((empty_cache / "granite4-neuron").iterdir()), "nothing half-built stays"
 
     def test_torch_kernels_are_the_plain_definitions(self):
-        assert cpu.operators("torch") is TORCH
+        assert cpu.choose_operators("torch") is TORCH
 
     def test_unknown_kernels(self):
         with pytest.raises(UserError, match="kernels is 'fast'; it must be one of fused, torch"):
-            cpu.operators("fast")
+            cpu.choose_operators("fast")

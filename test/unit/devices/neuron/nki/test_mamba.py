@@ -10,7 +10,7 @@ from granite4_neuron import UserError
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.devices.neuron import neuron_sdk
+from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import TORCH, MixerConstants, causal_conv1d
@@ -154,7 +154,7 @@ def test_without_nki(monkeypatch):
     ("version", "is_taken"), [("0.3.0+2131.a1", False), ("0.4.1", False), ("0.5.0", True), ("0.10", True)]
 )
 def test_an_nki_that_is_too_old_is_refused(version, is_taken, monkeypatch):
-    monkeypatch.setattr(neuron_sdk.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(sdk.importlib.metadata, "version", lambda name: version)
     if is_taken:
         select_operators(TORCH, CONFIGS["one group"], prefill_scan="scan")
         return
