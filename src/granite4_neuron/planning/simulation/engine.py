@@ -1,8 +1,8 @@
 """An engine that a simulation drives from event to event.
 
-It is the real engine with its scheduler, slots and prefix cache. Between two events, such as an arrival, the end of an
-answer or a snapshot of the prefix cache, all steps of decode have the same rows, each one token longer than before. The
-simulation takes these steps together, and all others one by one.
+It has the engine's scheduler, slots and prefix cache. Between two events, such as an arrival, the end of an answer or a
+snapshot of the prefix cache, all steps of decode have the same rows, each one token longer than before. The simulation
+takes these steps together, and all others one by one: with `Engine.step` a day of a million requests would take hours.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from typing import cast
 
 import torch
 
-from granite4_neuron.engine import Engine, Output, Request
+from granite4_neuron.engine import Output, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
+from granite4_neuron.engine.drafting.drafting import Drafting
+from granite4_neuron.engine.live_sequences import LiveSequences
 from granite4_neuron.engine.prefill_budget import STEPS
 from granite4_neuron.engine.prefix.cache import PrefixCache
+from granite4_neuron.engine.prefix.reuse import PrefixReuse
 from granite4_neuron.engine.prefix.slot_cache import SlotPrefixCache
-from granite4_neuron.engine.sampling import Question
-from granite4_neuron.engine.scheduler import ScheduledStep
+from granite4_neuron.engine.request import GenerationStats
+from granite4_neuron.engine.scheduler import Scheduler
 from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.sampling import Chosen, Logprobs
@@ -97,10 +101,6 @@ class SimulatedSequence(RunningSequence):
         self._last_row.start = self.stored
         return self._last_row  # type: ignore[return-value]  # called often
 
-    def ask(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Question | Chosen | UserError]:
-        """Return nothing: the token is always 0."""
-        return []
-
     def choose(
         self,
         logits: Sequence[torch.Tensor],
@@ -124,8 +124,8 @@ class SimulatedSequence(RunningSequence):
         return self.append(0)
 
 
-class SimulatedEngine(Engine):
-    """An engine on a `SimulatedRuntime` that records its requests' latencies.
+class SimulatedEngine:
+    """The parts of an `Engine` on a `SimulatedRuntime`. It records its requests' latencies.
 
     Attributes:
         runtime: has the clock.
@@ -137,8 +137,6 @@ class SimulatedEngine(Engine):
         prompt_tokens: the number of prompt tokens of the other requests.
     """
 
-    runtime: SimulatedRuntime
-
     def __init__(
         self,
         runtime: SimulatedRuntime,
@@ -148,14 +146,16 @@ class SimulatedEngine(Engine):
         prefix_cache: PrefixCache | SlotPrefixCache | None = None,
         max_gap: float | None = None,
     ):
-        super().__init__(
-            runtime,
-            num_sequences,
-            max_length=max_length,
-            prefix_cache=prefix_cache,
-            max_gap=max_gap,
-            clock=lambda: runtime.clock,
-        )
+        self.runtime = runtime
+        self.num_sequences = num_sequences
+        self.max_length = runtime.max_length if max_length is None else min(max_length, runtime.max_length)
+        self.stats = GenerationStats()
+        set_aside = () if prefix_cache is None else prefix_cache.slots
+        slots, drafting = Slots(runtime, num_sequences, self.max_length, None, set_aside), Drafting(None, runtime, 1)
+        self._prefixes = PrefixReuse(prefix_cache, runtime, slots, self.stats)
+        self._live = LiveSequences(self._prefixes, drafting, self.stats)
+        parts = slots, self._live, self._prefixes, drafting
+        self._scheduler = Scheduler(runtime, *parts, False, max_gap, lambda: runtime.clock)
         self.first_tokens, self.gaps = Histogram(), Histogram()
         self.waited, self.most_waiting, self.refused, self.prompt_tokens = 0.0, 0, 0, 0
         self._ends: list[float] = []  # the ends of the steps that were last taken together
@@ -185,13 +185,13 @@ class SimulatedEngine(Engine):
 
     @property
     def has_work(self) -> bool:
-        """Implement `Engine.has_work`."""
-        return bool(self._queue) or super().has_work
+        """Whether a sequence runs or waits."""
+        return bool(self._queue) or self._live.has_work
 
     @property
     def num_waiting(self) -> int:
-        """Implement `Engine.num_waiting`."""
-        return len(self._queue) + super().num_waiting
+        """Sequences that wait for a slot."""
+        return len(self._queue) + len(self._live.waiting)
 
     def advance(self, until: float = math.inf) -> None:
         """Run a step, and further steps without an event. These begin before `until`, when the next request arrives, or
@@ -206,10 +206,13 @@ class SimulatedEngine(Engine):
         count = len(step.rows) - step.prompt_rows  # decoding sequences, which come first
         sequences = cast(Sequence[SimulatedSequence], step.sequences[:count])
         if step.prompt_rows:
-            logits, _ = self._run(step)
+            runtime.step(None, step.rows)
             times, ends = [runtime.clock - started], [runtime.clock]
             self._grow(sequences, ends)
-            self._choose(ScheduledStep(step.sequences[count:], step.rows[count:]), logits[count:])
+            for sequence, row in zip(step.sequences[count:], step.rows[count:], strict=True):
+                is_run = row.start + len(row.tokens) == len(sequence.tokens)
+                first = sequence.choose([runtime.logits]) if is_run else []
+                self._live.count(sequence, len(row.tokens), runtime.logits, first)
         elif sequences:
             # If not all sequences decode, some have just got their first tokens from the prefix cache.
             most = min([each.left for each in sequences]) if count == len(self._live.running) else 1
