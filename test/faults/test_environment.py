@@ -462,6 +462,17 @@ class TestNetwork:
         monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(0.5) or no_network())
         assert "does not answer within" in hub._why_unreachable("https://huggingface.co")
 
+    def test_a_download_that_is_cut_off_is_reported(self, refuses, monkeypatch):
+        client = pytest.importorskip("httpx2", reason="huggingface_hub 2 sends requests with it")
+
+        def cut_off(*_, **__):
+            raise client.RemoteProtocolError("peer closed connection")
+
+        monkeypatch.setattr(hub, "_why_unreachable", lambda _: None)
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", cut_off)
+        said = refuses("generate", "--model", "somebody/some-model", "x")
+        assert "cannot be loaded from Hugging Face (peer closed connection)" in said
+
     def test_a_proxy_is_asked_instead(self, monkeypatch):
         asked = []
         monkeypatch.setattr(socket, "create_connection", lambda place, **_: asked.append(place) or no_network())

@@ -46,7 +46,8 @@ def download(name: str, revision: str | None) -> Path:
             "cache. On a machine without a network copy the checkpoint's folder there; with HF_HUB_OFFLINE=1 only the "
             "cache is searched."
         ) from None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    # Its bases have the errors of the library that huggingface_hub sends requests with, such as of a cut connection.
+    except (*HfHubHTTPError.__bases__, HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{name} is not a folder, and cannot be loaded from Hugging Face ({reason}).") from None
 

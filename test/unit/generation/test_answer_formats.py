@@ -325,6 +325,7 @@ IN_ROME = [CallStart("weather"), Arguments('{"city": "Rome"}')]
         ('{mark}[{{"name": "weather", "arguments": {{"ci', [CallStart("weather"), Arguments('{"ci')]),
         ("so {mark}[]{end}", [Content("so {mark}[]{end}")]),
         ("so {mark} [1, {rome}", [Content("so {mark} [1, {rome}")]),
+        ("{mark}[1] {mark}[{rome}]{end}", [Content("{mark}[1]"), *IN_ROME]),
     ],
 )
 def test_lists_of_calls(format, calls, expected):
