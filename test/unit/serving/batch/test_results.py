@@ -126,10 +126,10 @@ def is_object(line):
         return False
 
 
-@pytest.mark.slow
-def test_two_thousand_accidents(tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_accidents(tmp_path, monkeypatch, count):
     said = []
-    for number in range(2000):
+    for number in range(count):
         folder = tmp_path / "case"
         folder.mkdir()
         chance = random.Random(number)
@@ -138,7 +138,7 @@ def test_two_thousand_accidents(tmp_path, monkeypatch):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-    assert 600 < said.count(None) < 1700
+    assert 0.3 * count < said.count(None) < 0.85 * count
     for sentence in (
         "is not the one that was written",
         "has more than the",
