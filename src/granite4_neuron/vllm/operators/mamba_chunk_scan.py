@@ -83,7 +83,7 @@ def mamba_chunk_scan_combined_varlen(
     Source: as `mamba_chunk_scan_combined`; signature of vLLM 0.33 (vllm/model_executor/layers/mamba/ops/
     ssd_combined.py).
     """
-    _check_tensors(x, dt, A, B, C, out, D, z, dt_bias)
+    _check_tensors(x, dt, A, B, C, out, D=D, z=z, dt_bias=dt_bias)
     chunks_of, chunk_starts = _chunks_of_sequences(
         len(x), chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx
     )
@@ -139,6 +139,7 @@ def _check_tensors(
     B: torch.Tensor,
     C: torch.Tensor,
     out: torch.Tensor,
+    *,
     D: torch.Tensor | None,
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,

@@ -92,7 +92,7 @@ def selective_scan_fn(
     """
     is_ragged = query_start_loc is not None
     B, C = (values.unsqueeze(-3) if values.dim() == u.dim() else values for values in (B, C))
-    _check_tensors(u, ssm_states, delta, A, B, C, D, z, delta_bias, is_ragged)
+    _check_tensors(u, ssm_states, delta, A, B, C, D=D, z=z, delta_bias=delta_bias, is_ragged=is_ragged)
     if query_start_loc is not None:
         starts, lengths = ragged("query_start_loc", query_start_loc, u.shape[-1])
     else:
@@ -138,6 +138,7 @@ def _check_tensors(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
+    *,
     D: torch.Tensor | None,
     z: torch.Tensor | None,
     delta_bias: torch.Tensor | None,
