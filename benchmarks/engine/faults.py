@@ -395,7 +395,7 @@ class Fuzz:
             for most, owner, *names in (
                 (NUM_SEQUENCES, self._target, "step", "step_with_hidden_states", "decode", "verify", "commit"),
                 (1, self._target, "allocate"),
-                (1, Sampler, "ask", "answer", "allowed", "certain", "take_forced"),
+                (1, Sampler, "ask", "answer", "allowed", "forced", "take_forced"),
                 (1, TextStream, "add", "finish"),
                 (1, RunningSequence, "append", "record_prompt_logprobs", "give_taken"),
                 # These only save time, so their failure ends no sequence.

@@ -375,11 +375,11 @@ def _text(kind: Kind, value: Any, disable_any_whitespace: bool) -> str:
     if kind == "choice":
         is_right = isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
         if not is_right:
-            raise UserError("the list of choices must be of texts, at least one, and none of them empty.")
+            raise UserError("the list of choices must have at least one string, and no empty one.")
         # One terminal: as alternatives of a rule, each choice would be an item of the parser.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))
     if not isinstance(value, str) or not value:
-        raise UserError(f"{_NAMES[kind]} must be a text, and not empty.")
+        raise UserError(f"{_NAMES[kind]} must be a string that is not empty.")
     return value
 
 
@@ -397,7 +397,7 @@ def _triggers_and_structures(value: Any) -> tuple[list[str], list[Mapping[str, A
     is_right = triggers and structures and tag.keys() <= {"type", "triggers", "structures"}
     if not is_right or not all(map(_is_trigger, triggers)) or not all(map(_is_structure, structures)):
         raise UserError(
-            'the structural tag must have "structures", each with a "begin" and an "end", texts, and a "schema", and '
+            'the structural tag must have "structures", each with a "begin" and an "end", strings, and a "schema", and '
             f'"triggers", with which they begin; up to {_MOST_TAGS} of both. "format" is not supported.'
         )
     return triggers, structures
