@@ -115,14 +115,14 @@ class Scheduler:
         self._others_wait = bool(others)
         if prompts and (self._prompts_first or not others):
             self._prompts_are_next = False
-            return self._prefill(prompts, most)
+            return self._plan_prefill(prompts, most)
         if prompts and self._may_mix(prompts[0]):
-            return self._decode_and_prefill(others, prompts)
+            return self._plan_mixed(others, prompts)
         if prompts and (self._prompts_are_next or self._prefill_budget.has_time_for(most)):
             self._prompts_are_next = False
-            return self._prefill(prompts, self._prefill_budget.prompt_tokens(most))
+            return self._plan_prefill(prompts, self._prefill_budget.prompt_tokens(most))
         self._prompts_are_next = True
-        return self._decode(others)
+        return self._plan_decode(others)
 
     def record(self, step: ScheduledStep, *seconds: float) -> None:
         """Record the time of a step, or of each of several such steps in a row."""
@@ -167,16 +167,14 @@ class Scheduler:
         # Drafts are verified in steps of their own.
         return self._runtime.packs_rows and self._drafting.drafter is None and not prompt.reports_prompt
 
-    def _decode_and_prefill(
-        self, others: Sequence[RunningSequence], prompts: Sequence[RunningSequence]
-    ) -> ScheduledStep:
-        decode = self._decode(others)
+    def _plan_mixed(self, others: Sequence[RunningSequence], prompts: Sequence[RunningSequence]) -> ScheduledStep:
+        decode = self._plan_decode(others)
         prompts = list(itertools.takewhile(self._may_mix, prompts))
-        prefill = self._prefill(prompts, self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step))
+        prefill = self._plan_prefill(prompts, self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step))
         sequences, rows = [*decode.sequences, *prefill.sequences], [*decode.rows, *prefill.rows]
         return ScheduledStep(sequences, rows, prefill.prompt_rows)
 
-    def _prefill(self, prompts: Sequence[RunningSequence], most: int) -> ScheduledStep:
+    def _plan_prefill(self, prompts: Sequence[RunningSequence], most: int) -> ScheduledStep:
         """Take one chunk of the first prompt in turn, and chunks of other prompts that fit into the step.
 
         Args:
@@ -235,7 +233,7 @@ class Scheduler:
                 logits = sequence.prefix.logits
                 self._live.count(sequence, 0, logits, sequence.choose([logits]))
 
-    def _decode(self, sequences: Sequence[RunningSequence]) -> ScheduledStep:
+    def _plan_decode(self, sequences: Sequence[RunningSequence]) -> ScheduledStep:
         """Take the last token of each sequence, the forced tokens after it, and drafts."""
         self._take_forced(sequences)
         sequences = [sequence for sequence in sequences if sequence.id in self._live.running]

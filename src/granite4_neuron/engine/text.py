@@ -41,7 +41,7 @@ class TextStream:
         self._undecoded: list[int] = []  # tokens that the decoder keeps until they make whole characters
         self.stop_string: str | None = None  # the one that ended the text
         for token in self._incomplete_end(prompt):
-            self._decode(token)
+            self._text_of(token)
         self._of_prompt = len(self._undecoded)
 
     @property
@@ -54,7 +54,7 @@ class TextStream:
         Without `may_stop`, a stop string that the token completes counts as text.
         """
         before = len(self._held)
-        self._held += self._decode(token)
+        self._held += self._text_of(token)
         # Only stop strings that end in the new text: earlier ones came before the text may stop.
         found = ((self._held.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
         ends = [(at, text) for at, text in found if at >= 0]
@@ -71,7 +71,7 @@ class TextStream:
         self._undecoded = []
         return self._give_out(len(self._held))
 
-    def _decode(self, token: int) -> str:
+    def _text_of(self, token: int) -> str:
         if self._tokenizer is None:
             return ""
         self._undecoded.append(token)
