@@ -1,5 +1,5 @@
 """A copy of the package gets what docs/extending.md has recipes for, in the files that these name: a norm, a dtype of
-weights, and a model class. Options are in test_new_option.py, a quantisation in test_new_format.py.
+weights, a model class and a backend. Options are in test_new_option.py, a quantisation in test_new_format.py.
 """
 
 import pytest
@@ -181,3 +181,95 @@ print(load(str(folder))[0].config.layer_types)
 """,
     )
     assert "('attention', 'attention', 'attention')" in said
+
+
+BACKEND = {
+    "options.py": '''
+"""Options of the backend mps."""
+
+from granite4_neuron.devices.options import DTYPE
+
+OPTIONS = (DTYPE,)
+''',
+    "backend.py": '''
+"""The backend mps: a Mac's GPU, or plain torch on a machine without one."""
+
+from granite4_neuron.devices.mps.options import OPTIONS
+from granite4_neuron.runtime.declaration import Backend
+
+
+def load(checkpoint, generation_config, *, dtype, progress, remark, **options):
+    from granite4_neuron.checkpoint.loading import load_model
+    from granite4_neuron.devices.mps.runtime import MPSRuntime
+
+    return MPSRuntime(load_model(checkpoint, dtype, progress=progress, remark=remark), generation_config, **options)
+
+
+BACKEND = Backend("mps", OPTIONS, load)
+''',
+    "runtime.py": '''
+"""Runs steps with the definitions in plain torch, on a Mac's GPU."""
+
+from functools import partial
+
+import torch
+
+from granite4_neuron.model.step import step_of
+from granite4_neuron.ops.operators import TORCH
+from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
+from granite4_neuron.runtime.interface import step_inputs
+from granite4_neuron.runtime.prompt_cuts import Anywhere
+from granite4_neuron.state.hybrid_state import HybridState
+
+DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+class MPSRuntime(BoundModel):
+    cannot = BoundModel.cannot | {
+        ability: f"the backend mps has no {ability} yet." for ability in ("verify", "copy", "snapshot")
+    }
+    state_dtype = torch.float32
+    tokens_per_step, rows_per_step, tokens_per_verification = 256, 4, 1
+    prompt_cuts = Anywhere(is_exact=False)
+    kernels = "mps", str(DEVICE)
+
+    def __init__(self, model, generation_config):
+        self.model = model.bind(TORCH, device=DEVICE)
+        self.generation_config = generation_config
+        self.weights_digest = partial(digest_of_weights, self.model)
+
+    def allocate(self, num_sequences, max_length):
+        return HybridState.allocate(self.config, num_sequences, max_length, self.dtype, DEVICE)
+
+    @torch.inference_mode()
+    def step(self, state, rows, all_logits=False):
+        longest = max(len(row.tokens) for row in rows)
+        ids, *where = (each.to(DEVICE) for each in step_inputs(rows, longest))
+        return self.model(ids, step_of(*where, state), state, all_logits=all_logits).cpu()
+''',
+}
+
+
+def test_a_backend(copy, tmp_path):
+    for file, text in BACKEND.items():
+        copy.write(f"devices/mps/{file}", text)
+    copy.write("devices/mps/__init__.py", "")
+    copy.add(
+        "devices/backends.py",
+        r"from granite4_neuron.devices.cpu import backend as cpu\n",
+        "from granite4_neuron.devices.mps import backend as mps\n",
+    )
+    copy.add("devices/backends.py", r"for each in \(", "mps.BACKEND, ")
+    said = ran(
+        copy,
+        tmp_path,
+        """
+backend = "--backend", "mps"
+assert cli.main(["check", *backend, "--dtype", "float32", "--layers", "--tokens", "4"]) == 0
+assert cli.main(["generate", *backend, "--temperature", "1", "--seed", "3", "--max-tokens", "9", "The", "An"]) == 0
+assert cli.main(["generate", *backend, "--speculate", "ngram:4", "The"]) == 2
+assert cli.main(["generate", *backend, "--cpu-kernels", "torch", "The"]) == 2
+""",
+    )
+    assert "the backend mps has no verify yet." in said
+    assert "CPU kernels belong to the backend cpu" in said
