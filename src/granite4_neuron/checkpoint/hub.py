@@ -47,7 +47,7 @@ def download(name: str, revision: str | None) -> Path:
             "cache is searched."
         ) from None
     # Its bases have the errors of the library that huggingface_hub sends requests with, such as of a cut connection.
-    except (*HfHubHTTPError.__bases__, HFValidationError, OSError) as error:
+    except (*HfHubHTTPError.__bases__, HFValidationError, OSError) as error:  # type: ignore[misc]
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{name} is not a folder, and cannot be loaded from Hugging Face ({reason}).") from None
 
