@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
@@ -14,7 +16,7 @@ from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support import nxdi
-from test.support.checkpoints import CASES, granite_names
+from test.support.checkpoints import CASES, granite_names, small_config
 
 pytestmark = pytest.mark.versions
 
@@ -102,6 +104,17 @@ def test_values_of_every_rank(case, degree, random_checkpoints):
     check_values(random_checkpoints(case), degree)
 
 
+def test_sharding_needs_no_second_copy(tmp_path):
+    """All ranks' weights together refer to at most 1.1 times the checkpoint's bytes: they are views of its tensors."""
+    granite = small_config(vocab_size=128, num_local_experts=32, intermediate_size=64)
+    save_model(random_model(granite), tmp_path)
+    stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    ranks = _ranks_of_nxd(tmp_path, 2)
+    storages = [tensor.untyped_storage() for rank in ranks for tensor in rank.values()]
+    total = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    assert 0.5 * stored <= total <= 1.1 * stored
+
+
 def test_values_with_fused_projections(random_checkpoints):
     """Keys and values are in one weight with the queries, and so are biases."""
     (case,) = [case for case in CASES if case.name == "projection_bias"]
@@ -110,14 +123,25 @@ def test_values_with_fused_projections(random_checkpoints):
 
 def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
     """Check that NxD's sharder gives each rank what this package's own backends load."""
-    from neuronx_distributed.trace.trace import get_sharded_checkpoint
-
-    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-
     try:
         GraniteMoeHybridConfig.from_file(folder / "config.json").rank_dimensions(degree)
     except UserError:
         pytest.skip(f"this checkpoint cannot be split by {degree}")
+    for rank, theirs in enumerate(_ranks_of_nxd(folder, degree, fused_qkv)):
+        ours = load_model(folder, torch.float32, parallel=Parallel(rank, degree))
+        if fused_qkv:
+            _split_qkv(theirs, ours)
+        for name, parameter, their_parameter in compared(ours, theirs):
+            assert torch.equal(their_parameter, parameter), name
+        assert theirs["rank_util.rank"].item() == rank
+
+
+def _ranks_of_nxd(folder: Path, degree: int, fused_qkv: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Return each rank's weights by NxD's names, from its sharder."""
+    from neuronx_distributed.trace.trace import get_sharded_checkpoint
+
+    from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
     config = nxdi.make_config(folder, tp_degree=degree, on_cpu=False, fused_qkv=fused_qkv)
     application = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
     checkpoint, ranks = application.checkpoint_loader_fn(), []
@@ -127,13 +151,7 @@ def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
         for rank in range(degree):
             ranks.append(dict(checkpoint))
             get_sharded_checkpoint(ranks[-1], instance.module, rank, degree)
-    for rank, theirs in enumerate(ranks):
-        ours = load_model(folder, torch.float32, parallel=Parallel(rank, degree))
-        if fused_qkv:
-            _split_qkv(theirs, ours)
-        for name, parameter, their_parameter in compared(ours, theirs):
-            assert torch.equal(their_parameter, parameter), name
-        assert theirs["rank_util.rank"].item() == rank
+    return ranks
 
 
 def _split_qkv(theirs: dict[str, torch.Tensor], ours: HybridForCausalLM) -> None:

@@ -10,9 +10,10 @@ from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.checkpoint.sharding import rank_slices
 from granite4_neuron.devices.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
-# Layers of this package. NxD gives each rank an equal contiguous part of a weight, so ranks' slices are in order.
+# NxD gives each rank an equal contiguous part of a weight, so ranks' slices are in order. A part is a view of the whole
+# weight: sharding needs no memory beyond the checkpoint.
 _SLICED = re.compile(r"layers\.\d+\.(mamba|shared_mlp)\.")
-# Parts of the experts, which NxD slices itself: its names for them. Its weights are transposed.
+# NxD's names for the experts' weights, which it has transposed.
 _EXPERTS = {
     "input_linear.weight": "expert_mlps.mlp_op.gate_up_proj.weight",
     "output_linear.weight": "expert_mlps.mlp_op.down_proj.weight",
@@ -39,7 +40,8 @@ def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferen
         if _SLICED.match(name):
             converted[name] = rank_slices(f"model.{name}", tensor, granite, degree)
         elif of_experts in _EXPERTS:
-            converted[f"{layer}.block_sparse_moe.{_EXPERTS[of_experts]}"] = tensor.transpose(1, 2).contiguous()
+            slices = rank_slices(f"model.{name}", tensor, granite, degree)
+            converted[f"{layer}.block_sparse_moe.{_EXPERTS[of_experts]}"] = slices.transpose(1, 2).contiguous()
         else:
             converted[name] = tensor
         if name.endswith("self_attn.o_proj.weight"):

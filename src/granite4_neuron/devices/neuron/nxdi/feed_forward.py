@@ -52,6 +52,8 @@ class NeuronExperts(nn.Module):
         self.form_of = config.form_of_experts
         self.router = _Router(granite.hidden_size, self.num_experts)
         self.expert_mlps = initialize_moe_module(config).expert_mlps
+        # NxD would copy each rank's part of gate and up, which lie apart. `checkpoint.convert` puts them side by side.
+        self.expert_mlps.mlp_op.gate_up_proj.weight.partition_stride = 1
 
     def forward(self, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
         """Return the experts' weighted sum: this rank's part of the sum over their widths.
