@@ -105,12 +105,12 @@ def test_values_of_every_rank(case, degree, random_checkpoints):
 
 
 def test_sharding_needs_no_second_copy(tmp_path):
-    """All ranks' weights together refer to at most 1.1 times the checkpoint's bytes: they are views of its tensors."""
+    """The converted checkpoint and all ranks' weights refer to at most 1.1 times the checkpoint's bytes: they are views of its tensors."""
     granite = small_config(vocab_size=128, num_local_experts=32, intermediate_size=64)
     save_model(random_model(granite), tmp_path)
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    ranks = _ranks_of_nxd(tmp_path, 2)
-    storages = [tensor.untyped_storage() for rank in ranks for tensor in rank.values()]
+    checkpoint, ranks = _sharded_by_nxd(tmp_path, 2)
+    storages = [tensor.untyped_storage() for part in (checkpoint, *ranks) for tensor in part.values()]
     total = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     assert 0.5 * stored <= total <= 1.1 * stored
 
@@ -127,7 +127,7 @@ def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
         GraniteMoeHybridConfig.from_file(folder / "config.json").rank_dimensions(degree)
     except UserError:
         pytest.skip(f"this checkpoint cannot be split by {degree}")
-    for rank, theirs in enumerate(_ranks_of_nxd(folder, degree, fused_qkv)):
+    for rank, theirs in enumerate(_sharded_by_nxd(folder, degree, fused_qkv)[1]):
         ours = load_model(folder, torch.float32, parallel=Parallel(rank, degree))
         if fused_qkv:
             _split_qkv(theirs, ours)
@@ -136,8 +136,10 @@ def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
         assert theirs["rank_util.rank"].item() == rank
 
 
-def _ranks_of_nxd(folder: Path, degree: int, fused_qkv: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Return each rank's weights by NxD's names, from its sharder."""
+def _sharded_by_nxd(
+    folder: Path, degree: int, fused_qkv: bool = False
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Return the converted checkpoint, and each rank's weights by NxD's names, from its sharder."""
     from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
     from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
@@ -151,7 +153,7 @@ def _ranks_of_nxd(folder: Path, degree: int, fused_qkv: bool = False) -> list[di
         for rank in range(degree):
             ranks.append(dict(checkpoint))
             get_sharded_checkpoint(ranks[-1], instance.module, rank, degree)
-    return ranks
+    return checkpoint, ranks
 
 
 def _split_qkv(theirs: dict[str, torch.Tensor], ours: HybridForCausalLM) -> None:
