@@ -6,8 +6,8 @@ also counts what a step sends to the device and gets from it.
 A token is timed in four ways. In the first, tokens are random, so that the sequences of a batch choose different
 experts, and a step ends when its logits are on the host. In the second the device chooses the tokens and runs each in
 the next step; a step ends when the host has the tokens of the one before. The third and the fourth are the same for
-tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws them by logits, or the device does so by
-noise that the host has drawn before. Times are medians, after the steps that compile.
+tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws them by logits, or the device does. Times
+are medians, after the steps that compile.
 
 Launches are those of graphs, which torch.compile has made, or which were captured on a GPU. A token's share is that of
 the memory bound: the time in which the device reads its weights, states and caches, at the rate at which it adds up a
@@ -166,7 +166,7 @@ def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samp
     def decode(position: int, tokens: Sequence[int]) -> Decoded:
         rows = []
         for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), 1):
-            draw = sampler and sampler.draw(position + 1, runtime.config.vocab_size)
+            draw = sampler and sampler.draw(position + 1)
             rows.append(Row(slot, position, [token], draw=draw))
         return runtime.decode(state, rows)
 

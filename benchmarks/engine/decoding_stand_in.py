@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from granite4_neuron.devices.cpu.runtime import CPURuntime
-from granite4_neuron.devices.graphs.runtime import draw_inputs
-from granite4_neuron.devices.graphs.topk import drawn, likeliest
+from granite4_neuron.devices.graphs.topk import drawn, draws_of, likeliest
 from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
 
@@ -71,7 +70,7 @@ class DecodingRuntime(CPURuntime):
         """Return the token that follows a row, by logits [1, vocab_size]."""
         token = likeliest(logits)
         if row.draw is not None:
-            token = drawn(draw_inputs([replace(row, slot=1)], 1, logits.shape[1]), logits, token)
+            token = drawn(draws_of([row.draw]).float(), logits, token)
             if token >= 0 and (row.start + row.slot) % _LEFT_TO_HOST == 0:
                 token.fill_(UNDECIDED)
             self.drawn, self.undecided = self.drawn + int(token >= 0), self.undecided + int(token == UNDECIDED)

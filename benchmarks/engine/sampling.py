@@ -2,13 +2,15 @@
 
     python -m benchmarks.engine.sampling
     python -m benchmarks.engine.sampling --model h-350m --batch-size 1 8 32
+    python -m benchmarks.engine.sampling --model h-tiny --batch-size 1 8 32 --device cuda
 
 The first command prints the processor time of a token on one thread, for options alone and together,
 over flat logits (a normal distribution with a standard deviation of 3) and peaked ones (of 2, and five tokens that have
 nearly all of the probability), divided by torch's softmax in the same turn: medians of the turns' ratios.
 
 With a model, whose weights are random and in bfloat16, it prints the time of an engine's step of decode, greedy and
-sampled in turns, and how many times the greedy one a sampled one takes. Everything that a step does is in it.
+sampled in turns, and how many times the greedy one a sampled one takes. Everything that a step does is in it. The CPU's
+runtime runs it, or with a device that of PyTorch's devices.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.operators import has_fused_kernels
 from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.options import DEVICES
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.ops.sampling import Choice, Penalties
 
@@ -128,10 +132,11 @@ def _step_seconds(engine: Engine, requests: Sequence[Request], steps: int) -> li
     return seconds
 
 
-def _table_of_steps(model: str, batch_sizes: Sequence[int], steps: int, turns: int) -> Table:
+def _table_of_steps(model: str, device: str | None, batch_sizes: Sequence[int], steps: int, turns: int) -> Table:
     weights = random_model(GraniteMoeHybridConfig.from_family(model), dtype=torch.bfloat16)
-    runtime = CPURuntime(weights, GenerationConfig())
-    table = Table("sequences", "greedy, ms", *_SAMPLED)
+    defaults = GenerationConfig()
+    runtime = CPURuntime(weights, defaults) if device is None else TorchRuntime(weights, defaults, device=device)
+    table = Table("sequences", "greedy, ms", *(f"{name}, ratio" for name in _SAMPLED))
     for batch_size in batch_sizes:
         engine = Engine(runtime, batch_size, max_length=_PROMPT + _WARM_UP + steps + 8)
         most = _WARM_UP + steps + 8
@@ -144,13 +149,14 @@ def _table_of_steps(model: str, batch_sizes: Sequence[int], steps: int, turns: i
                 seconds[name] += _step_seconds(engine, requests, steps)
         medians = {name: statistics.median(each) for name, each in seconds.items()}
         ratios = [f"{medians[name] / medians['greedy']:.2f}" for name in _SAMPLED]
-        table.add_row(str(batch_size), f"{1e3 * medians['greedy']:.1f}", *ratios)
+        table.add_row(str(batch_size), f"{1e3 * medians['greedy']:.2f}", *ratios)
     return table
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="NAME", help="time an engine's steps with this family member")
+    parser.add_argument("--device", choices=DEVICES, help="of PyTorch's, for a model (default: the CPU's runtime)")
     parser.add_argument("--batch-size", type=at_least(1), nargs="+", default=[1, 8, 32], metavar="N", help="sequences")
     parser.add_argument("--steps", type=at_least(1), default=16, metavar="N", help="of each turn")
     parser.add_argument("--turns", type=at_least(1), default=15, metavar="N")
@@ -166,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.model is None:
         table = _table_of_choices(options.turns)
     else:
-        table = _table_of_steps(options.model, options.batch_size, options.steps, options.turns)
+        table = _table_of_steps(options.model, options.device, options.batch_size, options.steps, options.turns)
     Console(width=200).print(table)
     return 0
 

@@ -17,12 +17,11 @@ from granite4_neuron.devices.graphs import topk
 from granite4_neuron.devices.graphs.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_capacity
 from granite4_neuron.devices.graphs.moe import fused_experts as fused_experts_of_graphs
 from granite4_neuron.devices.graphs.operators import INPUT_FIRST
-from granite4_neuron.devices.graphs.runtime import draw_inputs
-from granite4_neuron.devices.graphs.topk import UNDECIDED, likeliest
+from granite4_neuron.devices.graphs.topk import draws_of, likeliest
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.ops import TORCH, apply_rotary, rotary_tables
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import UNDECIDED
 
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
@@ -241,8 +240,8 @@ def drawn(place: Place) -> Iterator[Finding]:
     """Sampled tokens: the device draws the host's tokens, and leaves a few draws to the host."""
     rows, params = 64, SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
     logits, sampler = 3 * _randn(rows, _VOCAB), Sampler(params, 0)
-    draws = [Row(row + 1, 0, [0], draw=sampler.draw(row, _VOCAB)) for row in range(rows)]
-    arguments = to_device(place, (draw_inputs(draws, rows, _VOCAB), logits, likeliest(logits)))
+    draws = draws_of([sampler.draw(row) for row in range(rows)]).float()
+    arguments = to_device(place, (draws, logits, likeliest(logits)))
     with torch.no_grad():
         found = compiled(place, topk.drawn)(*arguments).cpu()
     expected = torch.tensor([sampler(row_logits, range(row)) for row, row_logits in enumerate(logits)])

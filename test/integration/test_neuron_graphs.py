@@ -22,11 +22,12 @@ from granite4_neuron.devices.torch import runtime as torch_runtime
 from granite4_neuron.devices.torch.options import kv_write_of
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.model.parameters import matmul_weights
+from granite4_neuron.ops.sampling import Choice
 from granite4_neuron.planning.analysis import graphs, hlo_lint, torch_graphs, torch_lowering
 from granite4_neuron.planning.analysis.hlo_cost import count, hlo_text
 from granite4_neuron.planning.analysis.torch_graphs import trace_torch
 from granite4_neuron.planning.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
-from granite4_neuron.runtime.interface import Draw, Row
+from granite4_neuron.runtime.interface import UNDECIDED, Row
 from test.support.checkpoints import DENSE, small_config
 from test.support.fx_lint import findings
 from test.support.neuron_compiler import Graph, Recorder
@@ -120,11 +121,13 @@ class Run:
 
     def draw(self, sequences):
         ours, cpu = self.runtimes
-        noise = torch.arange(1.0, self.config.vocab_size + 1)
-        rows = [replace(self._row(sequence, 1), draw=Draw(0.7, 20, 0.9, 0.01, noise)) for sequence in (1, 0)]
+        draws = Choice(0.7, 20, 0.9, 0.01, seed=2**63 - 25, place=700), Choice(1e30, top_k=20)
+        rows = [replace(self._row(sequence, 1), draw=draw) for sequence, draw in zip((1, 0), draws, strict=True)]
         decoded = ours.decode(self.states[0], rows)
-        self._compare(decoded.logits((0, 1)), cpu.step(self.states[1], rows))
-        assert min(decoded.tokens()) >= 0
+        expected = cpu.step(self.states[1], rows)
+        self._compare(decoded.logits((0, 1)), expected)
+        [chosen] = cpu.sampling.choose(list(expected[:1]), draws[:1])
+        assert decoded.tokens() == [chosen.token, UNDECIDED]
 
     def verify(self, tokens):
         self.rows = [self._row(0, tokens - 2), self._row(1, tokens)]

@@ -401,9 +401,7 @@ class Engine:
         Args:
             ahead: how many tokens of each sequence are not known yet.
         """
-        vocab_size = self.runtime.config.vocab_size
-        pairs = zip(step.sequences, step.rows, strict=True)
-        rows = [sequence.with_draw(row, ahead, vocab_size) for sequence, row in pairs]
+        rows = [sequence.with_draw(row, ahead) for sequence, row in zip(step.sequences, step.rows, strict=True)]
         self._slots.failed_steps += 1
         return self.runtime.decode(self._slots.state, rows)
 

@@ -21,7 +21,6 @@ from granite4_neuron.engine.token_rules import TokenRules, bits_of
 from granite4_neuron.errors import UserError, described
 from granite4_neuron.ops import sampling as definition
 from granite4_neuron.ops.sampling import ALL_MASKED, NONE_LEFT, Choice, Chosen, Penalties
-from granite4_neuron.runtime.interface import MOST_TOP_K, Draw
 
 NOT_FINITE = "no token can be chosen: the model's logits are not finite."
 _NOTHING_LEFT = (
@@ -117,10 +116,8 @@ class Sampler:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the token is drawn with temperature, top_k, top_p and min_p alone, which a `Draw` describes."""
-        if self._is_greedy or self._choice.top_k > MOST_TOP_K or self._choice.typical_p < 1:
-            return False
-        return self._is_free
+        """Whether the token is drawn with temperature, top_k, top_p and min_p alone, as `Row.draw` says it."""
+        return not self._is_greedy and self._choice.typical_p == 1 and self._is_free
 
     @property
     def _is_free(self) -> bool:
@@ -133,11 +130,9 @@ class Sampler:
         """Whether how a token is chosen depends on the ones before it in ways that only their choice shows."""
         return self._constraint is not None or bool(self._processors)
 
-    def draw(self, place: int, vocab_size: int) -> Draw:
+    def draw(self, place: int) -> Choice:
         """Return how a device is to draw the token at a place of the sequence, if `is_drawn`."""
-        choice = self._choice
-        noise = self.form.exponentials(choice.seed, place, vocab_size)
-        return Draw(choice.temperature, choice.top_k, choice.top_p, choice.min_p, noise)
+        return replace(self._choice, place=place)
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append from the model's logits [vocab_size], and advance the constraint by it. See `ask`

@@ -157,11 +157,11 @@ class RunningSequence:
         tokens = [*self.tokens[self.stored : stop], *drafts]
         return Row(self.slot, self.stored, tokens, self.adapter.at(self.stored), is_prompt=self.is_prompt)
 
-    def with_draw(self, row: Row, ahead: int, vocab_size: int) -> Row:
+    def with_draw(self, row: Row, ahead: int) -> Row:
         """Return the row with the description of how a device draws the token after `ahead` others, if it may."""
         if not self.takes_drawn:
             return row
-        return replace(row, draw=self.sampler.draw(len(self.tokens) + ahead, vocab_size))
+        return replace(row, draw=self.sampler.draw(len(self.tokens) + ahead))
 
     def following_row(self) -> Row:
         """Return the row that runs the token that the device chooses in `next_row` without drafts."""

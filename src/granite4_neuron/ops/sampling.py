@@ -36,14 +36,14 @@ from granite4_neuron.ops.stochastic_rounding import philox_4x32
 # the options leave none with a finite score.
 NOT_FINITE, ALL_MASKED, NONE_LEFT = -1, -2, -3
 
-_ROUNDS = 10
-_WEIGHT_BITS = 44
+ROUNDS = 10
+WEIGHT_BITS = 44
 _SURPRISE_BITS = 18  # of a fraction of a bit
 # Minimax polynomials, lowest power first, all within 1e-6 (relative for the first): -log2(1 - y / 2) / y and
 # log2(1 + t) / t from 0 to 1, and 2**-x from 0 to 1.
-_FOLDED_LOG2 = 0.721348345, 0.180261046, 0.061231792, 0.0164246596, 0.0245026015, -0.0152112301, 0.0114419432
-_LOG2 = 1.44269478, -0.721314311, 0.480131418, -0.353800535, 0.257167667, -0.157048762, 0.0648411289, -0.0126716197
-_EXP2 = 1.0, -0.693144441, 0.240186706, -0.0553166941, 0.00922837947, -0.000954034273
+FOLDED_LOG2 = 0.721348345, 0.180261046, 0.061231792, 0.0164246596, 0.0245026015, -0.0152112301, 0.0114419432
+LOG2 = 1.44269478, -0.721314311, 0.480131418, -0.353800535, 0.257167667, -0.157048762, 0.0648411289, -0.0126716197
+EXP2 = 1.0, -0.693144441, 0.240186706, -0.0553166941, 0.00922837947, -0.000954034273
 
 
 class Penalties(NamedTuple):
@@ -222,8 +222,8 @@ def weights(logs: torch.Tensor) -> torch.Tensor:
     """Return 2**44 * 2**logs of float32 logs up to 0, rounded down, in int64."""
     exponent = (-logs).clamp(max=63)
     whole = exponent.int()
-    fraction = (_polynomial(exponent - whole, _EXP2) * 2.0**30).int()
-    return fraction.long() << _WEIGHT_BITS - 30 >> whole
+    fraction = (_polynomial(exponent - whole, EXP2) * 2.0**30).int()
+    return fraction.long() << WEIGHT_BITS - 30 >> whole
 
 
 def exponentials(seed: int, place: int, vocab_size: int) -> torch.Tensor:
@@ -235,19 +235,19 @@ def exponentials(seed: int, place: int, vocab_size: int) -> torch.Tensor:
     """
     counter = torch.zeros(-(-vocab_size // 4), 4, dtype=torch.int64)
     counter[:, 0], counter[:, 1] = torch.arange(len(counter)), place
-    words = philox_4x32(counter, seed, _ROUNDS).flatten()[:vocab_size]
+    words = philox_4x32(counter, seed, ROUNDS).flatten()[:vocab_size]
     is_high = words >= 2**31
     folded = torch.where(is_high, 2**32 - 1 - words, words).float() + 0.5
     exponent, mantissa = _parts(folded)
     y = torch.where(is_high, folded * 2.0**-31, 2 - mantissa)
     n = torch.where(is_high, 0, 31 - exponent)
-    return n + y * _polynomial(y, _FOLDED_LOG2)
+    return n + y * _polynomial(y, FOLDED_LOG2)
 
 
 def logprobs(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
     """Return the log-probability of a token under masked logits [vocab_size], and those of the likeliest."""
     total = weights(log2_weights(logits, math.log2(math.e))).sum()
-    normalizer = logits.max().double() + (total.double() * 2.0**-_WEIGHT_BITS).log()
+    normalizer = logits.max().double() + (total.double() * 2.0**-WEIGHT_BITS).log()
     values = (logits.double() - normalizer).float()
     top = logits.sort(stable=True, descending=True).indices[:num_top]
     top = top[logits[top] > -math.inf]
@@ -282,7 +282,7 @@ def _parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _log2(values: torch.Tensor) -> torch.Tensor:
     exponent, mantissa = _parts(values)
     fraction = mantissa - 1
-    return exponent + fraction * _polynomial(fraction, _LOG2)
+    return exponent + fraction * _polynomial(fraction, LOG2)
 
 
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:

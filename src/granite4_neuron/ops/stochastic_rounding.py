@@ -20,8 +20,8 @@ _RUN = 64
 _SHARED_ROWS = 4  # rows with common random numbers, shifted by a quarter of the range from one to the next
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Salmon et al. 2011.
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
 class Rounding(NamedTuple):
@@ -49,10 +49,10 @@ def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(rounds):
         # A product takes 64 bits and wraps to a negative number; its halves are right all the same.
-        a_product, c_product = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a_product, c_product = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, b = (c_product >> 32 & _WORD) ^ b ^ low, c_product & _WORD
         c, d = (a_product >> 32 & _WORD) ^ d ^ high, a_product & _WORD
-        low, high = low + _INCREMENTS[0] & _WORD, high + _INCREMENTS[1] & _WORD
+        low, high = low + INCREMENTS[0] & _WORD, high + INCREMENTS[1] & _WORD
     return torch.stack([a, b, c, d], -1)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from transformers import GenerationConfig
@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.ops.sampling import Choice
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
@@ -25,29 +26,10 @@ from granite4_neuron.state.snapshot import Layout, Snapshot
 
 Ability = Literal["all_logits", "verify", "hidden_states", "copy", "snapshot", "decode", "adapters"]
 State = TypeVar("State", bound=HybridState | None)
-MOST_TOP_K = 63  # of a `Draw`
 UNDECIDED = -2  # in place of a token, see `Decoded`
 CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
 MOST_STOPS = 4  # of a row
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs`
-
-
-class Draw(NamedTuple):
-    """How a row's token is drawn, see `ops.sampling.Choice`.
-
-    temperature: above 0.
-    top_k: at most `MOST_TOP_K`; 0 for none.
-    top_p: 1 for none.
-    min_p: 0 for none.
-    noise: [vocab_size] in float32, `ops.sampling.exponentials`; with probabilities p, the token with the highest
-        p / noise is drawn.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    noise: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +41,8 @@ class Row:
     tokens: at least one new token.
     adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
     stops: at most `MOST_STOPS` tokens; see `Runtime.decode`.
-    draw: how `Runtime.decode` chooses the next token; None for the likeliest.
+    draw: how `Runtime.decode` draws the next token, by temperature, top_k, top_p and min_p alone; None for the
+        likeliest.
     is_prompt: whether the tokens are a prompt or a piece of one, which may be a single token.
     """
 
@@ -68,7 +51,7 @@ class Row:
     tokens: Sequence[int]
     adapter: int = 0
     stops: Sequence[int] = ()
-    draw: Draw | None = None
+    draw: Choice | None = None
     is_prompt: bool = False
 
 
@@ -92,7 +75,8 @@ class Decoded(Protocol):
     """The result of `Runtime.decode`, on the device. It may be read after later calls too."""
 
     def tokens(self) -> Sequence[int]:
-        """Return each row's token: the likeliest one (the first of equal ones), or the one drawn by its `Draw`.
+        """Return each row's token: the likeliest one (the first of equal ones), or the one that `Row.draw`
+        draws.
 
         The token is -1 if the highest logit is not finite or any logit is NaN. It is `UNDECIDED` if the host has to
         draw, because another rounding might draw another token. The call waits for the step, and copies 4 bytes per

@@ -15,6 +15,7 @@ from granite4_neuron.devices.cuda import (
     mamba,
     norms,
     products,
+    sampling,
 )
 from granite4_neuron.devices.cuda.forms import TokenLayer
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
@@ -34,6 +35,7 @@ GPU = replace(
     mamba_quadratic=mamba.QUADRATIC,
     mamba_decode=mamba.SINGLE_TOKEN,
     logits=head.logits,
+    draw=sampling.draw,
     token_operators=TokenOperators(),
     one_row_operators=OneRowOperators(),
     layer_form=TokenLayer,

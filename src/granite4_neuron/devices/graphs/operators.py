@@ -11,7 +11,7 @@ from granite4_neuron.devices.graphs import input_first
 from granite4_neuron.devices.graphs.attention import cached_attention, write_cache_as
 from granite4_neuron.devices.graphs.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
 from granite4_neuron.devices.graphs.moe import MOST_GATHERED, expert_path, fused_experts
-from granite4_neuron.devices.graphs.topk import topk_sigmoid, topk_softmax
+from granite4_neuron.devices.graphs.topk import drawn, topk_sigmoid, topk_softmax
 from granite4_neuron.ops.operators import Operators
 
 XLA = Operators(
@@ -32,6 +32,7 @@ INPUT_FIRST = replace(
     router_logits=input_first.router_logits,
     logits=input_first.logits,
     fused_experts=partial(input_first.fused_experts, most_gathered=MOST_GATHERED),
+    draw=drawn,
     input_first_experts=True,
     input_first=True,
 )

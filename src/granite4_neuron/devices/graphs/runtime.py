@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.devices.graphs.topk import NOISE
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
@@ -283,17 +282,6 @@ def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
         for row in _in_slot_order(rows, num_sequences)
     ]
     return torch.tensor(values, dtype=torch.int32)
-
-
-def draw_inputs(rows: Sequence[Row], num_sequences: int, vocab_size: int) -> torch.Tensor:
-    """Return the draws of a step as one tensor for `devices.graphs.topk.drawn`, with a row for every slot."""
-    inputs = torch.zeros(num_sequences, NOISE + vocab_size)
-    for row in rows:
-        if row.draw is not None:
-            *options, noise = row.draw
-            inputs[row.slot - 1, :NOISE] = torch.tensor(options)
-            inputs[row.slot - 1, NOISE:] = noise
-    return inputs
 
 
 def with_chosen(inputs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -5,18 +5,24 @@ compiler does not support.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from granite4_neuron.ops.moe import SMALLEST_SUM
-from granite4_neuron.runtime.interface import MOST_TOP_K, UNDECIDED
+from granite4_neuron.ops.sampling import FOLDED_LOG2, ROUNDS, Choice
+from granite4_neuron.ops.stochastic_rounding import INCREMENTS, MULTIPLIERS
+from granite4_neuron.runtime.interface import UNDECIDED
 
 # Up to this many tokens, logits are compared in pairs: the fewest instructions, but num_experts ** 2 values per token.
 _MOST_IN_PAIRS = 64
 # For the candidates of a vocabulary: the number of groups of neighbouring tokens, and of candidates per group.
 _GROUPS, _OF_A_GROUP = 64, 8
-# Options of `drawn`, before the noise.
-TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(5)
+MOST_TOP_K = 63  # of `drawn`
+# The columns of `draws_of`. A seed has four, its parts of 16 bits with the lowest first, and a place two.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, SCALE, CUTOFF, SEED = range(7)
+PLACE = SEED + 4
+COLUMNS = PLACE + 2
 # How far two computations of a quantity may be apart, see `drawn`.
 _ROUNDING, _ROUNDING_OF_LOGITS, _ROUNDING_OF_ORDER, _SMALLEST = 2e-4, 2.0**-19, 2.0**-20, 1e-30
 _HIGHEST_TEMPERATURE = 1e6
@@ -105,6 +111,45 @@ def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([highest, of_highest, bound], -1)
 
 
+def draws_of(choices: Sequence[Choice | None]) -> torch.Tensor:
+    """Return how the tokens of rows are drawn, [rows, `COLUMNS`] in float64; zeros for a row without a choice."""
+    draws = torch.zeros(len(choices), COLUMNS, dtype=torch.float64)
+    for row, choice in enumerate(choices):
+        if choice is not None:
+            options = choice.temperature, choice.top_k, choice.top_p, choice.min_p, choice.scale, choice.cutoff
+            parts = [choice.seed >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+            columns = [*options, *parts, choice.place & 0xFFFF, choice.place >> 16]
+            draws[row] = torch.tensor(columns, dtype=torch.float64)
+    return draws
+
+
+def choice_of(draw: torch.Tensor) -> Choice:
+    """Return the choice of a row of `draws_of`."""
+    columns = draw.tolist()
+    parts = columns[SEED:PLACE], columns[PLACE:]
+    seed, place = (sum(int(part) << 16 * at for at, part in enumerate(each)) for each in parts)
+    return Choice(columns[TEMPERATURE], int(columns[TOP_K]), columns[TOP_P], columns[MIN_P], seed=seed, place=place)
+
+
+def exponentials(draws: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return `ops.sampling.exponentials` of rows of `draws_of` in float32, but for rounding: [rows, vocab_size]."""
+    parts = draws[:, SEED:].int()
+    key_low, key_high, place = ((parts[:, at : at + 1], parts[:, at + 1 : at + 2]) for at in (0, 2, 4))
+    counter = torch.arange(-(-vocab_size // 4), dtype=torch.int32, device=draws.device)[None]
+    none = place[0] & 0, place[1] & 0
+    words = _philox(((counter & 0xFFFF, _quotient(counter, 65536)), place, none, none), (key_low, key_high))
+    by_counter = (torch.stack(torch.broadcast_tensors(*halves), -1) for halves in zip(*words, strict=True))
+    lows, highs = (halves.flatten(1)[:, :vocab_size] for halves in by_counter)
+    is_high = highs >= 2**15
+    high, low = (torch.where(is_high, 65535 - each, each).float() for each in (highs, lows))
+    numbers = high * 65536 + low + 0.5
+    y = numbers * 2.0**-31
+    factor = torch.full_like(y, FOLDED_LOG2[-1])
+    for each in FOLDED_LOG2[-2::-1]:
+        factor = factor * y + each
+    return torch.where(is_high, y * factor, 32 - numbers.log2())
+
+
 def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the token that a host draws for each row, wherever it cannot depend on how numbers are rounded.
 
@@ -125,16 +170,15 @@ def drawn(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> to
       keeps. The best token of `loose` must be in `strict`.
 
     Args:
-        draws: [rows, `NOISE` + vocab_size] in float32: the temperature, 0 for a row that draws none; top_k, at
-            most `MOST_TOP_K`, 0 for none; top_p, 1 for none; min_p, 0 for none; the noise.
+        draws: of `draws_of`, in float32.
         logits: [rows, vocab_size] in float32.
         tokens: `likeliest` of the logits; the result for a row that draws none.
 
     Returns:
         [rows] in int32; -1 for logits that are not finite, `UNDECIDED` where the host must choose.
     """
-    options, noise = draws[:, :NOISE], draws[:, NOISE:]
-    temperature, top_k, top_p, min_p = (options[:, each : each + 1] for each in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
+    temperature, top_k, top_p, min_p = (draws[:, each : each + 1] for each in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
+    noise = exponentials(draws, logits.shape[1])
     is_drawn = temperature > 0
     temperature = torch.where(is_drawn, temperature, torch.ones_like(temperature))
     found = candidates(logits, MOST_TOP_K + 1)
@@ -184,7 +228,7 @@ def _kept(
     ranks = torch.arange(values.shape[1], dtype=torch.float32, device=values.device)
     lowest = torch.full_like(top_k, -math.inf)
     last = torch.where(has_k, torch.where(ranks == top_k - 1, values, lowest).amax(-1, keepdim=True), lowest)
-    is_covered = ~has_k | (last > bound + near)
+    is_covered = ~has_k | ((top_k <= MOST_TOP_K) & (last > bound + near))
     # Rounding may make a host's k-th logit equal to a lower one; then the host keeps both.
     kept, kept_for_sure = values >= last - near, values >= last
     of_candidates = ((values - values[:, :1]) / temperature).exp()
@@ -209,6 +253,50 @@ def _kept(
         for each in (loose, strict)
     )
     return lowest_kept, lowest_for_sure, is_covered
+
+
+_Word = tuple[torch.Tensor, torch.Tensor]  # the low and the high 16 bits of words, in int32
+
+
+def _philox(counter: tuple[_Word, _Word, _Word, _Word], key: tuple[_Word, _Word]) -> tuple[_Word, _Word, _Word, _Word]:
+    """Compute `ops.stochastic_rounding.philox_4x32`. No sum or product exceeds 2**24: Trainium's vector engine adds and
+    multiplies whole numbers in float32.
+    """
+    (a, b, c, d), (low, high) = counter, key
+    for _ in range(ROUNDS):
+        (a_low, a_high), (c_low, c_high) = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
+        a, b, c, d = _xor(c_high, b, low), c_low, _xor(a_high, d, high), a_low
+        low, high = _sum(low, INCREMENTS[0]), _sum(high, INCREMENTS[1])
+    return a, b, c, d
+
+
+def _product(word: _Word, factor: int) -> tuple[_Word, _Word]:
+    """Return the low and the high word of a product with a word."""
+
+    def product(half: torch.Tensor, factor: int) -> _Word:
+        low = half * (factor & 255)
+        rest = _quotient(low, 256) + half * (factor >> 8)
+        return (rest & 255) * 256 + (low & 255), _quotient(rest, 256)
+
+    (low, low_high), (middle, middle_high) = (product(half, factor & 0xFFFF) for half in word)
+    (other, other_high), (high, highest) = (product(half, factor >> 16) for half in word)
+    second = low_high + middle + other
+    third = _quotient(second, 65536) + middle_high + other_high + high
+    return (low, second & 0xFFFF), (third & 0xFFFF, _quotient(third, 65536) + highest)
+
+
+def _sum(word: _Word, constant: int) -> _Word:
+    low = word[0] + (constant & 0xFFFF)
+    return low & 0xFFFF, word[1] + (constant >> 16) + _quotient(low, 65536) & 0xFFFF
+
+
+def _quotient(numbers: torch.Tensor, by: int) -> torch.Tensor:
+    """Divide numbers of at least 0, rounding down; torch-mlir lowers neither a shift nor `//` to whole numbers."""
+    return numbers.div(by, rounding_mode="trunc")
+
+
+def _xor(a: _Word, b: _Word, c: _Word) -> _Word:
+    return a[0] ^ b[0] ^ c[0], a[1] ^ b[1] ^ c[1]
 
 
 def _sum_of_groups(values: torch.Tensor) -> torch.Tensor:

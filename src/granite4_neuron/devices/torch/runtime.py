@@ -35,10 +35,9 @@ from granite4_neuron.devices.graphs.runtime import (
     buckets_up_to,
     cache_buckets,
     decode_inputs,
-    draw_inputs,
     graph_inputs,
 )
-from granite4_neuron.devices.graphs.topk import TEMPERATURE
+from granite4_neuron.devices.graphs.topk import TEMPERATURE, draws_of
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import Compiler, compile_apart, find_compiler, use_device
 from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device, kv_write_of
@@ -55,6 +54,7 @@ from granite4_neuron.devices.torch.step_functions import (
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
+from granite4_neuron.ops.sampling import Choice
 from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import Multiples
@@ -116,6 +116,7 @@ class TorchRuntime(GraphRuntime):
             experts_decode = experts_decode or "kernel"
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
+        self._draw = operators.draw
         super().__init__(
             model,
             operators,
@@ -164,7 +165,8 @@ class TorchRuntime(GraphRuntime):
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
             decoded = self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
-            self._run_draw(state, [], *decoded)
+            if self._draw:
+                self._run_draw(state, [None] * state.num_sequences, *decoded)
             for tokens in self.prefill_buckets:
                 self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
             for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
@@ -219,7 +221,10 @@ class TorchRuntime(GraphRuntime):
         if self._captures:  # the outputs do not outlive the next step
             logits = logits.clone()
         if any(row.draw is not None for row in rows):
-            tokens = self._run_draw(state, rows, logits, tokens)
+            choices = {row.slot: row.draw for row in rows}
+            draws = [choices.get(slot) for slot in range(1, state.num_sequences + 1)]
+            draw = self._run_draw if self._draw else self._draw_on_host
+            tokens = draw(state, draws, logits, tokens)
         return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
 
     def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
@@ -240,22 +245,34 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def _run_draw(
-        self, state: HybridState, rows: Sequence[Row], logits: torch.Tensor, tokens: torch.Tensor
+        self, state: HybridState, draws: Sequence[Choice | None], logits: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Run the graph that draws the tokens of rows with a `Draw`; return each slot's token.
+        """Run the graph that draws tokens; return each slot's token.
 
         Args:
+            draws: of each slot; None for a likeliest token.
             logits, tokens: of `_run_decode`.
         """
         memory = self._memory(state)
-        inputs = draw_inputs(rows, state.num_sequences, self.config.vocab_size)
+        inputs = draws_of(draws)
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            return self._call(draw, *inputs, memory.chosen)
+            return self._call(draw, self._draw, *inputs, memory.chosen)
 
         if not self._captures:
-            return run(self._to_device(inputs), logits, tokens)
+            return run(self._to_device(inputs.float()), logits, tokens)
         return self._run_captured(memory, (draw,), run, inputs, (logits, tokens), TEMPERATURE)
+
+    def _draw_on_host(
+        self, state: HybridState, draws: Sequence[Choice | None], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Do the same as `_run_draw` on a CPU."""
+        drawn = {slot: choice for slot, choice in enumerate(draws) if choice is not None and tokens[slot] >= 0}
+        found = self.sampling.choose([logits[slot] for slot in drawn], list(drawn.values()))
+        tokens = tokens.clone()
+        for slot, each in zip(drawn, found, strict=True):
+            tokens[slot] = self._memory(state).chosen[slot] = each.token
+        return tokens
 
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
         by_view, in_order = self._prefill_by_view, self._views_caches

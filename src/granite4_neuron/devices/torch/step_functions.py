@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from granite4_neuron.devices.graphs.runtime import Tensors, unpacked, with_chosen
-from granite4_neuron.devices.graphs.topk import TEMPERATURE, drawn, likeliest
+from granite4_neuron.devices.graphs.topk import TEMPERATURE, likeliest
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.stack import OneByOne, through_layers
@@ -278,9 +278,17 @@ def choosing_head(
     return logits, tokens
 
 
-def draw(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return `drawn` of the same arguments, and write it to the chosen tokens [rows] of rows that draw one."""
-    tokens = drawn(draws, logits, tokens)
+def draw(
+    form: Callable[..., torch.Tensor],
+    draws: torch.Tensor,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """Return what a form of `drawn` does of its arguments, and write it to the chosen tokens [rows] of rows that draw
+    one.
+    """
+    tokens = form(draws, logits, tokens)
     chosen.copy_(torch.where(draws[:, TEMPERATURE] > 0, tokens, chosen))
     return tokens
 

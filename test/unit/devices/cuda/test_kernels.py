@@ -6,9 +6,11 @@ import os
 import pytest
 import torch
 
-from granite4_neuron.devices.cuda import attention, linear, mamba
+from granite4_neuron.devices.cuda import attention, linear, mamba, sampling
 from granite4_neuron.devices.cuda.experts import choose_experts
 from granite4_neuron.devices.cuda.operator import LAUNCHES
+from granite4_neuron.devices.graphs.topk import draws_of, likeliest
+from granite4_neuron.ops.sampling import Choice
 from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.versions
@@ -98,6 +100,47 @@ def test_choice_of_experts(tokens, experts, top_k):
     assert ids.dtype == expected_ids.dtype and torch.equal(ids[:-1], expected_ids[:-1])
     assert ((ids >= 0) & (ids < experts)).all() and weights[-1].isnan().all()
     torch.testing.assert_close(weights[:-1], expected[:-1], rtol=1e-6, atol=0.0)
+
+
+OPTIONS = {
+    "all": dict(temperature=1.3),
+    "flat": dict(temperature=1e30),
+    "peaked": dict(temperature=1e-6),
+    "top_k": dict(temperature=0.7, top_k=50),
+    "the first": dict(temperature=1.0, top_k=1),
+    "too many": dict(temperature=1.0, top_k=10**6),
+    "top_p": dict(temperature=0.7, top_p=0.8),
+    "a low top_p": dict(temperature=1.0, top_p=1e-9),
+    "min_p": dict(temperature=1.0, min_p=0.05),
+    "each": dict(temperature=1.1, top_k=90, top_p=0.95, min_p=0.02),
+}
+
+
+def logits_of_kinds(vocab_size):
+    """Return logits that are different, equal in groups and around 0, all equal, -inf but one, and not finite."""
+    logits = random(6, vocab_size).mul(3)
+    logits[1] = logits[1].div(3).round()
+    logits[2] = -2.5
+    logits[3, torch.arange(vocab_size) != 7] = -math.inf
+    logits[4, ::3] = -math.inf
+    logits[5, 3] = math.nan
+    return logits
+
+
+@pytest.mark.parametrize(("vocab_size", "block"), [(1013, 256), (40, 8192)])
+def test_drawn_tokens_are_the_definitions(vocab_size, block, monkeypatch):
+    """A row that is not drawn keeps its token."""
+    monkeypatch.setattr(sampling, "_BLOCK", block)
+    logits = logits_of_kinds(vocab_size)
+    tokens = likeliest(logits)
+    for number, options in enumerate(OPTIONS.values()):
+        choices = [Choice(**options, seed=2**64 - 1 - number, place=place) for place in range(3, 8)]
+        arguments = draws_of([*choices, Choice(1.0)]), logits, tokens
+        expected = sampling.draw_tokens(*arguments)
+        found = LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments))
+        assert torch.equal(found.cpu(), expected) and found.dtype == torch.int32 and expected[-1] == -1
+    arguments = draws_of([None] * 6), logits, tokens
+    assert torch.equal(LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments)).cpu(), tokens)
 
 
 @DTYPES

@@ -19,10 +19,12 @@ from granite4_neuron.devices.cuda import (  # noqa: E402
     linear,
     mamba,
     products,
+    sampling,
 )
 from granite4_neuron.devices.cuda.experts import choose_experts  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
+from granite4_neuron.devices.graphs import topk  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
 pytestmark = [
@@ -30,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels"),
 ]
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.float64: "*fp64"}
 EPS = 1e-5
 # Weights, and arguments that no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
@@ -218,6 +220,14 @@ def test_tokens_of_several_sequences(config, compiled):
     assert len(compiled) == (7 if experts else 5)
     overlapping = [each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"]]
     assert len(overlapping) == 2 and not reads_before_waiting(overlapping)
+
+
+def test_drawn_tokens(compiled):
+    """No product is fused with a sum: the tokens would not be the definition's."""
+    vocab_size = 100_352
+    draws = empty(8, topk.COLUMNS, dtype=torch.float64)
+    LAUNCHES[sampling.draw_tokens](draws, float32(8, vocab_size), int32(8))
+    assert len(compiled) == 2 and not [each for each in compiled if "fma." in each.asm["ptx"]]
 
 
 def tiles_of_products():

@@ -1,15 +1,27 @@
 """The likeliest token equals numpy's argmax and needs finite logits. A drawn token equals the host's."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from granite4_neuron.devices.graphs.topk import UNDECIDED, candidates, drawn, likeliest
+from granite4_neuron.devices.graphs import topk
+from granite4_neuron.devices.graphs.topk import (
+    MOST_TOP_K,
+    UNDECIDED,
+    candidates,
+    choice_of,
+    drawn,
+    draws_of,
+    exponentials,
+    likeliest,
+)
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.ops import sampling
+from granite4_neuron.ops.sampling import Choice
 from granite4_neuron.planning.analysis.torch_lowering import aot_backend, lower
 from test.support.fx_lint import findings
 from test.support.stablehlo import execute
@@ -39,26 +51,26 @@ def test_a_large_vocabulary():
     assert likeliest(logits).tolist() == [100_351, 99_999]
 
 
-def draws_of(noise, **options):
-    """Return the argument `draws` of `drawn`: the same options for all rows, and noise."""
-    values = dict(temperature=1, top_k=0, top_p=1, min_p=0) | options
-    return torch.cat([torch.tensor([list(values.values())] * len(noise)), noise], 1)
+def draws(rows, **options):
+    """Return the argument `draws` of `drawn`: the same options for all rows."""
+    choice = Choice(**{"temperature": 1.0, **options}, seed=2**64 - 9)
+    return draws_of([replace(choice, place=row) for row in range(rows)]).float()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "choose, draws",
+    "choose, more",
     [
         (likeliest, ()),
         (lambda logits: candidates(logits, 64), ()),
         (
             lambda logits, draws: drawn(draws, logits, likeliest(logits)),
-            (draws_of(torch.arange(1.0, 3001).view(3, 1000), temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),),
+            (draws(3, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),),
         ),
     ],
     ids=["likeliest", "candidates", "drawn"],
 )
-def test_the_neuron_compiler_gets_a_graph_that_it_takes(choose, draws):
+def test_the_neuron_compiler_gets_a_graph_that_it_takes(choose, more):
     pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; the extra dev has it")
     pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
     modules, logits = [], 3 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
@@ -67,10 +79,10 @@ def test_the_neuron_compiler_gets_a_graph_that_it_takes(choose, draws):
         modules.append(module)
         return module
 
-    [expected] = [torch.compile(choose, backend=aot_backend(keep), fullgraph=True, dynamic=False)(logits, *draws)]
+    [expected] = [torch.compile(choose, backend=aot_backend(keep), fullgraph=True, dynamic=False)(logits, *more)]
     lowered = lower(modules[0])
     assert findings(modules[0], 0) == stablehlo_findings(lowered.text, 0) == []
-    np.testing.assert_array_equal(execute(lowered.text, [logits, *draws])[0], expected)
+    np.testing.assert_array_equal(execute(lowered.text, [logits, *more])[0], expected)
 
 
 class TestCandidates:
@@ -138,8 +150,9 @@ class TestDrawn:
         for row_logits, row_noise in zip(logits, noise, strict=True):
             with mock.patch.object(sampling, "exponentials", return_value=row_noise):
                 expected.append(sampler(row_logits, [0]))
-        draws = draws_of(noise, **options)
-        return expected, [drawn(draws, each, likeliest(each)).tolist() for each in (logits, device(logits))]
+        with mock.patch.object(topk, "exponentials", return_value=noise):
+            found = [drawn(draws(ROWS, **options), each, likeliest(each)) for each in (logits, device(logits))]
+        return expected, [each.tolist() for each in found]
 
     @pytest.mark.slow_cases
     @pytest.mark.parametrize("kind", [plain, coarse, close])
@@ -156,13 +169,24 @@ class TestDrawn:
 
     def test_some_choices_are_left_to_the_host(self):
         lower = torch.linspace(9, -9, 1300)
-        logits = lower[torch.arange(1300) * 563 % 1300].repeat(6, 1)
-        draws = draws_of(torch.ones(6, 1300), top_k=10)
+        logits = lower[torch.arange(1300) * 563 % 1300].repeat(7, 1)
+        options, noise = draws(7, top_k=10), torch.ones(7, 1300)
         logits[1, 3] = math.nan
-        draws[2, :4] = torch.tensor([0.0, 5, 0.5, 0.5])  # greedy
+        options[2, :4] = torch.tensor([0.0, 5, 0.5, 0.5])  # greedy
         logits[2, 7] = 10
         logits[3] = lower  # more than 8 of the highest are among neighbours
-        draws[3, 4 + 25] = 1e-9
-        draws[4, :4] = torch.tensor([1, 0, 0.999, 0])  # more tokens than candidates
-        draws[5, 4 + 1] = 1e-9  # top_k has removed it
-        assert drawn(draws, logits, likeliest(logits)).tolist() == [0, -1, 7, UNDECIDED, UNDECIDED, 0]
+        noise[3, 25] = 1e-9
+        options[4, :4] = torch.tensor([1, 0, 0.999, 0])  # more tokens than candidates
+        noise[5, 1] = 1e-9  # top_k has removed it
+        options[6, 1] = MOST_TOP_K + 1
+        with mock.patch.object(topk, "exponentials", return_value=noise):
+            assert drawn(options, logits, likeliest(logits)).tolist() == [0, -1, 7, UNDECIDED, UNDECIDED, 0, UNDECIDED]
+
+    def test_random_numbers_are_the_definitions(self):
+        """They are for seeds and places of all bits. A row's choice can be read back."""
+        choices = [Choice(1.0, seed=2**64 - 9, place=2**31 - 2), Choice(0.7, 50, 0.9, 0.1, seed=5, place=70_000)]
+        for row, choice in enumerate(choices):
+            found = exponentials(draws_of(choices).float(), 1013)[row]
+            expected = sampling.exponentials(choice.seed, choice.place, 1013)
+            assert ((found - expected).abs() <= 1e-6 * expected).all()
+            assert choice_of(draws_of(choices)[row]) == choice
