@@ -105,7 +105,8 @@ def test_values_of_every_rank(case, degree, random_checkpoints):
 
 
 def test_sharding_needs_no_second_copy(tmp_path):
-    """The converted checkpoint and all ranks' weights refer to at most 1.1 times the checkpoint's bytes: they are views of its tensors."""
+    """The converted checkpoint and all ranks' weights refer to at most 1.1 times its bytes: they are views of its
+    tensors."""
     granite = small_config(vocab_size=128, num_local_experts=32, intermediate_size=64)
     save_model(random_model(granite), tmp_path)
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))

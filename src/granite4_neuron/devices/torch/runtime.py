@@ -18,6 +18,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
@@ -268,7 +269,7 @@ class TorchRuntime(GraphRuntime):
     ) -> torch.Tensor:
         """Do the same as `_run_draw` on a CPU."""
         drawn = {slot: choice for slot, choice in enumerate(draws) if choice is not None and tokens[slot] >= 0}
-        found = self.sampling.choose([logits[slot] for slot in drawn], list(drawn.values()))
+        found = sampling.form().choose([logits[slot] for slot in drawn], list(drawn.values()))
         tokens = tokens.clone()
         for slot, each in zip(drawn, found, strict=True):
             tokens[slot] = self._memory(state).chosen[slot] = each.token
