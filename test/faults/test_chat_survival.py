@@ -110,6 +110,7 @@ def kept_in(at):
 
 
 class TestKeys:
+    @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         "keys",
         [

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -226,7 +227,7 @@ class Terminal:
 
     def start(self, *command):
         # A shell stays afterwards, so that the last screen can be seen.
-        line = " ".join([*map(str, command), "; echo status $?; exec sh"])
+        line = f"{shlex.join(map(str, command))}; echo status $?; exec sh"
         arguments = ["new-session", "-d", "-x", "100", "-y", "50", line]
         subprocess.run([*self._tmux, *arguments], env=self._environment, check=True)
 
@@ -338,6 +339,7 @@ class TestTerminal:
         terminal.type("/exit", "Enter")
         assert "Traceback" not in terminal.wait_for("status 0")
 
+    @pytest.mark.slow
     def test_keys_typed_during_an_answer_go_into_the_next_message(self, terminal, endless):
         terminal.start(*CHAT, "--model", endless, "--max-tokens", 1500)
         terminal.wait_for(is_ready)
@@ -347,6 +349,7 @@ class TestTerminal:
         screen = terminal.wait_for("\n> typed meanwhile")
         assert screen.count("typed meanwhile") == 1
 
+    @pytest.mark.slow
     def test_the_history_is_there_next_time(self, terminal):
         terminal.start(*CHAT)
         terminal.wait_for(is_ready)
