@@ -22,7 +22,7 @@ from granite4_neuron.devices.torch import runtime as torch_runtime
 from granite4_neuron.devices.torch.options import kv_write_of
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.model.parameters import matmul_weights
-from granite4_neuron.ops.sampling import Choice
+from granite4_neuron.ops.sampling import Choice, choose
 from granite4_neuron.planning.analysis import graphs, hlo_lint, torch_graphs, torch_lowering
 from granite4_neuron.planning.analysis.hlo_cost import count, hlo_text
 from granite4_neuron.planning.analysis.torch_graphs import trace_torch
@@ -126,7 +126,7 @@ class Run:
         decoded = ours.decode(self.states[0], rows)
         expected = cpu.step(self.states[1], rows)
         self._compare(decoded.logits((0, 1)), expected)
-        [chosen] = cpu.sampling.choose(list(expected[:1]), draws[:1])
+        [chosen] = choose(list(expected[:1]), draws[:1])
         assert decoded.tokens() == [chosen.token, UNDECIDED]
 
     def verify(self, tokens):
