@@ -6,6 +6,7 @@ Most tests need a process of their own.
 import json
 import os
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -58,7 +59,7 @@ class TestMemory:
     @pytest.mark.parametrize("gigabytes", [1, 2])
     def test_a_small_address_space(self, texting_folder, gigabytes):
         """The command may succeed or be refused, because Python and torch alone take most of the space."""
-        limit = f"ulimit -v {gigabytes * 2**20}; exec {sys.executable} -m granite4_neuron"
+        limit = f"ulimit -v {gigabytes * 2**20}; exec {shlex.join(COMMAND)}"
         command = f"{limit} generate --model {texting_folder} --max-tokens 3 --cpu-kernels torch x"
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr
@@ -123,18 +124,18 @@ class TestStreams:
     @pytest.mark.slow_cases
     @pytest.mark.parametrize("command", ["info --model h-350m", "generate x"])
     def test_standard_output_is_closed(self, command):
-        line = f"{sys.executable} -m granite4_neuron {command} >&-"
+        line = f"{shlex.join(COMMAND)} {command} >&-"
         done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1] == "granite4-neuron: the output cannot be written (it is closed)."
 
     def test_standard_error_is_closed(self):
-        line = f"{sys.executable} -m granite4_neuron info 2>&-"
+        line = f"{shlex.join(COMMAND)} info 2>&-"
         done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True)
         assert done.returncode == 0 and "parameters" in done.stdout and "Using the small" not in done.stdout
 
     def test_standard_input_is_closed(self, texting_folder):
-        line = f"{sys.executable} -m granite4_neuron generate --model {texting_folder} <&-"
+        line = f"{shlex.join(COMMAND)} generate --model {texting_folder} <&-"
         done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
         assert "there is no prompt" in sentence(done.returncode, done.stdout, done.stderr)
 

@@ -6,6 +6,7 @@ package's commands run until they say that the Neuron SDK or a download is missi
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,11 +55,11 @@ def done(tmp_path_factory):
     for place in ("bin", "nvme", "environment/bin"):
         (folder / place).mkdir(parents=True)
     (folder / "environment/bin/activate").touch()
+    python = shlex.quote(sys.executable)
     scripts = {name: f'#!/bin/sh\necho "{name} $*"\n' for name in ("aws", "pip", "sudo")}
-    scripts["python"] = PYTHON.format(python=sys.executable)
-    module = f"{sys.executable} -m granite4_neuron"
-    scripts["granite4-neuron"] = OURS.format(program=module, name="granite4-neuron")
-    scripts["benchmark_latency"] = OURS.format(program=f"{sys.executable} benchmark_latency.py", name="benchmark")
+    scripts["python"] = PYTHON.format(python=python)
+    scripts["granite4-neuron"] = OURS.format(program=f"{python} -m granite4_neuron", name="granite4-neuron")
+    scripts["benchmark_latency"] = OURS.format(program=f"{python} benchmark_latency.py", name="benchmark")
     for name, text in scripts.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)

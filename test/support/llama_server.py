@@ -1,11 +1,11 @@
 """A stand-in for llama-server, without a model."""
 
+import shlex
 import sys
 import textwrap
 
 # Its log-probabilities depend only on its options: slots, batch, cache and drafts.
 _PROGRAM = """
-    #!{python}
     import json, sys
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -18,7 +18,7 @@ _PROGRAM = """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.answer("{{}}")
+            self.answer("{}")
 
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -54,5 +54,7 @@ _PROGRAM = """
 def write_llama_server(folder):
     """Write the program to a folder."""
     program = folder / "llama-server"
-    program.write_text(textwrap.dedent(_PROGRAM).lstrip().format(python=sys.executable))
+    module = folder / "llama_server.py"
+    module.write_text(textwrap.dedent(_PROGRAM))
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(module)])} "$@"\n')
     program.chmod(0o700)
