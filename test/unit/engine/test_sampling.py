@@ -88,6 +88,12 @@ class TestAdditions:
         assert bool(forbidden >= set(range(5))) or scores_of(sampler, logits, tokens).tolist() == expected
         assert not sampler.takes_likeliest or not (bad or allowed)
 
+    def test_a_processor_cannot_allow_what_is_forbidden(self):
+        options = dict(
+            temperature=0, allowed_token_ids={2, 5}, logits_processors=[lambda _, scores: scores.new_ones(1, 8)]
+        )
+        assert Sampler(SamplingParams(**options), 0)(torch.zeros(8), [1]) == 2
+
     def test_verification_of_drafts_applies_them(self, runtime):
         request = Request(PROMPT[:8] * 4, 30, frequency_penalty=1.0, presence_penalty=1.0, logit_bias={3: 20, 7: 20})
         engine = Engine(runtime, 1, drafter=NgramDrafter())
