@@ -5,11 +5,11 @@
     python -m benchmarks.serving ours=http://127.0.0.1:8000/v1 theirs=http://127.0.0.1:8001/v1 --prompt-length 512 \\
         --output-length 128 --num-requests 32 --repeats 3 --goodput first-token:2000 per-token:100
 
-Prompts are random token ids. Answers are greedy and have exactly the requested number of tokens. With several addresses
-the servers take turns with the same questions, and each repetition has new questions. The report has the time to the
-first token, the time per output token (the mean over a request's tokens after the first), the time between two parts of
-a stream, tokens per second, and goodput: requests per second within all limits. Times are in milliseconds, over all
-repetitions. Rates are medians of the repetitions.
+Prompts are random token ids. Answers are greedy, or sampled with --temperature, --top-p and --top-k, and have exactly
+the requested number of tokens. With several addresses the servers take turns with the same questions, and each
+repetition has new questions. The report has the time to the first token, the time per output token (the mean over a
+request's tokens after the first), the time between two parts of a stream, tokens per second, and goodput: requests per
+second within all limits. Times are in milliseconds, over all repetitions. Rates are medians of the repetitions.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ async def _measure(servers: dict[str, str], options: argparse.Namespace) -> dict
     prompts, outputs = Lengths.parse(options.prompt_length), Lengths.parse(options.output_length)
     runs: dict[str, list[Run]] = {server: [] for server in servers}
     pace = options.concurrency, options.request_rate
+    given = dict(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+    sampling = {name: value for name, value in given.items() if value is not None}
     prefix = random_tokens(options.shared_prefix, options.vocab_size, random.Random(options.seed))
     for repeat in range(options.repeats + 1):
         number = options.num_requests if repeat else options.warmup
@@ -94,7 +96,7 @@ async def _measure(servers: dict[str, str], options: argparse.Namespace) -> dict
         if repeat == 1 and options.traffic:
             _write_traffic(options.traffic, asked, len(prefix), options.request_rate, seed)
         for server, address in servers.items():
-            run = await ask_all(address, asked, *(pace if repeat else (1, None)), seed)
+            run = await ask_all(address, asked, *(pace if repeat else (1, None)), seed, sampling)
             if repeat:
                 runs[server].append(run)
     return runs
@@ -243,6 +245,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that all prompts of all turns begin with",
     )
+    parser.add_argument("--temperature", type=number_in(0), default=0, metavar="T", help="0 is greedy, and the default")
+    parser.add_argument("--top-p", type=number_in(0, 1, includes_least=False), metavar="P")
+    parser.add_argument("--top-k", type=at_least(1), metavar="K", help="an option of these servers, not of OpenAI's")
     parser.add_argument("--num-requests", type=at_least(1), default=16, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--warmup", type=at_least(0), default=1, metavar="N", help="requests before that are not counted (default: 1)"

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -84,7 +84,12 @@ def questions(
 
 
 async def ask_all(
-    address: str, asked: Sequence[Question], concurrency: int | None, request_rate: float | None, seed: int
+    address: str,
+    asked: Sequence[Question],
+    concurrency: int | None,
+    request_rate: float | None,
+    seed: int,
+    sampling: Mapping[str, float],
 ) -> Run:
     """Send questions to a server.
 
@@ -93,6 +98,8 @@ async def ask_all(
         asked: the questions, in this order.
         concurrency: questions at a time; None for no limit.
         request_rate: questions per second on average, as a Poisson process; None for as soon as possible.
+        seed: of the moments at which it sends them.
+        sampling: options of the requests, such as "temperature".
 
     Raises:
         UserError: no server answers at the address.
@@ -106,7 +113,7 @@ async def ask_all(
         async def ask(question: Question, moment: float) -> Answer:
             await asyncio.sleep(moment - (time.perf_counter() - started))
             async with places:
-                return await _ask(client, address, model, question)
+                return await _ask(client, address, model, question, sampling)
 
         answers = await asyncio.gather(*map(ask, asked, moments(len(asked), request_rate, seed)))
         return Run(answers, time.perf_counter() - started)
@@ -130,12 +137,14 @@ async def _model(client: httpx.AsyncClient, address: str) -> str:
         ) from None
 
 
-async def _ask(client: httpx.AsyncClient, address: str, model: str, question: Question) -> Answer:
+async def _ask(
+    client: httpx.AsyncClient, address: str, model: str, question: Question, sampling: Mapping[str, float]
+) -> Answer:
     body = {
         "model": model,
         "prompt": question.prompt,
         "max_tokens": question.new_tokens,
-        "temperature": 0,
+        **sampling,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -12,6 +12,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from benchmarks.serving import command as benchmark
 from benchmarks.serving.load import Answer, Lengths, Run, moments, questions
 from granite4_neuron import UserError, load
+from granite4_neuron.engine import Engine
 from granite4_neuron.planning.simulation.traffic import read_traffic
 from test.support.serving import serving
 
@@ -67,6 +68,14 @@ def test_refused_requests_are_counted(server, tmp_path, capsys):
     status, (a, _) = measure(server, tmp_path, *options)
     assert status == 1 and a["errors"] >= 4
     assert "status 429" in capsys.readouterr().err
+
+
+def test_sampling_options_reach_the_server(server, tmp_path, monkeypatch):
+    requests, add = [], Engine.add
+    monkeypatch.setattr(Engine, "add", lambda engine, request: (requests.append(request), add(engine, request))[1])
+    options = "--num-requests 1 --warmup 0 --prompt-length 4 --output-length 3 --temperature 0.7 --top-p 0.95 --top-k 50"
+    assert measure(server, tmp_path, *options.split())[0] == 0
+    assert {(each.temperature, each.top_p, each.top_k) for each in requests} == {(0.7, 0.95, 50)}
 
 
 def test_statistics_of_known_times():
