@@ -73,7 +73,9 @@ def test_refused_requests_are_counted(server, tmp_path, capsys):
 def test_sampling_options_reach_the_server(server, tmp_path, monkeypatch):
     requests, add = [], Engine.add
     monkeypatch.setattr(Engine, "add", lambda engine, request: (requests.append(request), add(engine, request))[1])
-    options = "--num-requests 1 --warmup 0 --prompt-length 4 --output-length 3 --temperature 0.7 --top-p 0.95 --top-k 50"
+    options = (
+        "--num-requests 1 --warmup 0 --prompt-length 4 --output-length 3 --temperature 0.7 --top-p 0.95 --top-k 50"
+    )
     assert measure(server, tmp_path, *options.split())[0] == 0
     assert {(each.temperature, each.top_p, each.top_k) for each in requests} == {(0.7, 0.95, 50)}
 
