@@ -73,8 +73,10 @@ class Case:
 
 ALL = ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
 # Each form of graphs with one of the models: a second takes long to trace, and has the same parts.
+EVERY_STEP = Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model"))
 CASES = [
-    Case("bundled-model", bundled(), ("prefill 128", "decode 8", "draw 8", *ALL[1:]), dict(graphs="model")),
+    Case("a-prompt-and-a-token", bundled(), ("prefill 128", "decode 1"), dict(graphs="model")),
+    pytest.param(EVERY_STEP, marks=pytest.mark.slow, id=EVERY_STEP.name),
     pytest.param(Case("experts-layer", experts(), ("prefill 512", *ALL)), marks=pytest.mark.slow, id="experts-layer"),
 ]
 
@@ -298,7 +300,7 @@ def test_an_indexed_write_is_torchs(axes):
 class TestReport:
     """`granite4-neuron graphs --backend torch` reports the graphs that run."""
 
-    @pytest.mark.parametrize("run", CASES[:1], indirect=True, scope="module", ids=lambda case: case.name)
+    @pytest.mark.parametrize("run", [EVERY_STEP], indirect=True, scope="module", ids=lambda case: case.name)
     def test_its_graphs_are_those_that_the_runtime_runs(self, run):
         needs_tools()
         for kind, size in (("decode", 8), ("commit", 4)):

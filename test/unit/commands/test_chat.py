@@ -226,8 +226,8 @@ class Terminal:
         self._environment = {**os.environ, "XDG_STATE_HOME": str(folder), "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
 
     def start(self, *command):
-        # A shell stays afterwards, so that the last screen can be seen.
-        line = f"{shlex.join(map(str, command))}; echo status $?; exec sh"
+        # A shell stays afterwards, so that the last screen can be seen. Ctrl-C would end some shells too.
+        line = f"trap : INT; {shlex.join(map(str, command))}; echo status $?; exec sh"
         arguments = ["new-session", "-d", "-x", "100", "-y", "50", line]
         subprocess.run([*self._tmux, *arguments], env=self._environment, check=True)
 
