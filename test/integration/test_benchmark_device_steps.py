@@ -26,12 +26,11 @@ def test_rows(monkeypatch, capsys):
     layers, vocab_size = len(FEW_LAYERS["layer_types"]), small_config().vocab_size
     for size, counted in ((1, rows[:4]), (3, rows[4:8])):
         given, logits = [str(layers + 2), "1", str(32 * size), "1"], f"{4 * size * vocab_size:,}"
-        drawn = [str(layers + 3), "2", f"{size * (32 + 16 + 4 * vocab_size):,}", "1", str(4 * size)]
         assert [counts for _, _, _, *counts in counted] == [
             [*given, logits],
             [*given, str(4 * size)],
             [*given, logits],
-            drawn,
+            [*given, str(4 * size)],  # the CPU draws without a graph of its own
         ]
 
 
