@@ -376,7 +376,8 @@ class TestSampling:
         assert temperature(sampled) == 0.6 and temperature(sampled, temperature=0, top_p=0.5) == 0
 
     def test_the_checkpoint_gives_options_that_the_caller_does_not(self):
-        stored = dict(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, no_repeat_ngram_size=3)
+        stored = dict(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+        stored |= dict(typical_p=0.8, no_repeat_ngram_size=3)  # transformers 4 has defaults for these
         given = dict(top_k=0, repetition_penalty=1.0, presence_penalty=0.5, stop="x", seed=3)
         merged = SamplingParams(**given).with_defaults(GenerationConfig(do_sample=True, **stored))
         assert merged == SamplingParams(**stored | given)
