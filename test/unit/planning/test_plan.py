@@ -393,4 +393,5 @@ def test_graphs_of_a_pytorch_device_are_those_that_a_server_makes(layer_types, l
     runtime = TorchRuntime(model, GenerationConfig(), (16, 64), compiler="eager", graphs="model")
     runtime.warm_up(runtime.allocate(2, length), verified_tokens)
     listed = DeviceGraphOptions((16, 64), verified_tokens).graphs(model.config, 2, length)
-    assert runtime.num_compilations == len(listed) == len(set(listed))
+    assert [graph.kind for graph in listed].count("draw") == 1  # the CPU draws without a graph
+    assert runtime.num_compilations + 1 == len(listed) == len(set(listed))
