@@ -404,10 +404,21 @@ def test_states_with_an_adapter_are_not_written(place, runtime):
 
 def test_writes_do_not_hold_up_requests(place, runtime, monkeypatch):
     """If the writer hangs, snapshots are dropped and requests go on."""
+    folders, goes_on = [], threading.Event()
+
+    def hanging(folder, *_):
+        folders.append(folder)
+        goes_on.wait()
+
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
-    monkeypatch.setattr(PrefixFolder, "_write", lambda *_: time.sleep(60))
+    monkeypatch.setattr(PrefixFolder, "_write", hanging)
     texts, _, _ = process(place, runtime, TOKENS[:100], OTHERS[:100])
     assert is_as_alone(runtime, OTHERS[:100], texts, {})
+    # A thread that outlived this test would write into a folder that is gone, and log that in another test.
+    goes_on.set()
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 60)
+    folders[0].close()
+    assert not folders[0]._thread.is_alive()
 
 
 def test_a_folder_that_others_may_enter(place, runtime, tmp_path):
