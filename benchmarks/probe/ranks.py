@@ -19,7 +19,7 @@ from benchmarks.probe.models import layer_model, steps, texts
 from benchmarks.probe.process import EQUAL, FACT, Finding, Place
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.devices.cpu.runtime import CPURuntime
-from granite4_neuron.devices.torch.ranks import Meeting, check_devices, listen
+from granite4_neuron.devices.torch.ranks import ProcessGroupSpec, check_devices, listen
 from granite4_neuron.devices.torch.split import SplitRuntime
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.model.parallel import Parallel
@@ -94,17 +94,17 @@ def _on_each_rank(place: Place, degree: int, function: Callable[[Place, Parallel
         return
     check_devices(place.device, degree)
     listener, context = listen(), multiprocessing.get_context("spawn")
-    meeting = Meeting.at(listener, degree, place.device)
+    group = ProcessGroupSpec.at(listener, degree, place.device)
     pipes, processes = [], []
     for rank in range(1, degree):
         ours, theirs = context.Pipe()
-        arguments = (theirs, meeting, rank, place.compiler, function)
-        processes.append(context.Process(target=_follow, args=arguments, daemon=True))
+        arguments = (theirs, group, rank, place.compiler, function)
+        processes.append(context.Process(target=_worker_main, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
-    meeting.join(0, listener)
-    yield from _named(0, function(*_place_of(meeting, 0, place.compiler)))
+    group.join(0, listener)
+    yield from _named(0, function(*_place_of(group, 0, place.compiler)))
     for rank, pipe in enumerate(pipes, start=1):
         yield from _named(rank, pipe.recv())
     for process in processes:
@@ -112,22 +112,22 @@ def _on_each_rank(place: Place, degree: int, function: Callable[[Place, Parallel
     torch.distributed.destroy_process_group()
 
 
-def _follow(
+def _worker_main(
     pipe: Connection,
-    meeting: Meeting,
+    group: ProcessGroupSpec,
     rank: int,
     compiler: str | None,
     function: Callable[[Place, Parallel], list[Finding]],
 ) -> None:
-    meeting.join(rank)
-    pipe.send(function(*_place_of(meeting, rank, compiler)))
+    group.join(rank)
+    pipe.send(function(*_place_of(group, rank, compiler)))
     torch.distributed.destroy_process_group()
 
 
-def _place_of(meeting: Meeting, rank: int, compiler: str | None) -> tuple[Place, Parallel]:
+def _place_of(group: ProcessGroupSpec, rank: int, compiler: str | None) -> tuple[Place, Parallel]:
     everyone = torch.distributed.group.WORLD
-    assert everyone is not None  # the ranks have met
-    return Place(meeting.device_of(rank), compiler), Parallel(rank, meeting.degree, everyone.group_name)
+    assert everyone is not None  # the ranks have joined
+    return Place(group.device_of(rank), compiler), Parallel(rank, group.degree, everyone.group_name)
 
 
 def _named(rank: int, findings: list[Finding]) -> Iterator[Finding]:

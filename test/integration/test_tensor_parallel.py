@@ -349,7 +349,7 @@ sys.stdin.read()
 INTERRUPTED_END = """
 from granite4_neuron import load
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.devices.torch.rank_calls import Call, encode
+from granite4_neuron.devices.torch.rank_calls import Call, to_bytes
 
 class Interrupted:
     def join(self, *seconds):
@@ -358,7 +358,7 @@ class Interrupted:
 runtime, _ = load(backend="torch", tp_degree=2)
 state = runtime.allocate(1, 60)
 step = Call("step", [state, [Row(1, 0, [3])]], 9, list(runtime._numbered), False)
-runtime._ranks.send([encode(step, runtime._numbered)])  # waits for rank 0 in its first sum
+runtime._ranks.send([to_bytes(step, runtime._numbered)])  # waits for rank 0 in its first sum
 runtime._ranks._watcher = Interrupted()
 try:
     runtime.close()

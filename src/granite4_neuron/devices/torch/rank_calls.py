@@ -53,7 +53,7 @@ def result_or_refusal(method: Callable[..., Any], arguments: Sequence[Any]) -> A
         return Refusal(str(error))
 
 
-def encode(message: Any, numbered: Mapping[int, Any]) -> bytes:
+def to_bytes(message: Any, numbered: Mapping[int, Any]) -> bytes:
     """Return a call or an answer as bytes.
 
     Args:
@@ -67,8 +67,8 @@ def encode(message: Any, numbered: Mapping[int, Any]) -> bytes:
     return file.getvalue()
 
 
-def decode(message: bytes, numbered: Mapping[int, Any], runtime: Runtime) -> Any:
-    """Return the message of `encode`, with this rank's states and verifications.
+def from_bytes(message: bytes, numbered: Mapping[int, Any], runtime: Runtime) -> Any:
+    """Return the message of `to_bytes`, with this rank's states and verifications.
 
     Args:
         runtime: of this rank, for snapshots.

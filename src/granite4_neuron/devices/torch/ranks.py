@@ -26,7 +26,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.devices.neuron.torchneuron.cores import check_cores, take_core, visible_cores
 from granite4_neuron.devices.torch.devices import find_device
 from granite4_neuron.devices.torch.options import DEVICES
-from granite4_neuron.devices.torch.rank_calls import NUMBERED, Refusal, decode, encode, result_or_refusal
+from granite4_neuron.devices.torch.rank_calls import NUMBERED, Refusal, from_bytes, result_or_refusal, to_bytes
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
@@ -51,8 +51,8 @@ _SECONDS_TO_BE_SEEN = 1  # a call may fail shortly before the end of the process
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where ranks meet, and which devices they have.
+class ProcessGroupSpec:
+    """The process group of a model's ranks: where they connect, and which devices they have.
 
     port: of this machine, where rank 0 listens.
     cores: the Neuron cores that the processes may use; None for all of this machine, or for another device.
@@ -65,7 +65,7 @@ class Meeting:
 
     @classmethod
     def at(cls, listener: socket.socket, degree: int, device: str, **others: Any) -> Self:
-        """Return a meeting at rank 0's listener, with the cores that this process may use. `others`: further fields."""
+        """Return the group at rank 0's listener, with the cores that this process may use. `others`: further fields."""
         cores = visible_cores() if device == "neuron" else None
         return cls(degree, device, listener.getsockname()[1], cores, **others)
 
@@ -108,7 +108,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class ShardSpec(Meeting):
+class ShardSpec(ProcessGroupSpec):
     """The part of a checkpoint that each rank loads, and its runtime's options."""
 
     folder: Path
@@ -141,7 +141,7 @@ class RankProcesses:
                 for rank in range(1, spec.degree):
                     ours, theirs = context.Pipe()
                     process = context.Process(
-                        target=_follow, args=(theirs, spec, rank, threads), name=f"{_NAME}{rank}", daemon=True
+                        target=_worker_main, args=(theirs, spec, rank, threads), name=f"{_NAME}{rank}", daemon=True
                     )
                     _start(process)
                     theirs.close()
@@ -267,7 +267,7 @@ def _end_without(process: BaseProcess) -> NoReturn:
         os._exit(_EXIT_WITHOUT_OTHERS)
 
 
-def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
+def _worker_main(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
     """Run a rank other than 0: load its part, and run the calls that rank 0 sends until it closes the pipe."""
     for number in _SIGNALS_TO_END:  # ignore them: starting multiprocessing's resource tracker would unblock them
         signal.signal(number, signal.SIG_IGN)
@@ -306,7 +306,7 @@ def _stay_away(pipe: Connection, error: UserError) -> None:
 
 def _make_call(pipe: Connection, runtime: TorchRuntime, message: bytes, numbered: dict[int, Any]) -> None:
     """Run a call from rank 0 with this rank's states and verifications; first release those that it has released."""
-    call = decode(message, numbered, runtime)
+    call = from_bytes(message, numbered, runtime)
     for number in numbered.keys() - set(call.alive):
         del numbered[number]
     method = getattr(runtime, call.name)
@@ -319,7 +319,7 @@ def _make_call(pipe: Connection, runtime: TorchRuntime, message: bytes, numbered
 
 def _answer(pipe: Connection, answer: Any) -> None:
     with suppress(BrokenPipeError):  # rank 0 has closed it
-        pipe.send_bytes(encode(answer, {}))
+        pipe.send_bytes(to_bytes(answer, {}))
 
 
 def _next_message(pipe: Connection) -> bytes | None:

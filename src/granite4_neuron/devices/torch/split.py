@@ -23,7 +23,15 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
-from granite4_neuron.devices.torch.rank_calls import NUMBERED, Call, OfRank, Refusal, decode, encode, result_or_refusal
+from granite4_neuron.devices.torch.rank_calls import (
+    NUMBERED,
+    Call,
+    OfRank,
+    Refusal,
+    from_bytes,
+    result_or_refusal,
+    to_bytes,
+)
 from granite4_neuron.devices.torch.ranks import RankProcesses, ShardSpec, check_devices, listen
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
@@ -81,7 +89,7 @@ class SplitRuntime(TorchRuntime):
             spec.join(0, listener)
             model = spec.load(0, progress=progress, remark=remark)
             super().__init__(model, generation_config, device=spec.device_of(0), **options)
-            _check_refusals([decode(answer, {}, self) for answer in self._ranks.answers()])
+            _check_refusals([from_bytes(answer, {}, self) for answer in self._ranks.answers()])
         except BaseException as error:
             self._ranks.end_if_one_has_ended(error)
             self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
@@ -176,12 +184,12 @@ class SplitRuntime(TorchRuntime):
         number, alive = next(self._numbers), dict(self._numbered)
         of_ranks = [_of_rank(arguments, rank) for rank in range(self.model.parallel.degree)]
         calls = [Call(name, each, number, list(alive), answers) for each in of_ranks[1:]]
-        messages = [encode(call, alive) for call in calls]
+        messages = [to_bytes(call, alive) for call in calls]
         try:
             self._ranks.send(messages)
             results = [result_or_refusal(own, of_ranks[0]) if answers else own(*of_ranks[0])]
             if answers:
-                results += [decode(answer, {}, self) for answer in self._ranks.answers()]
+                results += [from_bytes(answer, {}, self) for answer in self._ranks.answers()]
         except BaseException as error:
             self._ranks.end_if_one_has_ended(error)
             self.release_graphs()
