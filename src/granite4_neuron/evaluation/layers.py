@@ -16,7 +16,7 @@ from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.families import model_of
 from granite4_neuron.ops import Operators
-from granite4_neuron.ops.operators import noting
+from granite4_neuron.ops.operators import recording
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 
@@ -126,7 +126,7 @@ def operators_of_layers(runtime: BoundRuntime, kind: str) -> list[str]:
     """
     names: dict[str, None] = {}  # an ordered set
     layer = runtime.config.layer_types.index(kind)
-    part = _with_layers(runtime, slice(layer, layer + 1), noting(runtime.model.operators, names.setdefault))
+    part = _with_layers(runtime, slice(layer, layer + 1), recording(runtime.model.operators, names.setdefault))
     # The prompt has more tokens than kernels for a few tokens take.
     _hidden_states(part, [0] * (_TRIAL_TOKENS + 1), _TRIAL_TOKENS)
     return list(names)

@@ -30,7 +30,7 @@ from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.norm import norm_of
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.stack import LayersAsOne, LayerStack, OneByOne
+from granite4_neuron.model.stack import LayerLoop, LayersAsOne, LayerStack
 from granite4_neuron.model.step import NullSlotStep, Step
 from granite4_neuron.state.hybrid_state import HybridState
 
@@ -53,7 +53,7 @@ class MultiTokenPrediction(LayerStack):
         # Of the layers after the last attention, only the results for a row's last token are needed.
         attention = [number for number, layer in enumerate(self.layers) if layer.has_mixer]
         self._first_after = attention[-1] + 1 if attention else 0
-        self._stack_after: OneByOne | LayersAsOne | None = None
+        self._stack_after: LayerLoop | LayersAsOne | None = None
 
     def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
         """Choose how the layers are computed; return a sentence for each faster form that is not used."""

@@ -31,11 +31,11 @@ class LayerStack(Module):
     config: ModelConfig
     layers: Sequence[DecoderLayer]
     norm: RMSNorm
-    _bound_stack: OneByOne | LayersAsOne | None = None
+    _bound_stack: LayerLoop | LayersAsOne | None = None
 
     @property
-    def stack(self) -> OneByOne | LayersAsOne:
-        return OneByOne(self.layers) if self._bound_stack is None else self._bound_stack
+    def stack(self) -> LayerLoop | LayersAsOne:
+        return LayerLoop(self.layers) if self._bound_stack is None else self._bound_stack
 
     def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
         """Choose how the layers are computed; return a sentence for each faster form that is not used."""
@@ -44,7 +44,7 @@ class LayerStack(Module):
 
     def form_of(
         self, layers: Sequence[DecoderLayer], parallel: Parallel, adapters: Sequence[Adapter]
-    ) -> tuple[OneByOne | LayersAsOne, list[str]]:
+    ) -> tuple[LayerLoop | LayersAsOne, list[str]]:
         """Return how consecutive layers of these are computed, and a sentence for each faster form that is not used."""
         reasons: list[str] = []
         if self.operators.fused_layers is not None:
@@ -55,7 +55,7 @@ class LayerStack(Module):
                 return form(self.operators, layers, self.config, adapters), reasons
             reasons.append(f"the fused decoder layers are not used: {refusal}.")
         forms, more_reasons = forms_of(layers)
-        return OneByOne(forms), reasons + more_reasons
+        return LayerLoop(forms), reasons + more_reasons
 
 
 class LayersAsOne(ABC):
@@ -88,11 +88,11 @@ class LayersAsOne(ABC):
     def __call__(
         self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Compute `OneByOne.__call__`."""
+        """Compute `LayerLoop.__call__`."""
 
     @abstractmethod
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
-        """Compute `OneByOne.advance`."""
+        """Compute `LayerLoop.advance`."""
 
     @abstractmethod
     def why_not_one_call(self, embedding: Weight, head: Weight) -> str | None:
@@ -111,7 +111,7 @@ class LayersAsOne(ABC):
         """Compute `HybridForCausalLM.forward`."""
 
 
-class OneByOne:
+class LayerLoop:
     """The layers of a model, one after another.
 
     Args:

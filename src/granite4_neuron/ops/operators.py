@@ -107,54 +107,54 @@ class Operators:
 TORCH = Operators()
 
 
-def noting(operators: Operators, note: Callable[[str], None]) -> Operators:
-    """Return operators that call `note` with their names, such as "ops.norm.rms_norm", whenever they run; in a graph of
-    torch.compile, when it is traced. For fused layers, the functions that make them call `note`.
+def recording(operators: Operators, record: Callable[[str], None]) -> Operators:
+    """Return operators that call `record` with their names, such as "ops.norm.rms_norm", whenever they run; in a graph
+    of torch.compile, when it is traced. For fused layers, the functions that make them call `record`.
     """
-    noted: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for field in fields(operators):
         operator = getattr(operators, field.name)
         if isinstance(operator, MambaKernels):
-            noted[field.name] = _noting_kernels(operator, note)
+            recorded[field.name] = _recording_kernels(operator, record)
         elif isinstance(operator, FunctionSet):
-            noted[field.name] = _noting_set(operator, note)
+            recorded[field.name] = _recording_set(operator, record)
         elif callable(operator) and not isinstance(operator, type) and field.name not in ("quantize", "pack"):
-            noted[field.name] = _noting(operator, _name(operator), note)
-    return replace(operators, **noted)
+            recorded[field.name] = _recording(operator, _name(operator), record)
+    return replace(operators, **recorded)
 
 
-def _noting_set(functions: FunctionSet, note: Callable[[str], None]) -> FunctionSet:
-    noted = copy.copy(functions)
+def _recording_set(functions: FunctionSet, record: Callable[[str], None]) -> FunctionSet:
+    recorded = copy.copy(functions)
     for name in dir(functions):
         function = getattr(functions, name)
         if callable(function) and not name.startswith("_"):
-            setattr(noted, name, _noting(function, _name(function), note))
-    return noted
+            setattr(recorded, name, _recording(function, _name(function), record))
+    return recorded
 
 
-def _noting_kernels(kernels: MambaKernels, note: Callable[[str], None]) -> MambaKernels:
+def _recording_kernels(kernels: MambaKernels, record: Callable[[str], None]) -> MambaKernels:
     mixer = kernels.fused_mixer
     return replace(
         kernels,
-        scan=_noting(kernels.scan, _name(kernels.scan), note),
-        convolve=_noting(kernels.convolve, _name(kernels.convolve), note),
-        fused_mixer=mixer and replace(mixer, mix=_noting(mixer.mix, _name(mixer.mix), note)),
+        scan=_recording(kernels.scan, _name(kernels.scan), record),
+        convolve=_recording(kernels.convolve, _name(kernels.convolve), record),
+        fused_mixer=mixer and replace(mixer, mix=_recording(mixer.mix, _name(mixer.mix), record)),
     )
 
 
-def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+def _recording(function: Callable[..., Any], name: str, record: Callable[[str], None]) -> Callable[..., Any]:
     name = name.removeprefix("granite4_neuron.")
 
     # torch.compile calls this while it traces a graph, and takes the result as a constant.
     @torch.compiler.assume_constant_result
-    def tell() -> None:
-        note(name)
+    def call_record() -> None:
+        record(name)
 
-    def noted(*arguments: Any, **options: Any) -> Any:
-        tell()
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        call_record()
         return function(*arguments, **options)
 
-    return noted
+    return recorded
 
 
 def _name(function: Callable[..., Any]) -> str:

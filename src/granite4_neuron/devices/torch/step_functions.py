@@ -16,7 +16,7 @@ from granite4_neuron.devices.graphs.runtime import Tensors, unpacked, with_chose
 from granite4_neuron.devices.graphs.topk import TEMPERATURE, likeliest
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.stack import OneByOne, through_layers
+from granite4_neuron.model.stack import LayerLoop, through_layers
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState, NoState
 
@@ -178,7 +178,7 @@ def _groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 
 def _layers(model: HybridForCausalLM) -> Sequence[DecoderLayer]:
     stack = model.model.stack
-    assert isinstance(stack, OneByOne)  # only the operators of a CPU compute all layers in one call
+    assert isinstance(stack, LayerLoop)  # only the operators of a CPU compute all layers in one call
     return stack.layers
 
 

@@ -68,7 +68,7 @@ class BlockAttention {
 
   int64_t heads_, head_dim_, width_, key_steps_;  // width: head_dim in whole tiles
   // Rows are (token, head). Keys and values are tiles: of keys, whose columns are head_dim, and of head_dim, whose
-  // columns are keys. A float is what a tile's row has in a step.
+  // columns are keys. A step of a tile has one float per row.
   std::vector<Input> queries_, weights_, rows_of_keys_, rows_of_values_, rows_of_weights_;
   std::vector<float> keys_, values_, scores_, out_, top_, total_, rescale_;
 

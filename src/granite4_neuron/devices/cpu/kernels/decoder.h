@@ -1,7 +1,7 @@
 // All decoder layers as one call, and a whole step, from tokens to logits, as one call. This saves Python's time between
-// short kernels, and wakes none of torch's threads, which would spin beside those of the kernels.
+// short kernels, and keeps the threads of torch idle, which would otherwise compete with those of the kernels.
 //
-// The definition is in Python: `OneByOne` of model.stack, and `HybridForCausalLM.forward`.
+// The definition is in Python: `LayerLoop` of model.stack, and `HybridForCausalLM.forward`.
 #pragma once
 
 #include <variant>
