@@ -52,13 +52,13 @@ def kv_write(place: Place, form: str) -> Iterator[Finding]:
     positions = torch.tensor([0, 3, 5, 100, 511, 900, 1023], dtype=torch.int32)[:, None]
     decode = (positions, lengths, slots)
     prefill = (torch.arange(200, 328, dtype=torch.int32)[None], *torch.tensor([[100], [3]], dtype=torch.int32))
-    for what, where in (("decode", decode), ("prefill", prefill)):
-        values = torch.randn(*where[0].shape, 4, 128).bfloat16()
+    for what, index in (("decode", decode), ("prefill", prefill)):
+        values = torch.randn(*index[0].shape, 4, 128).bfloat16()
         run, times = compiled(place, _writing(write_cache_as(form))), {}
         for megabytes in MEGABYTES:
             expected = torch.randn(8, 4, megabytes * 128, 128, dtype=torch.bfloat16)
-            cache, *arguments = to_device(place, (expected, values, *where))
-            write_cache(expected, values, *where)
+            cache, *arguments = to_device(place, (expected, values, *index))
+            write_cache(expected, values, *index)
             run(cache, *arguments)
             # The null slot, which takes the writes of idle rows and padding, is not compared.
             yield judge(f"{what}, {megabytes} MB", cache[1:], expected[1:], tolerance=0)
@@ -72,8 +72,8 @@ def kv_write(place: Place, form: str) -> Iterator[Finding]:
 
 
 def _writing(write: Callable[..., None]) -> Callable[..., torch.Tensor]:
-    def step(cache: torch.Tensor, values: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
-        write(cache, values, *where)
+    def step(cache: torch.Tensor, values: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        write(cache, values, *index)
         return values[:1] + 0
 
     return step

@@ -78,11 +78,11 @@ class Attention(Module):
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
 
-        where = (step.positions, step.lengths)
-        self.operators.write_cache(state.key, key, *where, step.slots)
-        self.operators.write_cache(state.value, value, *where, step.slots)
+        index = (step.positions, step.lengths)
+        self.operators.write_cache(state.key, key, *index, step.slots)
+        self.operators.write_cache(state.value, value, *index, step.slots)
         slots = None if step.in_order else step.slots
         output = self.operators.cached_attention(
-            query, state.key, state.value, *where, slots, self.scale, step.kv_length
+            query, state.key, state.value, *index, slots, self.scale, step.kv_length
         )
         return output.flatten(-2)

@@ -286,8 +286,8 @@ def step_of(
     else:
         row_slots = slots
     cache_slots = row_slots.where(lengths > 0, NULL_SLOT)
-    where = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
+    index = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
     if state.has_null_slot:
-        return NullSlotStep(*where, verifies=verifies, adapters=adapters)
+        return NullSlotStep(*index, verifies=verifies, adapters=adapters)
     sequences = None if slots is None else slots - 1
-    return DenseStep(*where, sequences, verifies=verifies, in_order=slots is None)
+    return DenseStep(*index, sequences, verifies=verifies, in_order=slots is None)

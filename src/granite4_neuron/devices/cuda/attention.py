@@ -82,12 +82,12 @@ def _launch_attend_tokens(
     # For each split: the weighted sum of values, the sum of weights, and the score that both are relative to.
     partial = query.new_empty(most_splits, rows, num_heads, head_dim + 2, dtype=torch.float32)
     output = torch.empty_like(query)
-    where = positions.contiguous(), lengths
+    index = positions.contiguous(), lengths
     _attend_to_split_kernel[num_kv_heads, rows, most_splits](
         query,
         key_cache,
         value_cache,
-        *where,
+        *index,
         partial,
         scale,
         max_length,
@@ -103,7 +103,7 @@ def _launch_attend_tokens(
     )
     _combine_splits_kernel[num_heads, rows](
         partial,
-        *where,
+        *index,
         output,
         tokens,
         HEAD_DIM=head_dim,

@@ -64,9 +64,9 @@ class TokenLayer(DecoderLayer):
         mixer = self.mamba_weights().mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias
         states = state.conv_state, state.ssm_state
-        of_heads = mixer.dt_bias, mixer.A_log, mixer.D
+        head_params = mixer.dt_bias, mixer.A_log, mixer.D
         operators.advance_verified(
-            inputs, *convolution, *of_heads, *states, step.starts, step.lengths, *mixer.time_step_limit
+            inputs, *convolution, *head_params, *states, step.starts, step.lengths, *mixer.time_step_limit
         )
 
     @property
@@ -92,8 +92,8 @@ class TokenLayer(DecoderLayer):
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
         weight, num_heads = _dense(weights.in_proj), len(mixer.dt_bias)
         inputs = operators.mixer_inputs(x, weights.norm, weight, *convolution, num_heads=num_heads, eps=weights.eps)
-        of_heads = mixer.dt_bias, mixer.A_log, mixer.D
-        gated = operators.advance_mixer(inputs, *of_heads, state.ssm_state, step.lengths, *mixer.time_step_limit)
+        head_params = mixer.dt_bias, mixer.A_log, mixer.D
+        gated = operators.advance_mixer(inputs, *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit)
         return self._add_mixed(operators, x, gated, weights)
 
     def _verified_mamba(
@@ -108,8 +108,8 @@ class TokenLayer(DecoderLayer):
         projected = projected.view(*step.positions.shape, -1)
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias))
-        of_heads, where = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
-        gated = operators.scan_verified(inputs, *of_heads, state.ssm_state, *where, *mixer.time_step_limit)
+        head_params, index = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
+        gated = operators.scan_verified(inputs, *head_params, state.ssm_state, *index, *mixer.time_step_limit)
         return self._add_mixed(operators, x, gated, weights), projected[..., gated.shape[1] :]
 
     def _add_mixed(

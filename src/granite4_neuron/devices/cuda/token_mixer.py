@@ -307,8 +307,10 @@ def _launch_advance_mixer(
     highest_dt: float,
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
-    of_heads = dt_bias, A_log, D
-    launch_recurrence(inputs, *of_heads, ssm_state, None, lengths, y, limits=(lowest_dt, highest_dt), writes_state=True)
+    head_params = dt_bias, A_log, D
+    launch_recurrence(
+        inputs, *head_params, ssm_state, None, lengths, y, limits=(lowest_dt, highest_dt), writes_state=True
+    )
     return y
 
 

@@ -259,7 +259,7 @@ def _(inputs, dt_bias, A_log, D, ssm_state, *others):
 
 def _scanned(
     inputs: torch.Tensor,
-    of_heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    head_params: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ssm_state: torch.Tensor,
     lengths: torch.Tensor,
     limits: tuple[float, float],
@@ -267,7 +267,7 @@ def _scanned(
     """Advance ssm_state by the real tokens."""
     by_sequence = inputs.view(len(ssm_state), -1, inputs.shape[1])
     outputs = [
-        advance_mixer(by_sequence[:, token], *of_heads, ssm_state, (lengths > token).int(), *limits)
+        advance_mixer(by_sequence[:, token], *head_params, ssm_state, (lengths > token).int(), *limits)
         for token in range(by_sequence.shape[1])
     ]
     return torch.stack(outputs, 1).flatten(0, 1)
@@ -347,9 +347,9 @@ def _launch_advance_verified(
     lowest_dt: float,
     highest_dt: float,
 ) -> None:
-    of_heads, limits = (dt_bias, A_log, D), (lowest_dt, highest_dt)
+    head_params, limits = (dt_bias, A_log, D), (lowest_dt, highest_dt)
     inputs = _launch_convolution(projected, conv_weight, conv_bias, conv_state, starts, lengths, len(dt_bias))
-    launch_recurrence(inputs, *of_heads, ssm_state, starts, lengths, None, limits=limits, writes_state=True)
+    launch_recurrence(inputs, *head_params, ssm_state, starts, lengths, None, limits=limits, writes_state=True)
 
 
 register_launch(advance_verified, _launch_advance_verified)

@@ -111,7 +111,7 @@ class TorchRuntime(GraphRuntime):
         experts_decode: str | None = None,
     ):
         graphs = graphs_of(graphs, device)
-        where, kind = use_device(device), kind_of_device(device)
+        torch_device, kind = use_device(device), kind_of_device(device)
         kv_write = kv_write_of(kv_write, device)
         if kind == "neuron" and decode_kernel == "nki":
             experts_decode = experts_decode or "kernel"
@@ -123,20 +123,20 @@ class TorchRuntime(GraphRuntime):
             operators,
             generation_config,
             prefill_buckets or (*PREFILL_BUCKETS, *DEVICES[kind].long_prompts),
-            where,
+            torch_device,
         )
         if batch_invariant and self.fallbacks:
             raise UserError(f"batch_invariant is not for this model: {self.fallbacks[0]}")
-        if where.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
+        if torch_device.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
         compiler = compiler or DEVICES[kind].compiler
         self._compiler = find_compiler(compiler)
-        name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
+        name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type
         compiler, batch_invariant = getattr(compiler, "__name__", compiler), bool(batch_invariant)
         self.kernels = "torch", name, numbers_of(OPTIONS, locals())
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
-        self._captures = where.type == "cuda"
+        self._captures = torch_device.type == "cuda"
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view

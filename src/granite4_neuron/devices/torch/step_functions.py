@@ -69,10 +69,10 @@ def run_step(
     Returns:
         Logits; with `key.chooses` each row's likeliest token, [rows] in int32; kept inputs as in `run_layers`.
     """
-    hidden_states, where, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
+    hidden_states, index, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
     if key.chooses:
-        return *call(choosing_head, model, GraphKey(0), hidden_states, *where, tensors[0]), kept_inputs
-    return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *where), kept_inputs
+        return *call(choosing_head, model, GraphKey(0), hidden_states, *index, tensors[0]), kept_inputs
+    return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *index), kept_inputs
 
 
 def run_layers(
@@ -100,18 +100,18 @@ def run_layers(
         chosen, *tensors = tensors
         inputs = *inputs, chosen
     hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
-    where = positions, lengths, slots
+    index = positions, lengths, slots
     kept_inputs: list[torch.Tensor] = []
     states = [state for _, state in _with_states(model, tensors)]
     for layers, states_of_layers in zip(
         _groups(_layers(model), layers_per_graph), _groups(states, layers_per_graph), strict=True
     ):
-        arguments = layers, key, hidden_states, where, states_of_layers, rotary
+        arguments = layers, key, hidden_states, index, states_of_layers, rotary
         # A single layer is a graph by itself, one for each kind.
         called = run_group(call, *arguments) if layers_per_graph == 1 else call(run_group, call_inline, *arguments)
         hidden_states, kept = called
         kept_inputs += kept
-    return hidden_states, where, kept_inputs
+    return hidden_states, index, kept_inputs
 
 
 def run_group(
@@ -119,7 +119,7 @@ def run_group(
     layers: Sequence[DecoderLayer],
     key: GraphKey,
     hidden_states: torch.Tensor,
-    where: Tensors,
+    index: Tensors,
     states: Sequence[Tensors],
     rotary: Tensors,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -133,11 +133,11 @@ def run_group(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if layer.is_mamba:
-            hidden_states, *kept = call(mamba_layer, layer, mamba_key, hidden_states, *where, *state)
+            hidden_states, *kept = call(mamba_layer, layer, mamba_key, hidden_states, *index, *state)
             return hidden_states, kept[0] if kept else None
         if not layer.has_mixer:
-            return call(feed_forward_layer, layer, feed_forward_key, hidden_states, *where), None
-        return call(attention_layer, layer, attention_key, hidden_states, *where, *state, *rotary), None
+            return call(feed_forward_layer, layer, feed_forward_key, hidden_states, *index), None
+        return call(attention_layer, layer, attention_key, hidden_states, *index, *state, *rotary), None
 
     return through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)
 
@@ -155,9 +155,9 @@ def run_advance(
     Args:
         inputs: the tensor of `graph_inputs`; then each Mamba layer's kept inputs.
     """
-    where, *kept_inputs = inputs
+    index, *kept_inputs = inputs
     mamba = [(layer, state) for layer, state in _with_states(model, tensors) if layer.is_mamba]
-    arguments = [(layer, key, kept, where, *state) for (layer, state), kept in zip(mamba, kept_inputs, strict=True)]
+    arguments = [(layer, key, kept, index, *state) for (layer, state), kept in zip(mamba, kept_inputs, strict=True)]
     if layers_per_graph == 1:
         return [call(advance_layer, *each) for each in arguments]
     return [call(advance_group, group) for group in _groups(arguments, layers_per_graph)]
@@ -200,8 +200,8 @@ def embed(
         inputs = with_chosen(inputs, chosen)
     input_ids, positions, lengths, slots = unpacked(inputs)
     step = _step(key, positions, lengths, slots)
-    where = positions, lengths + 0, slots + 0  # `+ 0`, because an output must not be a view of an input
-    return model.model.embed(input_ids, step), *where, *(model.model.rotary(step) or ())
+    index = positions, lengths + 0, slots + 0  # `+ 0`, because an output must not be a view of an input
+    return model.model.embed(input_ids, step), *index, *(model.model.rotary(step) or ())
 
 
 def mamba_layer(
@@ -212,8 +212,8 @@ def mamba_layer(
     Args:
         tensors: positions, lengths, slots, conv_state and ssm_state.
     """
-    *where, conv_state, ssm_state = tensors
-    output, inputs = layer(hidden_states, _step(key, *where), MambaState(conv_state, ssm_state), None)
+    *index, conv_state, ssm_state = tensors
+    output, inputs = layer(hidden_states, _step(key, *index), MambaState(conv_state, ssm_state), None)
     return (output, inputs) if key.verifies else (output,)
 
 
@@ -225,16 +225,16 @@ def attention_layer(
     Args:
         tensors: positions, lengths, slots, key and value; and rotary tables, if the model has them.
     """
-    where, cache, rotary = tensors[:3], tensors[3:5], tensors[5:]
-    output, _ = layer(hidden_states, _step(key, *where), KeyValueState(*cache), rotary or None)
+    index, cache, rotary = tensors[:3], tensors[3:5], tensors[5:]
+    output, _ = layer(hidden_states, _step(key, *index), KeyValueState(*cache), rotary or None)
     return output
 
 
 def feed_forward_layer(
-    layer: DecoderLayer, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor
+    layer: DecoderLayer, key: GraphKey, hidden_states: torch.Tensor, *index: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of a layer without a mixer; `where` are positions, lengths and slots."""
-    output, _ = layer(hidden_states, _step(key, *where), NoState(), None)
+    """Return the output of a layer without a mixer; `index` are positions, lengths and slots."""
+    output, _ = layer(hidden_states, _step(key, *index), NoState(), None)
     return output
 
 
@@ -252,15 +252,15 @@ def advance_layer(
         kept_inputs: of this layer.
         inputs: of `graph_inputs`.
     """
-    _, *where = unpacked(inputs)
-    layer.advance(kept_inputs, _step(key, *where), MambaState(conv_state, ssm_state))
-    return where[1] + 0  # a graph for Neuron must have an output
+    _, *index = unpacked(inputs)
+    layer.advance(kept_inputs, _step(key, *index), MambaState(conv_state, ssm_state))
+    return index[1] + 0  # a graph for Neuron must have an output
 
 
-def head(model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
+def head(model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
     """Return the logits."""
     hidden_states = model.model.norm(hidden_states)
-    return model.head(hidden_states if key.all_logits else _step(key, *where).last_tokens(hidden_states))
+    return model.head(hidden_states if key.all_logits else _step(key, *index).last_tokens(hidden_states))
 
 
 def choosing_head(
@@ -271,10 +271,10 @@ def choosing_head(
     Args:
         tensors: positions, lengths, slots, and the chosen tokens [rows].
     """
-    *where, chosen = tensors
-    logits = head(model, key, hidden_states, *where)
+    *index, chosen = tensors
+    logits = head(model, key, hidden_states, *index)
     tokens = likeliest(logits)
-    chosen.copy_(torch.where(where[1] > 0, tokens, chosen))
+    chosen.copy_(torch.where(index[1] > 0, tokens, chosen))
     return logits, tokens
 
 

@@ -120,8 +120,8 @@ class XLARuntime(GraphRuntime):
     ) -> tuple[torch.Tensor, Step]:
         """Return the ids and the step on the device; in order, without slots, the model takes all sequences."""
         ids, positions, lengths, slots = unpacked(inputs.to(self.device))
-        where = positions, lengths, None if in_order else slots
-        return ids, step_of(*where, state, kv_length=kv_length, verifies=verifies)
+        index = positions, lengths, None if in_order else slots
+        return ids, step_of(*index, state, kv_length=kv_length, verifies=verifies)
 
     def _slot(self, slot: int) -> torch.Tensor:
         """Make a slot an input of a graph: as a constant, its number would need a graph for each slot."""

@@ -96,9 +96,9 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
     convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths
     sizes = dict(num_heads=heads, eps=EPS)
     inputs = LAUNCHES[operators.mixer_inputs](x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
-    of_heads = [empty(heads) for _ in range(3)]
+    head_params = [empty(heads) for _ in range(3)]
     y = LAUNCHES[operators.advance_mixer](
-        inputs, *of_heads, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf")
+        inputs, *head_params, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf")
     )
     LAUNCHES[operators.add_product](x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
     LAUNCHES[operators.add_product](x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
@@ -145,12 +145,12 @@ def test_verification(tokens, config, compiled):
     )
     convolution = empty(channels, 4), empty(channels)
     conv_state, ssm_state = empty(batch, channels, 3), float32(batch, heads, head_dim, d_state)
-    of_heads, limits = [empty(heads) for _ in range(3)], (0.0, float("inf"))
+    head_params, limits = [empty(heads) for _ in range(3)], (0.0, float("inf"))
     projected = projected.view(batch, tokens, columns)
     inputs = LAUNCHES[TokenOperators.convolve_verified](projected, *convolution, conv_state, where[0], heads)
-    LAUNCHES[TokenOperators.scan_verified](inputs, *of_heads, ssm_state, *where, *limits)
+    LAUNCHES[TokenOperators.scan_verified](inputs, *head_params, ssm_state, *where, *limits)
     kept = projected[..., inner:]
-    LAUNCHES[TokenOperators.advance_verified](kept, *convolution, *of_heads, conv_state, ssm_state, *where, *limits)
+    LAUNCHES[TokenOperators.advance_verified](kept, *convolution, *head_params, conv_state, ssm_state, *where, *limits)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, tokens, config.num_attention_heads, config.head_dim)
     LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, tokens), where[1], 0.1, 1024)

@@ -212,11 +212,11 @@ def test_verified_mixer(dtype):
     [inputs] = compare(
         TokenOperators.convolve_verified, projected, *convolution, conv_state, starts, num_heads=heads, dtype=dtype
     )
-    of_heads, ssm_state = [random(heads, dtype=dtype) for _ in range(3)], random(batch, heads, head_dim, d_state)
+    head_params, ssm_state = [random(heads, dtype=dtype) for _ in range(3)], random(batch, heads, head_dim, d_state)
     is_real = (torch.arange(tokens) < lengths[:, None]).flatten().int()
-    compare(TokenOperators.scan_verified, inputs, *of_heads, ssm_state, starts, lengths, 0.0, 1.0, real=is_real)
+    compare(TokenOperators.scan_verified, inputs, *head_params, ssm_state, starts, lengths, 0.0, 1.0, real=is_real)
     kept = projected[..., inner:]
-    arguments = kept, *convolution, *of_heads, conv_state, ssm_state, starts, lengths, 0.0, 1.0
+    arguments = kept, *convolution, *head_params, conv_state, ssm_state, starts, lengths, 0.0, 1.0
     compare(TokenOperators.advance_verified, *arguments, dtype=dtype)
 
 
@@ -230,10 +230,10 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
     x, norm = random(batch, tokens, columns), 1 + random(columns, dtype=dtype)
     weight, conv_weight = weights(inner + channels + heads, columns, dtype=dtype), random(channels, taps, dtype=dtype)
     conv_state, ssm_state = random(batch, channels, taps - 1, dtype=dtype), random(batch, heads, head_dim, d_state)
-    of_heads, conv_bias = [random(heads, dtype=dtype) for _ in range(3)], random(channels, dtype=dtype)
-    given = [x, norm, weight, conv_weight, conv_bias, *of_heads, lengths, starts]
-    x, norm, weight, conv_weight, conv_bias, *of_heads, lengths, starts = (each.to(DEVICE) for each in given)
-    of_heads, limits = (*of_heads,), (0.0, math.inf)
+    head_params, conv_bias = [random(heads, dtype=dtype) for _ in range(3)], random(channels, dtype=dtype)
+    given = [x, norm, weight, conv_weight, conv_bias, *head_params, lengths, starts]
+    x, norm, weight, conv_weight, conv_bias, *head_params, lengths, starts = (each.to(DEVICE) for each in given)
+    head_params, limits = (*head_params,), (0.0, math.inf)
 
     decoded, states = [], [conv_state.to(DEVICE).clone(), ssm_state.to(DEVICE).clone()]
     for token in range(tokens):
@@ -241,17 +241,19 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
         token_inputs = launch[TokenOperators.mixer_inputs](
             x[:, token].contiguous(), norm, weight, *convolution, real, num_heads=heads, eps=EPS
         )
-        decoded.append(launch[TokenOperators.advance_mixer](token_inputs, *of_heads, states[1], real, *limits))
+        decoded.append(launch[TokenOperators.advance_mixer](token_inputs, *head_params, states[1], real, *limits))
 
     before = [conv_state.to(DEVICE), ssm_state.to(DEVICE)]
     projected = launch[TokenOperators.project](x.flatten(0, 1), norm, weight, EPS).view(batch, tokens, -1)
     inputs = launch[TokenOperators.convolve_verified](projected, conv_weight, conv_bias, before[0], starts, heads)
-    y = launch[TokenOperators.scan_verified](inputs, *of_heads, before[1], starts, lengths, *limits)
+    y = launch[TokenOperators.scan_verified](inputs, *head_params, before[1], starts, lengths, *limits)
     for row, length in enumerate(lengths.tolist()):
         for token in range(length):
             assert torch.equal(y.view(batch, tokens, -1)[row, token], decoded[token][row])
     kept = projected[..., inner:]
-    launch[TokenOperators.advance_verified](kept, conv_weight, conv_bias, *of_heads, *before, starts, lengths, *limits)
+    launch[TokenOperators.advance_verified](
+        kept, conv_weight, conv_bias, *head_params, *before, starts, lengths, *limits
+    )
     assert all(map(torch.equal, before, states))
 
 

@@ -175,8 +175,8 @@ class _Fresh:
             self.states.append(MambaState(*self(list(vars(value).values()))))
             return self.states[-1]
         if isinstance(value, NeuronStep):
-            where = self(value.positions), self(value.lengths), self(value.slots), value.kv_length
-            return NeuronStep(*where, self(value.sequences), verifies=value.verifies, has_begun=value.has_begun)
+            index = self(value.positions), self(value.lengths), self(value.slots), value.kv_length
+            return NeuronStep(*index, self(value.sequences), verifies=value.verifies, has_begun=value.has_begun)
         return value
 
 
