@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.text import possible_start
-from granite4_neuron.generation.parameter_calls import END_THOUGHT, ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.tool_calls import (
     CLOSE,
     GRANITE_MARKS,
@@ -28,6 +27,7 @@ from granite4_neuron.generation.tool_calls import (
     call_rules,
     without_space,
 )
+from granite4_neuron.generation.xml_tool_calls import END_THOUGHT, XmlToolCallStream, xml_call_rules
 
 BEGIN_THOUGHT = "<think>"
 # At the end of a prompt: enough for a mark and white space behind it, of which each character may be a token.
@@ -163,7 +163,7 @@ GRANITE = _in_json((OPEN, CLOSE, '"arguments":'), GRANITE_MARKS)
 # Some models of this family write the other mark.
 GRANITE_3 = _in_json(("<|start_of_role|>", "<|tool_call|>"), CallMarks("<|tool_call|>", "", True, others=(OPEN,)))
 NEMOTRON = AnswerFormat(
-    (OPEN, "<function=", "<parameter="), CallMarks(), ParameterCallStream, parameter_call_rules, thinks=True
+    (OPEN, "<function=", "<parameter="), CallMarks(), XmlToolCallStream, xml_call_rules, thinks=True
 )
 NEMOTRON_NANO_2 = _in_json(("<TOOLCALL>", "</TOOLCALL>"), CallMarks("<TOOLCALL>", "</TOOLCALL>", True), thinks=True)
 _FORMATS = (NEMOTRON, NEMOTRON_NANO_2, GRANITE_3, GRANITE)

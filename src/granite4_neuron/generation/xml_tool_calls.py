@@ -1,4 +1,4 @@
-"""Calls of tools as Nemotron 3 writes them: a parameter is a text between two lines, and the tool says of which type.
+"""Calls of tools as Nemotron 3 writes them, in XML: a parameter is text between two lines, and the tool says its type.
 
 <tool_call>
 <function=weather>
@@ -49,12 +49,12 @@ _TYPES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type
 _TYPES |= {dict: {"object"}, list: {"array"}, str: {"string"}}
 
 
-class ParameterCallStream(ToolCallStream):
-    """Finds calls in this format, and gives out their arguments in JSON: a text as it comes, anything else whole.
+class XmlToolCallStream(ToolCallStream):
+    """Finds calls in this format, and gives out their arguments in JSON: a string as it comes, anything else whole.
 
     A call begins where its function's name has been read, as in `ToolCallStream`, and several may share an `OPEN`. A
-    value that is not a text by the tool's schema is what it is in JSON, if that is of the right type, and otherwise a
-    text. Of values for one parameter the first counts. `END_THOUGHT` behind a call is not part of the text, because a
+    value that is not a string by the tool's schema is what it is in JSON, if that is of the right type, and otherwise a
+    string. Of values for one parameter the first counts. `END_THOUGHT` behind a call is not part of the text, because a
     thought ends where a call in it begins.
 
     Models also write a call of a known tool without `OPEN`, and one in Granite's format.
@@ -183,9 +183,9 @@ def _end_of_value(others: Collection[str]) -> regex.Pattern[str]:
     )
 
 
-def parameter_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterator[str]:
-    """Return rules as `tool_calls.call_rules`, of this format. Parameters are in the order of the schema. A text may be
-    any, or one of its schema's `enum`; everything else follows its schema.
+def xml_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Iterator[str]:
+    """Return rules as `tool_calls.call_rules`, of this format. Parameters are in the order of the schema. A string
+    may be any, or one of its schema's `enum`; everything else follows its schema.
 
     Raises:
         UserError: as `schema_text`; also if a name cannot be written in this format.

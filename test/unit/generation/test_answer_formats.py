@@ -20,7 +20,6 @@ from granite4_neuron.generation.answer_formats import (
     shows_unknown_calls,
 )
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
-from granite4_neuron.generation.parameter_calls import ParameterCallStream, parameter_call_rules
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import (
     CLOSE,
@@ -32,6 +31,7 @@ from granite4_neuron.generation.tool_calls import (
     calls_grammar,
     pieces_of,
 )
+from granite4_neuron.generation.xml_tool_calls import XmlToolCallStream, xml_call_rules
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.tool_template import (
     GRANITE_3_TEMPLATE,
@@ -411,7 +411,7 @@ def test_grammars(tmp_path, options, allowed, special, thought):
         TOOLS,
         **options,
         special=tokenizer.all_special_tokens,
-        rules=parameter_call_rules,
+        rules=xml_call_rules,
         ends_thought="</think>" if thought else None,
     )
     with closing(Grammars(tokenizer, 267)) as grammars:
@@ -480,7 +480,7 @@ def test_open_objects_have_any_parameters(tmp_path):
     save_byte_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tool = Tool("f", {"type": "object", "additionalProperties": True})
-    grammar = calls_grammar([tool], required=True, several=False, rules=parameter_call_rules)
+    grammar = calls_grammar([tool], required=True, several=False, rules=xml_call_rules)
     with closing(Grammars(tokenizer, 264)) as grammars:
         constraint = grammars.constraint("lark", grammar)
     tokens = [*tokenizer.encode(with_parameters("f", a="1", b="x\ny")), tokenizer.eos_token_id]
@@ -490,7 +490,7 @@ def test_open_objects_have_any_parameters(tmp_path):
 def test_names_that_cannot_be_written_are_refused():
     tool = Tool("f", {"properties": {"a>b": {}}})
     with pytest.raises(UserError, match='f has a parameter "a>b", which this model\'s calls cannot have'):
-        list(parameter_call_rules(0, tool, True))
+        list(xml_call_rules(0, tool, True))
 
 
 @pytest.mark.parametrize("name", ["city", "days", "other"])
@@ -506,7 +506,7 @@ def test_of_two_values_for_one_parameter_the_first_counts(name):
 
 
 def test_strings_are_streamed_as_they_are_generated():
-    calls = ParameterCallStream(TOOLS)
+    calls = XmlToolCallStream(TOOLS)
     calls.add(f"{OPEN}\n<function=weather>\n<parameter=city>\n")
     assert calls.add("Ro") == [Arguments("Ro")] and calls.add('"me') == [Arguments('\\"me')]
 

@@ -25,7 +25,7 @@ def tag(kind: str) -> Tag:
 
 
 def tag_of(value: Any) -> str:
-    """Return the tag of an object that `only` has let pass."""
+    """Return the tag of an object that `one_of_types` has let pass."""
     return _MARK + str(value["type"])
 
 
@@ -34,7 +34,9 @@ def is_tag(part: str | int) -> bool:
     return isinstance(part, str) and part.startswith(_MARK)
 
 
-def only(what: str, kinds: Collection[str], default: str | None = None, why: Mapping[str, str] = {}) -> BeforeValidator:
+def one_of_types(
+    what: str, kinds: Collection[str], default: str | None = None, why: Mapping[str, str] = {}
+) -> BeforeValidator:
     """Return the validator of an object that must have one of these types.
 
     Args:

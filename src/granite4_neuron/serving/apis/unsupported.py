@@ -13,7 +13,7 @@ from typing import Any
 Check = Callable[[Any], str | None]
 
 
-def only(*allowed: Any) -> Check:
+def accepts(*allowed: Any) -> Check:
     """Return the check of a field that may have these values."""
 
     def check(value: Any) -> str | None:
@@ -33,32 +33,32 @@ _LEAVE = "leave it out"
 _STRUCTURED = "give structured_outputs"
 
 OF_SAMPLING: Mapping[str, Check] = {
-    "use_beam_search": only(False),
-    "include_stop_str_in_output": only(False),
-    "skip_special_tokens": only(True),
-    "return_tokens_as_token_ids": only(False),
-    "truncation_side": only("left"),
+    "use_beam_search": accepts(False),
+    "include_stop_str_in_output": accepts(False),
+    "skip_special_tokens": accepts(True),
+    "return_tokens_as_token_ids": accepts(False),
+    "truncation_side": accepts("left"),
     # vLLM's older names.
     "guided_json": instead(_STRUCTURED),
     "guided_regex": instead(_STRUCTURED),
     "guided_choice": instead(_STRUCTURED),
     "guided_grammar": instead(_STRUCTURED),
     # Samplers of llama-server, switched off.
-    "top_n_sigma": only(-1, 0),
-    "dynatemp_range": only(0),
-    "xtc_probability": only(0),
-    "dry_multiplier": only(0),
-    "mirostat": only(0),
-    "repeat_penalty": only(1),
+    "top_n_sigma": accepts(-1, 0),
+    "dynatemp_range": accepts(0),
+    "xtc_probability": accepts(0),
+    "dry_multiplier": accepts(0),
+    "mirostat": accepts(0),
+    "repeat_penalty": accepts(1),
 }
 OF_COMPLETIONS: Mapping[str, Check] = {**OF_SAMPLING, "suffix": instead(_LEAVE)}
 OF_CHATS: Mapping[str, Check] = {
     **OF_SAMPLING,
     "functions": instead("give tools"),
     "function_call": instead("give tool_choice"),
-    "modalities": only(["text"]),
-    "echo": only(False),
-    "add_special_tokens": only(False),
+    "modalities": accepts(["text"]),
+    "echo": accepts(False),
+    "add_special_tokens": accepts(False),
     "chat_template": instead(_LEAVE),
 }
 OF_CHAT_MESSAGES: Mapping[str, Check] = {
@@ -68,16 +68,16 @@ OF_CHAT_MESSAGES: Mapping[str, Check] = {
 }
 OF_RESPONSES: Mapping[str, Check] = {
     **OF_SAMPLING,
-    "background": only(False),
+    "background": accepts(False),
     "prompt": instead("give input"),
     "max_tokens": instead("give max_output_tokens"),
     "response_format": instead("give text.format"),
-    "n": only(1),
+    "n": accepts(1),
 }
 OF_MESSAGES: Mapping[str, Check] = {
     **OF_SAMPLING,
     "stop": instead("give stop_sequences"),
     "output_format": instead("give output_config.format"),
     "response_format": instead("give output_config.format"),
-    "n": only(1),
+    "n": accepts(1),
 }

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from granite4_neuron.checkpoint.adapters import read_adapter
 from granite4_neuron.serving.apis.chat.protocol import ModelBody, parse
-from granite4_neuron.serving.apis.unsupported import only
+from granite4_neuron.serving.apis.unsupported import accepts
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.http.service import Service
 
@@ -26,7 +26,7 @@ class LoadBody(ModelBody):
     lora_path: a folder of this machine, as PEFT writes it.
     """
 
-    unsupported = MappingProxyType({"load_inplace": only(False), "is_3d_lora_weight": only(False)})
+    unsupported = MappingProxyType({"load_inplace": accepts(False), "is_3d_lora_weight": accepts(False)})
     lora_name: _Name
     lora_path: Annotated[str, Field(min_length=1)]
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, F
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, ModelBody, SamplingBody, StopStrings, refusing, role
 from granite4_neuron.serving.apis.history import History
-from granite4_neuron.serving.apis.kinds import leaving_out, only, tag, tag_of, text_of_parts
+from granite4_neuron.serving.apis.kinds import leaving_out, one_of_types, tag, tag_of, text_of_parts
 from granite4_neuron.serving.apis.strict import Conflict, Strict
 from granite4_neuron.serving.apis.tools import Function, Name, Tool, ToolChoice, arguments_of
 from granite4_neuron.serving.apis.unsupported import OF_MESSAGES
@@ -61,7 +61,7 @@ Block = Annotated[
     | Annotated[ThinkingBlock, tag("thinking")]
     | Annotated[ThinkingBlock, tag("redacted_thinking")],
     Discriminator(tag_of),
-    only("block", _BLOCKS),
+    one_of_types("block", _BLOCKS),
 ]
 
 

@@ -20,7 +20,7 @@ from granite4_neuron.serving.apis.chat.protocol import (
     role,
 )
 from granite4_neuron.serving.apis.history import History
-from granite4_neuron.serving.apis.kinds import leaving_out, only, tag, tag_of, text_of_parts
+from granite4_neuron.serving.apis.kinds import leaving_out, one_of_types, tag, tag_of, text_of_parts
 from granite4_neuron.serving.apis.strict import Strict, without_nulls
 from granite4_neuron.serving.apis.tools import Function, FunctionCall, Tool, ToolChoice
 from granite4_neuron.serving.apis.unsupported import OF_RESPONSES
@@ -87,7 +87,7 @@ Item = Annotated[
     | Annotated[OutputItem, tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, tag("reasoning")],
     Discriminator(tag_of),
-    only("item", _ITEMS, default="message", why={"item_reference": _REFERENCE}),
+    one_of_types("item", _ITEMS, default="message", why={"item_reference": _REFERENCE}),
 ]
 
 
