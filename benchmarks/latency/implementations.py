@@ -24,9 +24,9 @@ from granite4_neuron import UserError, stream_generate
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.commands.engine_options import drafts_with_mtp
 from granite4_neuron.commands.options import backend_options, dtype_of, kernels_of
 from granite4_neuron.commands.output import peak_memory_bytes
-from granite4_neuron.commands.reuse import drafts_with_mtp
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.devices.backends import BACKENDS
 from granite4_neuron.devices.cpu import operators as cpu

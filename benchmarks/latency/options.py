@@ -13,6 +13,7 @@ from benchmarks.other_engines import openvino
 from benchmarks.other_engines.llama_cpp import BENCH, GGUF_TYPES
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.commands.engine_options import add_speculation, speculation
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_backend,
@@ -21,7 +22,6 @@ from granite4_neuron.commands.options import (
     kernels_of,
 )
 from granite4_neuron.commands.plot import add_plot, check_plot
-from granite4_neuron.commands.reuse import add_speculation, speculation
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.backends import check_backend
 from granite4_neuron.devices.neuron import sdk

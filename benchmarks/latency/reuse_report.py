@@ -18,7 +18,7 @@ from benchmarks.latency.implementations import cpu_runtime
 from benchmarks.latency.report import machine_facts, source
 from benchmarks.latency.reuse import measure_kept_prompt, measure_speculation, recitation
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.commands.reuse import DRAFT_TOKENS, MTP, speculation
+from granite4_neuron.commands.engine_options import DRAFT_TOKENS, MTP, speculation
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import DraftModel, MTPDrafter
 from granite4_neuron.engine.drafting.drafters import Drafter, NgramDrafter

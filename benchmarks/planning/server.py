@@ -27,10 +27,10 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.planning.command import Figures, add_rows
+from granite4_neuron.commands.engine_options import num_bytes
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.commands.plan_traffic import measured_runtime
-from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.commands.serve import MAX_GAP, PREFIX_CACHE
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.planning.simulation.lengths import Lengths

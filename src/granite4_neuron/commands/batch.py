@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.conversations import add_chat, chat_template_kwargs, check_chat
+from granite4_neuron.commands.engine_options import add_speculation, drafts_with_mtp, new_engine
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.options import (
     add_model,
@@ -25,7 +26,6 @@ from granite4_neuron.commands.options import (
     sampling_options,
 )
 from granite4_neuron.commands.output import ProgressBar, write
-from granite4_neuron.commands.reuse import add_speculation, drafts_with_mtp, new_engine
 from granite4_neuron.commands.serve import (
     MODEL_LEN,
     PREFIX_CACHE,

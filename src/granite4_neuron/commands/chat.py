@@ -12,6 +12,7 @@ from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
 from granite4_neuron.commands.chat_session import COMMANDS, Session
 from granite4_neuron.commands.conversations import add_chat_template_kwargs, chat_template_kwargs
+from granite4_neuron.commands.engine_options import add_speculation, drafts_with_mtp, new_engine, num_bytes
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
@@ -25,7 +26,6 @@ from granite4_neuron.commands.options import (
     read_text,
     sampling_options,
 )
-from granite4_neuron.commands.reuse import add_speculation, drafts_with_mtp, new_engine, num_bytes
 from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.errors import UserError
 

@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.conversations import add_chat, chat_template_kwargs, check_chat
+from granite4_neuron.commands.engine_options import (
+    add_prefix_cache,
+    add_speculation,
+    check_prompt_cache,
+    drafter,
+    drafts_with_mtp,
+    prefix_cache,
+    save_prompt,
+)
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
@@ -22,15 +31,6 @@ from granite4_neuron.commands.options import (
     sampling_options,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
-from granite4_neuron.commands.reuse import (
-    add_prefix_cache,
-    add_speculation,
-    check_prompt_cache,
-    drafter,
-    drafts_with_mtp,
-    prefix_cache,
-    save_prompt,
-)
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

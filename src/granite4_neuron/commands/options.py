@@ -244,7 +244,7 @@ def load_runtime(
     Args:
         checkpoint: from `model_checkpoint` or `open_checkpoint`.
         adapters: folders by name, from `commands.adapters`.
-        mtp: whether to load the layers for multi-token prediction too; from `reuse.drafts_with_mtp`.
+        mtp: whether to load the layers for multi-token prediction too; from `engine_options.drafts_with_mtp`.
 
     Raises:
         UserError: as `load`.

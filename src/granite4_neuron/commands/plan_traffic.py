@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from granite4_neuron.commands.engine_options import num_bytes
 from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in
 from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
-from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.commands.serve import MAX_GAP, MAX_NUM_SEQS, MODEL_LEN, PREFIX_CACHE
 from granite4_neuron.devices.neuron.sdk import INSTANCES
 from granite4_neuron.errors import UserError

@@ -14,6 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
+from granite4_neuron.commands.engine_options import (
+    add_prefix_folder,
+    add_speculation,
+    drafts_with_mtp,
+    new_engine,
+    num_bytes,
+    prefix_cache_of,
+    prefix_folder,
+)
 from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.options import (
     add_model_alone,
@@ -25,15 +34,6 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import write
-from granite4_neuron.commands.reuse import (
-    add_prefix_folder,
-    add_speculation,
-    drafts_with_mtp,
-    new_engine,
-    num_bytes,
-    prefix_cache_of,
-    prefix_folder,
-)
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from granite4_neuron import load
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
-from granite4_neuron.commands.reuse import num_bytes
+from granite4_neuron.commands.engine_options import num_bytes
 from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.loop import shared_lengths

@@ -1,4 +1,4 @@
-"""Options for prefix caching and speculation, and the objects that are made from them."""
+"""Options of the engine, for prefix caching and speculation, and the objects that are made from them."""
 
 from __future__ import annotations
 
