@@ -41,7 +41,7 @@ from granite4_neuron.devices.cuda.cuda_graph import CudaGraph
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Sampler, SamplingParams
-from granite4_neuron.runtime.interface import CHOSEN, Decoded, Row
+from granite4_neuron.runtime.interface import FROM_DEVICE, Decoded, Row
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
 _READ_BYTES, _READS = 2**31, 10
@@ -174,7 +174,7 @@ def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samp
 
     def step() -> None:
         nonlocal launched, position
-        following = decode(position, [CHOSEN] * batch_size)
+        following = decode(position, [FROM_DEVICE] * batch_size)
         launched.tokens()
         launched, position = following, position + 1
 

@@ -11,7 +11,7 @@ import torch
 
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.topk import drawn, draws_of, likeliest
-from granite4_neuron.runtime.interface import CHOSEN, UNDECIDED, Ability, Decoded, Row
+from granite4_neuron.runtime.interface import FROM_DEVICE, UNDECIDED, Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
 
 _LEFT_TO_HOST = 7  # one in this many draws
@@ -78,7 +78,7 @@ class DecodingRuntime(CPURuntime):
 
     def _known(self, row: Row) -> Row | None:
         """Return a row with its token, or None if the token stops it."""
-        if row.tokens[0] != CHOSEN:
+        if row.tokens[0] != FROM_DEVICE:
             return row
         token = self._chosen[row.slot]
         if token < 0 or token in row.stops:

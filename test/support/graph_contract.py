@@ -22,7 +22,7 @@ from granite4_neuron.devices.graphs.runtime import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.runtime.interface import CHOSEN, Row
+from granite4_neuron.runtime.interface import FROM_DEVICE, Row
 from granite4_neuron.runtime.prompt_cuts import Pieces
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, DENSE, NEMOTRON_CASES, small_config
@@ -231,7 +231,8 @@ class DecodeContract:
         stops: tuple[int, ...] = ()
         for number in range(5):
             host = [Row(slot, lengths[slot], [tokens[slot]]) for slot in lengths]
-            rows = host if number in (0, 3) else [replace(row, tokens=[CHOSEN], stops=(150, *stops)) for row in host]
+            ahead = [replace(row, tokens=[FROM_DEVICE], stops=(150, *stops)) for row in host]
+            rows = host if number in (0, 3) else ahead
             decoded = ours.decode(states[1], rows)
             expected = cpu.step(states[0], host)
             assert (decoded.logits(range(3)) - expected).abs().max() <= backend.tolerance
@@ -245,7 +246,7 @@ class DecodeContract:
         decoded = ours.decode(
             states[1],
             [
-                replace(row, tokens=[CHOSEN], stops=(tokens[3],))
+                replace(row, tokens=[FROM_DEVICE], stops=(tokens[3],))
                 for row in (Row(slot, lengths[slot], [0]) for slot in lengths)
             ],
         )
@@ -261,7 +262,7 @@ class DecodeContract:
         backend.sync()
         host = [Row(slot, length, [3]) for slot, length in lengths.items()]
         assert [token < 0 for token in ours.decode(states[1], host).tokens()] == [False, False, True]
-        following = ours.decode(states[1], [Row(row.slot, row.start + 1, [CHOSEN]) for row in host])
+        following = ours.decode(states[1], [Row(row.slot, row.start + 1, [FROM_DEVICE]) for row in host])
         assert all(token >= 0 for token in following.tokens()[:2]) and following.logits([0, 1]).isfinite().all()
 
     def test_drawn_tokens(self, backend, monkeypatch):
@@ -279,7 +280,7 @@ class DecodeContract:
             for slot, length in lengths.items():
                 draw = samplers[slot].draw(length + 1) if slot in samplers else None
                 is_known = number in (0, 4)
-                rows.append(Row(slot, length, [tokens[slot] if is_known else CHOSEN], draw=draw))
+                rows.append(Row(slot, length, [tokens[slot] if is_known else FROM_DEVICE], draw=draw))
             decoded = ours.decode(state, rows)
             found, logits = decoded.tokens(), decoded.logits(range(4))
             for row, token, row_logits in zip(rows, found, logits, strict=True):

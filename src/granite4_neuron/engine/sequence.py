@@ -19,7 +19,7 @@ from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import sampling
 from granite4_neuron.ops.sampling import Chosen, Logprobs
-from granite4_neuron.runtime.interface import CHOSEN, MOST_STOPS, Decoded, Row
+from granite4_neuron.runtime.interface import FROM_DEVICE, MOST_STOPS, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE, PromptCuts
 
 
@@ -167,7 +167,7 @@ class RunningSequence:
         """Return the row that runs the token that the device chooses in `next_row` without drafts."""
         length = len(self.tokens)
         stops = tuple(self.request.stop_token_ids or ())[:MOST_STOPS]
-        return Row(self.slot, length, [CHOSEN], self.adapter.at(length), stops)
+        return Row(self.slot, length, [FROM_DEVICE], self.adapter.at(length), stops)
 
     @property
     def has_ended(self) -> bool:

@@ -27,7 +27,7 @@ from granite4_neuron.state.snapshot import Layout, Snapshot
 Ability = Literal["all_logits", "verify", "hidden_states", "copy", "snapshot", "decode", "adapters"]
 State = TypeVar("State", bound=HybridState | None)
 UNDECIDED = -2  # in place of a token, see `Decoded`
-CHOSEN = -1  # in `Row.tokens`, see `Runtime.decode`
+FROM_DEVICE = -1  # in `Row.tokens`, see `Runtime.decode`
 MOST_STOPS = 4  # of a row
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of `step_inputs`
 
@@ -236,9 +236,9 @@ class Runtime(Protocol[State]):
         """Like `step`, for rows of one token whose sequences have begun, but leave the results on the device. The call
         may return before the device has finished.
 
-        A row's token may be `CHOSEN`: the sequence's token in `Decoded.tokens` of the previous call, which must have
-        been `decode` with a row for this sequence. So a step can begin before the host knows its tokens. If that token
-        is one of the row's stops, -1 or `UNDECIDED`, nothing is added to the sequence, and the row's results are
+        A row's token may be `FROM_DEVICE`: the sequence's token in `Decoded.tokens` of the previous call, which must
+        have been `decode` with a row for this sequence. So a step can begin before the host knows its tokens. If that
+        token is one of the row's stops, -1 or `UNDECIDED`, nothing is added to the sequence, and the row's results are
         unspecified.
         """
 

@@ -22,7 +22,7 @@ from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
-    CHOSEN,
+    FROM_DEVICE,
     MOST_STOPS,
     Row,
     StepInputs,
@@ -42,7 +42,7 @@ SHORTEST_CACHE = 1024
 # token and its stops.
 START, LENGTH, SLOT, TOKENS = range(4)
 
-_NO_STOPS = [CHOSEN] * MOST_STOPS
+_NO_STOPS = [FROM_DEVICE] * MOST_STOPS
 
 Tensors = Sequence[torch.Tensor]
 
