@@ -231,7 +231,7 @@ class MPSRuntime(BoundModel):
     state_dtype = torch.float32
     tokens_per_step, rows_per_step, tokens_per_verification = 256, 4, 1
     prompt_cuts = Anywhere(is_exact=False)
-    kernels = "mps", str(DEVICE)
+    numerics = "mps", str(DEVICE)
 
     def __init__(self, model, generation_config):
         self.model = model.bind(TORCH, device=DEVICE)

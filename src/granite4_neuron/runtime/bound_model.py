@@ -31,7 +31,7 @@ class BoundModel:
     """The part of `Runtime` that follows from a model bound to its operators.
 
     weights_digest: returns `digest_of_weights` of all weights that it computes with.
-    kernels: facts for `facts_digest` that distinguish its kernels from others, besides the model and the versions.
+    numerics: facts for `facts_digest` that distinguish its numbers from others, besides the model and the versions.
     """
 
     cannot: Mapping[Ability, str] = {
@@ -46,7 +46,7 @@ class BoundModel:
     model: HybridForCausalLM
     state_dtype: torch.dtype
     weights_digest: Callable[[], str]
-    kernels: Sequence[object]
+    numerics: Sequence[object]
 
     @property
     def config(self) -> ModelConfig:
@@ -88,7 +88,7 @@ class BoundModel:
         """Implement `Runtime.fingerprint`."""
         state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
         machine = instruction_sets(), torch.__version__, _version()
-        facts = self.kernels, self.prompt_cuts, self.model.kernel_layout, state_dtype, machine
+        facts = self.numerics, self.prompt_cuts, self.model.kernel_layout, state_dtype, machine
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
     def with_model(self, model: HybridForCausalLM) -> Self:

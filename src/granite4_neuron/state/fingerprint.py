@@ -17,20 +17,20 @@ _DIGITS = 32  # hex digits of each of the two digests
 
 
 class Fingerprint:
-    """Tells states from those of other weights, and from those that other kernels have computed.
+    """Tells states from those of other weights, and from those that were computed by other kernels or options.
 
-    Its text has 64 hex digits and is the same in every process with the same weights and kernels. Making it reads all
-    weights, so it is made only for a comparison with another one: states that stay in memory need none.
+    Its text has 64 hex digits and is the same in every process with the same weights and numerics. Making it reads
+    all weights, so it is made only for a comparison with another one: states that stay in memory need none.
 
     Args:
         weights: makes the digest of the weights, 32 hex digits, when it is first needed.
-        kernels: `facts_digest` of everything else that decides the last bit of a state.
+        numerics: `facts_digest` of everything else that decides the last bit of a state.
     """
 
-    def __init__(self, weights: Callable[[], str], kernels: str):
+    def __init__(self, weights: Callable[[], str], numerics: str):
         self._make: Callable[[], str] | None = weights
         self._weights = ""
-        self._kernels = kernels
+        self._numerics = numerics
         self._lock = threading.Lock()
 
     @classmethod
@@ -44,14 +44,14 @@ class Fingerprint:
         with self._lock:
             if self._make is not None:
                 self._weights, self._make = self._make(), None  # which holds all weights
-        return self._weights + self._kernels
+        return self._weights + self._numerics
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Return what differs: "kernels", which may lay out the same weights differently, or only "weights"; None if
-        nothing does.
+        """Return what differs: "numerics" (kernels, versions or options, which may lay out the same weights differently),
+        or only "weights"; None if nothing does.
         """
-        if self._kernels != other._kernels:
-            return "kernels"
+        if self._numerics != other._numerics:
+            return "numerics"
         return None if self is other or str(self) == str(other) else "weights"
 
 

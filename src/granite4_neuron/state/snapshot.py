@@ -334,7 +334,7 @@ def _check_fingerprint(what: str, its_own: Fingerprint, fingerprint: Fingerprint
         raise UserError(
             f"{what} was made with another checkpoint, or with other weights or adapters of it; make it again."
         )
-    if difference == "kernels":
+    if difference == "numerics":
         raise UserError(f"{what} was made with other kernels, or another version of this package; make it again.")
 
 

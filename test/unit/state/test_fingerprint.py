@@ -232,7 +232,7 @@ class TestKernels:
         ways.append(dict(kernels="torch", prefill_scan="quadratic"))
         fingerprints = [fingerprint_of(**way) for way in ways]
         assert len(set(map(str, fingerprints))) == len(ways)
-        assert {one.difference(fingerprints[0]) for one in fingerprints[1:]} == {"kernels"}
+        assert {one.difference(fingerprints[0]) for one in fingerprints[1:]} == {"numerics"}
 
     def test_a_state_dtype_without_a_state(self):
         only_attention = dict(layer_types=("attention",) * 2, **DENSE)
@@ -243,13 +243,13 @@ class TestKernels:
     def test_another_version(self, monkeypatch, what):
         before = fingerprint_of("torch")
         monkeypatch.setattr(bound_model, what, lambda: "another")
-        assert fingerprint_of("torch").difference(before) == "kernels"
+        assert fingerprint_of("torch").difference(before) == "numerics"
 
     @needs_compiler
     def test_another_library(self, monkeypatch):
         before = fingerprint_of()
         monkeypatch.setattr(cpu_runtime, "library_key", lambda: "another")
-        assert fingerprint_of().difference(before) == "kernels"
+        assert fingerprint_of().difference(before) == "numerics"
 
     def test_another_config(self):
         other = fingerprint_of("torch", dict(LAYERS, attention_multiplier=0.08))

@@ -109,7 +109,7 @@ class CPURuntime(BoundModel):
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
         if kernels == "torch":
             self.sampling = sampling
-        self.kernels = "cpu", None if operators.pack is None else library_key(), chunk, chosen
+        self.numerics = "cpu", None if operators.pack is None else library_key(), chunk, chosen
 
     @property
     def packs_rows(self) -> bool:

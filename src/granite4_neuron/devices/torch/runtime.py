@@ -133,7 +133,7 @@ class TorchRuntime(GraphRuntime):
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type
         compiler, batch_invariant = getattr(compiler, "__name__", compiler), bool(batch_invariant)
-        self.kernels = "torch", name, numbers_of(OPTIONS, locals())
+        self.numerics = "torch", name, numbers_of(OPTIONS, locals())
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = torch_device.type == "cuda"

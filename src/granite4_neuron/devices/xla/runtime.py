@@ -61,7 +61,7 @@ class XLARuntime(GraphRuntime):
         degree = model.parallel.degree
         operators = select_operators(XLA, model.config, degree, prefill_scan, decode_kernel, experts_decode)
         super().__init__(model, operators, generation_config, prefill_buckets or PREFILL_BUCKETS, device)
-        self.kernels = "xla", torch_xla.runtime.device_type(), numbers_of(COMPILED, locals())
+        self.numerics = "xla", torch_xla.runtime.device_type(), numbers_of(COMPILED, locals())
         torch_xla.sync()
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:
