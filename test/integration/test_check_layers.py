@@ -134,7 +134,7 @@ class TestCommand:
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_fallbacks_have_their_reasons(self, check, texting_folder):
         status, output, _ = check(texting_folder, "--prefill-scan", "quadratic")
-        assert status == 0 and "ops.mamba_kernels.quadratic_scan" in output
+        assert status == 0 and "ops.mamba_operators.quadratic_scan" in output
         assert "devices.cpu.functions.linear" in output
         assert "the fused decoder layers are not used: they have their own scan" in output
 
@@ -181,7 +181,7 @@ class TestOperatorsThatRan:
         mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
         shared = {"norm.rms_norm", "norm.residual_add", "quantization.linear", "moe.mlp", "moe.router_logits"}
         shared |= {"moe.topk_softmax", "moe.fused_experts"}
-        scans = {f"mamba_kernels.{name}" for name in ("chunked_scan", "single_token_scan")}
+        scans = {f"mamba_operators.{name}" for name in ("chunked_scan", "single_token_scan")}
         assert set(mamba) == {f"ops.{name}" for name in shared | scans | {"causal_conv1d.causal_conv1d"}} | {
             "ops.norm.rms_norm_gated"
         }

@@ -15,7 +15,7 @@ from granite4_neuron.devices.neuron.expert_slots import num_slots
 from granite4_neuron.devices.neuron.forms import FusedMixerMamba2
 from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE, require_nki
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
+from granite4_neuron.ops.mamba_operators import MambaOperators, with_layout
 from granite4_neuron.ops.operators import Operators
 
 
@@ -55,7 +55,7 @@ def select_operators(
         check_choice("experts_decode", experts_decode, EXPERTS_DECODE)
         operators = _with_experts(operators, config, tp_degree, experts_decode)
     if (prefill_scan, decode_kernel) != (PREFILL_SCANS[0], DECODE_KERNELS[0]):
-        operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)
+        operators = _with_mamba_operators(operators, config, tp_degree, prefill_scan, decode_kernel)
     return operators
 
 
@@ -101,7 +101,7 @@ def uses_nki(prefill_scan: str, decode_kernel: str) -> bool:
     return prefill_scan in NKI_PREFILL_SCANS or decode_kernel == "nki"
 
 
-def _with_mamba_kernels(
+def _with_mamba_operators(
     base: Operators, config: ModelConfig, tp_degree: int, prefill_scan: str, decode_kernel: str
 ) -> Operators:
     operators = base
@@ -123,7 +123,7 @@ def _with_mamba_kernels(
     return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))
 
 
-def _nki_prefill(config: ModelConfig, tp_degree: int, prefill_scan: str) -> MambaKernels:
+def _nki_prefill(config: ModelConfig, tp_degree: int, prefill_scan: str) -> MambaOperators:
     # Not at the top: the package works without nki.
     from granite4_neuron.devices.neuron.nki.limits import check_convolution, check_scan
     from granite4_neuron.devices.neuron.nki.mamba import SCAN, SSD

@@ -107,9 +107,9 @@ class Mamba2(Module):
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """Apply convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
         xBC, dt = self.recurrence_inputs(xBC_dt, step)
-        kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
+        mamba = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
         weight = self.conv1d.weight.squeeze(1)
-        xBC, conv_state = kernels.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
+        xBC, conv_state = mamba.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
         step.write(state.conv_state, conv_state)
 
         batch, tokens, _ = xBC.shape
@@ -119,7 +119,7 @@ class Mamba2(Module):
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
         chunk_size = self.operators.launch_parameters.torch_chunk_size
         dtype = state.ssm_state.dtype
-        y, ssm_state = kernels.scan(x, dt, self.A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
+        y, ssm_state = mamba.scan(x, dt, self.A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
         if dtype != torch.float32:
             ssm_state = self.operators.round_state(ssm_state, dtype, step.last_positions, self.rounding)
         step.write(state.ssm_state, ssm_state)

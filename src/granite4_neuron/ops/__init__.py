@@ -12,7 +12,7 @@ from granite4_neuron.ops.formats import FORMATS
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
-from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants
+from granite4_neuron.ops.mamba_operators import FusedMixer, MambaOperators, MixerConstants
 from granite4_neuron.ops.moe import (
     activate,
     fused_experts,
@@ -38,7 +38,7 @@ __all__ = [
     "Format",
     "FusedMixer",
     "LaunchParameters",
-    "MambaKernels",
+    "MambaOperators",
     "MixerConstants",
     "Operators",
     "QuantizedWeight",

@@ -12,7 +12,7 @@ import torch
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
-from granite4_neuron.ops.mamba_kernels import CHUNKED, QUADRATIC, SINGLE_TOKEN, MambaKernels
+from granite4_neuron.ops.mamba_operators import CHUNKED, QUADRATIC, SINGLE_TOKEN, MambaOperators
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_sigmoid, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.quantization import embedding, linear
@@ -88,9 +88,9 @@ class Operators:
     cached_attention: Operator = cached_attention
     embedding: Operator = embedding
     logits: Operator = logits
-    mamba_prefill: MambaKernels = CHUNKED
-    mamba_quadratic: MambaKernels = QUADRATIC
-    mamba_decode: MambaKernels = SINGLE_TOKEN
+    mamba_prefill: MambaOperators = CHUNKED
+    mamba_quadratic: MambaOperators = QUADRATIC
+    mamba_decode: MambaOperators = SINGLE_TOKEN
     round_state: Operator = stochastic_round
     fused_layers: FunctionSet | None = None
     stack_form: type | None = None
@@ -114,8 +114,8 @@ def recording(operators: Operators, record: Callable[[str], None]) -> Operators:
     recorded: dict[str, Any] = {}
     for field in fields(operators):
         operator = getattr(operators, field.name)
-        if isinstance(operator, MambaKernels):
-            recorded[field.name] = _recording_kernels(operator, record)
+        if isinstance(operator, MambaOperators):
+            recorded[field.name] = _recording_mamba(operator, record)
         elif isinstance(operator, FunctionSet):
             recorded[field.name] = _recording_set(operator, record)
         elif callable(operator) and not isinstance(operator, type) and field.name not in ("quantize", "pack"):
@@ -132,12 +132,12 @@ def _recording_set(functions: FunctionSet, record: Callable[[str], None]) -> Fun
     return recorded
 
 
-def _recording_kernels(kernels: MambaKernels, record: Callable[[str], None]) -> MambaKernels:
-    mixer = kernels.fused_mixer
+def _recording_mamba(mamba: MambaOperators, record: Callable[[str], None]) -> MambaOperators:
+    mixer = mamba.fused_mixer
     return replace(
-        kernels,
-        scan=_recording(kernels.scan, _name(kernels.scan), record),
-        convolve=_recording(kernels.convolve, _name(kernels.convolve), record),
+        mamba,
+        scan=_recording(mamba.scan, _name(mamba.scan), record),
+        convolve=_recording(mamba.convolve, _name(mamba.convolve), record),
         fused_mixer=mixer and replace(mixer, mix=_recording(mixer.mix, _name(mixer.mix), record)),
     )
 

@@ -47,8 +47,8 @@ class Fingerprint:
         return self._weights + self._numerics
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Return what differs: "numerics" (kernels, versions or options, which may lay out the same weights differently),
-        or only "weights"; None if nothing does.
+        """Return what differs: "numerics" (kernels, versions or options, which may lay out the same weights in another
+        way), or only "weights"; None if nothing does.
         """
         if self._numerics != other._numerics:
             return "numerics"

@@ -14,7 +14,7 @@ from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu import tuning
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.model.step import step_of
-from granite4_neuron.ops import LaunchParameters, launch_parameters, mamba_kernels
+from granite4_neuron.ops import LaunchParameters, launch_parameters, mamba_operators
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
     HEURISTIC,
@@ -143,13 +143,13 @@ class TestRuntime:
     def chunk_sizes(self, monkeypatch):
         """Record the chunk size of each scan in plain torch, in order."""
         sizes = []
-        scan = mamba_kernels.mamba_chunk_scan_combined
+        scan = mamba_operators.mamba_chunk_scan_combined
 
         def record(*arguments, **options):
             sizes.append(arguments[5])
             return scan(*arguments, **options)
 
-        monkeypatch.setattr(mamba_kernels, "mamba_chunk_scan_combined", record)
+        monkeypatch.setattr(mamba_operators, "mamba_chunk_scan_combined", record)
         return sizes
 
     def runtime(self, kernels="torch", **options):

@@ -22,7 +22,7 @@ from granite4_neuron.devices.cpu import runtime as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.step import NullSlotStep, step_of
-from granite4_neuron.ops import mamba_kernels
+from granite4_neuron.ops import mamba_operators
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 from test.support.checkpoints import DENSE, small_config
@@ -96,7 +96,7 @@ def short_steps(stand: Stand) -> float:
 
 def plant_convolution(patch, window: Callable) -> None:
     """Replace the new window by `window(x, old, new, lengths)`."""
-    original = mamba_kernels.causal_conv1d
+    original = mamba_operators.causal_conv1d
 
     def convolve(x, conv_state, weight, bias, lengths):
         old = conv_state.clone()
@@ -104,7 +104,7 @@ def plant_convolution(patch, window: Callable) -> None:
         return y, window(x, old, new, lengths)
 
     for name in ("CHUNKED", "SINGLE_TOKEN"):
-        patch.setattr(mamba_kernels, name, dataclasses.replace(getattr(mamba_kernels, name), convolve=convolve))
+        patch.setattr(mamba_operators, name, dataclasses.replace(getattr(mamba_operators, name), convolve=convolve))
 
 
 def tokens_enter_twice(stand, patch):
@@ -127,7 +127,7 @@ def window_shifted_over_itself(stand, patch):
 def rebind(stand, patch, window):
     """Bind the runtime's model to operators with that window."""
     plant_convolution(patch, window)
-    kernels = dict(mamba_prefill=mamba_kernels.CHUNKED, mamba_decode=mamba_kernels.SINGLE_TOKEN)
+    kernels = dict(mamba_prefill=mamba_operators.CHUNKED, mamba_decode=mamba_operators.SINGLE_TOKEN)
     stand.runtime.model = stand.runtime.model.bind(dataclasses.replace(stand.runtime.model.operators, **kernels))
 
 

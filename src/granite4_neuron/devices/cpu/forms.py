@@ -46,24 +46,24 @@ class FusedLayers(LayersAsOne):
         config: ModelConfig,
         adapters: Sequence[Adapter] = (),
     ):
-        kernels = operators.fused_layers
-        assert isinstance(kernels, LayerMakers)  # these are made of them
+        makers = operators.fused_layers
+        assert isinstance(makers, LayerMakers)  # these are made of them
         self._config = config
         self._has_embedding_and_head = False
-        self._decoder: Decoder = kernels.decoder()
+        self._decoder: Decoder = makers.decoder()
         halves: list[dict[str, HalfLayer]] = []  # of each layer, by the modules that they compute
         for layer in layers:
             of_layer: dict[str, HalfLayer] = {}
             if layer.is_mamba:
                 weights = layer.mamba_weights()
-                inner = kernels.mamba_mixer(weights.mixer, operators.launch_parameters)
-                of_layer["mamba"] = mamba = kernels.mamba_layer(weights, inner)
+                inner = makers.mamba_mixer(weights.mixer, operators.launch_parameters)
+                of_layer["mamba"] = mamba = makers.mamba_layer(weights, inner)
                 self._decoder.append_mamba(half=mamba)
             elif layer.has_mixer:
-                of_layer["self_attn"] = attention = kernels.attention_layer(layer.attention_weights())
+                of_layer["self_attn"] = attention = makers.attention_layer(layer.attention_weights())
                 self._decoder.append_attention(half=attention)
             if layer.has_feed_forward:
-                of_layer["shared_mlp"] = feed_forward = kernels.feed_forward(layer.feed_forward_weights())
+                of_layer["shared_mlp"] = feed_forward = makers.feed_forward(layer.feed_forward_weights())
                 self._decoder.append_feed_forward(half=feed_forward)
             halves.append(of_layer)
         for adapter in adapters:

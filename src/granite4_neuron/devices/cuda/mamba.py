@@ -10,7 +10,7 @@ from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
-from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
+from granite4_neuron.ops.mamba_operators import MambaOperators, Results
 
 # -- the convolution
 
@@ -249,22 +249,22 @@ def _convolve(x, conv_state, weight, bias, lengths) -> Results:
 
 
 def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.single_token_scan`."""
+    """Compute `mamba_operators.single_token_scan`."""
     dt = dt[:, 0]
     y = advance_token(x[:, 0], dt, dt * A, B[:, 0], C[:, 0], D, ssm_state)
     return y.to(x.dtype)[:, None], ssm_state
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.chunked_scan`; the chunk size is the same on every machine."""
+    """Compute `mamba_operators.chunked_scan`; the chunk size is the same on every machine."""
     return scan_chunks(x, dt, A, B, C, D, ssm_state)
 
 
 def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.quadratic_scan`."""
+    """Compute `mamba_operators.quadratic_scan`."""
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
 
 
-CHUNKED = MambaKernels(_chunked, convolve_tokens)
-QUADRATIC = MambaKernels(_quadratic, convolve_tokens)
-SINGLE_TOKEN = MambaKernels(_single_token, _convolve)
+CHUNKED = MambaOperators(_chunked, convolve_tokens)
+QUADRATIC = MambaOperators(_quadratic, convolve_tokens)
+SINGLE_TOKEN = MambaOperators(_single_token, _convolve)

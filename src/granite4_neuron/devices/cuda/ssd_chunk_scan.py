@@ -15,7 +15,7 @@ from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.products import input_precision, shared_memory
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
-from granite4_neuron.ops.mamba_kernels import chunked_scan
+from granite4_neuron.ops.mamba_operators import chunked_scan
 
 # Tokens whose outputs a program computes; fewer if a program has less shared memory.
 _MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops.causal_conv1d import depthwise_convolution
-from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
+from granite4_neuron.ops.mamba_operators import MambaOperators, Results
 
 # Tokens to scan at once: the number of partitions that Trainium's engines work on.
 CHUNK_SIZE = 128
@@ -144,17 +144,17 @@ def _tokens_last(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.chunked_scan`; the chunk size is the same on every machine."""
+    """Compute `mamba_operators.chunked_scan`; the chunk size is the same on every machine."""
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state)
 
 
 def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.quadratic_scan`."""
+    """Compute `mamba_operators.quadratic_scan`."""
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
 
 
 def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_kernels.single_token_scan` element by element, so that a compiler can make it one loop."""
+    """Compute `mamba_operators.single_token_scan` element by element, so that a compiler can make it one loop."""
     batch, num_heads, head_dim, d_state = ssm_state.shape
     groups = (-1, num_heads // B.shape[2] * head_dim, d_state)
     B_rows, C_rows = (values.float().reshape(-1, 1, d_state) for values in (B, C))
@@ -173,6 +173,6 @@ def _single_token_convolution(x, conv_state, weight, bias, lengths) -> Results:
     return y, window.transpose(1, 2)
 
 
-CHUNKED = MambaKernels(_chunked)
-QUADRATIC = MambaKernels(_quadratic)
-SINGLE_TOKEN = MambaKernels(_single_token, _single_token_convolution)
+CHUNKED = MambaOperators(_chunked)
+QUADRATIC = MambaOperators(_quadratic)
+SINGLE_TOKEN = MambaOperators(_single_token, _single_token_convolution)

@@ -12,7 +12,7 @@ from granite4_neuron.devices.neuron.nki.mamba_decode import MAX_TOKENS, mamba_de
 from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
 from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
 from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE
-from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants, Results
+from granite4_neuron.ops.mamba_operators import FusedMixer, MambaOperators, MixerConstants, Results
 from granite4_neuron.ops.stochastic_rounding import Rounding
 
 _convolve = launcher(conv1d_prefill, conv1d_prefill_torch)
@@ -68,7 +68,7 @@ def round_in_hardware(
     return values.to(dtype)
 
 
-def _scan(kernel: Launcher, name: str) -> MambaKernels:
+def _scan(kernel: Launcher, name: str) -> MambaOperators:
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
         num_heads, head_dim = x.shape[2:]
         n_groups, d_state = B.shape[2:]
@@ -76,7 +76,7 @@ def _scan(kernel: Launcher, name: str) -> MambaKernels:
         return kernel(x, dt, A, B, C, D.float(), ssm_state)
 
     scan.__qualname__ = name
-    return MambaKernels(scan, convolve, has_kernel_layout=True)
+    return MambaOperators(scan, convolve, has_kernel_layout=True)
 
 
 SCAN = _scan(launcher(tensor_tensor_scan, tensor_tensor_scan_torch), "tensor_tensor_scan")

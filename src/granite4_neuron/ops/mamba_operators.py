@@ -1,6 +1,6 @@
 """A Mamba-2 layer between its projections: a causal convolution, then the recurrence.
 
-`model.mamba2.Mamba2` calls the two functions of a `MambaKernels`, by the number of tokens in the step:
+`model.mamba2.Mamba2` calls the two functions of a `MambaOperators`, by the number of tokens in the step:
 
 | step | set | convolution | recurrence |
 |---|---|---|---|
@@ -56,7 +56,7 @@ class FusedMixer:
 
 
 @dataclass(frozen=True)
-class MambaKernels:
+class MambaOperators:
     """The convolution and the scan of one kind of step.
 
     scan: as `chunked_scan`.
@@ -128,26 +128,26 @@ def single_token_scan(
     return y[:, None], ssm_state
 
 
-CHUNKED = MambaKernels(chunked_scan)
-QUADRATIC = MambaKernels(quadratic_scan)
-SINGLE_TOKEN = MambaKernels(single_token_scan)
+CHUNKED = MambaOperators(chunked_scan)
+QUADRATIC = MambaOperators(quadratic_scan)
+SINGLE_TOKEN = MambaOperators(single_token_scan)
 
 
-def with_layout(kernels: MambaKernels, has_kernel_layout: bool) -> MambaKernels:
-    """Return `kernels` for states of this layout. If theirs is another, transpose states before and after the scan.
+def with_layout(operators: MambaOperators, has_kernel_layout: bool) -> MambaOperators:
+    """Return `operators` for states of this layout. If theirs is another, transpose states before and after the scan.
 
     It serves an NKI kernel beside functions in torch, because both kinds of steps share one state layout.
     """
-    if kernels.has_kernel_layout == has_kernel_layout:
-        return kernels
+    if operators.has_kernel_layout == has_kernel_layout:
+        return operators
 
-    @functools.wraps(kernels.scan)
+    @functools.wraps(operators.scan)
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
         own = _transposed(ssm_state, to_kernel=not has_kernel_layout)
-        y, own = kernels.scan(x, dt, A, B, C, D, own, chunk_size)
+        y, own = operators.scan(x, dt, A, B, C, D, own, chunk_size)
         return y, _transposed(own, to_kernel=has_kernel_layout)
 
-    return replace(kernels, scan=scan, has_kernel_layout=has_kernel_layout)
+    return replace(operators, scan=scan, has_kernel_layout=has_kernel_layout)
 
 
 def _transposed(ssm_state: torch.Tensor, to_kernel: bool) -> torch.Tensor:
