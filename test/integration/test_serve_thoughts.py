@@ -5,6 +5,7 @@ The model's answers are scripted, or forced by a grammar.
 # ruff: noqa: E402 (importorskip comes first)
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -17,7 +18,14 @@ from granite4_neuron.generation.answer_formats import GRANITE_3, NEMOTRON_NANO_2
 from granite4_neuron.serving.apis.chat.protocol import ChatBody
 from test.support import thinking
 from test.support.serving import MODEL, serving
-from test.support.tool_template import GRANITE_3_TEMPLATE, NEMOTRON_NANO_2_TEMPLATE, listed, with_parameters
+from test.support.tool_template import (
+    GRANITE_3_2_TEMPLATE,
+    GRANITE_3_3_TEMPLATE,
+    GRANITE_3_TEMPLATE,
+    NEMOTRON_NANO_2_TEMPLATE,
+    listed,
+    with_parameters,
+)
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
@@ -166,7 +174,7 @@ def test_lists_of_calls(tmp_path, monkeypatch, format, template, are_special):
         required = dict(tools=[TOOL], tool_choice="required")
         written = listed(format.marks, ("weather", arguments))
         assert allows(server, model, written, **required) and not allows(server, model, "text", **required)
-        begin = "I look.\n</think>\n" if format.thinks else ""
+        begin = "I look.\n</think>\n" if format.thoughts else ""
         calls = listed(format.marks, ("weather", arguments), ("weather", arguments))
         thinking.say(monkeypatch, model[1], f"{begin}One moment.\n{calls}")
         choice = chat(client, tools=[TOOL])
@@ -190,6 +198,60 @@ def test_lists_of_calls(tmp_path, monkeypatch, format, template, are_special):
         events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
         parts = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
         assert "".join(parts) == arguments * 2
+
+
+SAID_BY_GRANITE = {
+    "3.2": (GRANITE_3_2_TEMPLATE, (), "Here is my thought process: I look.\n\nHere is my response:\nSunny."),
+    "3.3": (GRANITE_3_3_TEMPLATE, (), "<think>I look.\n</think>\n\n<response>Sunny.</response>"),
+    "3.3, special tokens": (
+        GRANITE_3_3_TEMPLATE,
+        ("<think>", "</think>", "<response>", "</response>"),
+        "<think>I look.</think><response>Sunny.</response>",
+    ),
+}
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("template, special, said", SAID_BY_GRANITE.values(), ids=SAID_BY_GRANITE)
+def test_thoughts_that_the_model_begins(tmp_path, monkeypatch, template, special, said):
+    """In all APIs, whole and streamed. A completion has the text as it is."""
+    model = thinking.thinking_model(tmp_path, special, template)
+    with serving(*model, max_length=2048) as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+        thinking.say(monkeypatch, model[1], said)
+        for tools in ({}, {"tools": [TOOL]}):
+            message = chat(client, reasoning_effort="high", **tools).message
+            assert (message.reasoning_content, message.content) == ("I look.", "Sunny.")
+        for most in range(1, len(said), 5):
+            cut = chat(client, max_tokens=most).message
+            shown = getattr(cut, "reasoning_content", "").rstrip(), (cut.content or "").rstrip()
+            assert all(map(str.startswith, ("I look.", "Sunny."), shown))
+        thought, answer = client.responses.create(model=MODEL, input=USER["content"]).output
+        assert (thought.type, thought.content[0].text, answer.content[0].text) == ("reasoning", "I look.", "Sunny.")
+        *_, last = client.responses.create(model=MODEL, input=USER["content"], stream=True)
+        assert [item.content[0].text for item in last.response.output] == ["I look.", "Sunny."]
+        usage = last.response.usage
+        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+        body = dict(model=MODEL, messages=[USER], max_tokens=500)
+        content = httpx.post(f"{server.address}/v1/messages", json=body, timeout=60).json()["content"]
+        assert content[0] == {"type": "thinking", "thinking": "I look.", "signature": ""}
+        assert content[1:] == [{"type": "text", "text": "Sunny."}]
+        streamed = httpx.post(f"{server.address}/v1/messages", json={**body, "stream": True}, timeout=60).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("thinking", "") for delta in deltas) == "I look."
+        assert "".join(delta.get("text", "") for delta in deltas) == "Sunny."
+        prompt = "<|start_of_role|>user<|end_of_role|>Hi<|end|><|start_of_role|><|assistant|>"
+        options = dict(model=MODEL, prompt=prompt, max_tokens=200, extra_body={"split_special_tokens": False})
+        written = re.sub("|".join(special), "", said) if special else said
+        assert client.completions.create(**options).choices[0].text == written
+        switched = ({"reasoning_effort": "low"}, {"thinking": {"type": "enabled"}, "max_tokens": 5})
+        for path, switch in zip(("/v1/chat/completions", "/v1/messages"), switched, strict=True):
+            assert prompt_of(server, path, dict(messages=[USER], **switch)).startswith("<|system|>")
+            plain = dict(messages=[USER], max_tokens=5)
+            assert not prompt_of(server, path, plain).startswith("<|system|>")
+        asked = prompt_of(server, "/v1/responses", dict(input="Hi", reasoning={"effort": "low"}))
+        assert asked.startswith("<|system|>")
 
 
 def test_responses(client, say):

@@ -98,6 +98,15 @@ GRANITE_3_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_of_role|><|assistant|>' }}{% endif %}"""
 
+
+def _granite_3_with_thoughts(how: str) -> str:
+    """Return Granite 3's template with thoughts, which the model begins itself."""
+    return f"{{%- if thinking %}}{{{{- '<|system|>{how}<|end|>' }}}}{{% endif %}}\n{GRANITE_3_TEMPLATE}"
+
+
+GRANITE_3_2_TEMPLATE = _granite_3_with_thoughts('"Here is my thought process:" and "Here is my response:"')
+GRANITE_3_3_TEMPLATE = _granite_3_with_thoughts("<think></think> and <response></response>")
+
 NEMOTRON_NANO_2_TEMPLATE = """\
 {%- if tools %}{{- 'Tools: ' + (tools | tojson) + '<|end|>' }}{% endif %}
 {%- for message in messages %}

@@ -73,7 +73,8 @@ class ConversationEncoder:
         # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self.format = answer_format(tokenizer)
-        marks = {END_THOUGHT, self.format.marks.open, self.format.marks.close} & self._control_ids.keys()
+        self._thought_marks = self.format.thoughts.written if self.format.thoughts else frozenset()
+        marks = {*self._thought_marks, self.format.marks.open, self.format.marks.close} & self._control_ids.keys()
         self._answer_pattern = re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
         self._renderer = chat_template.Renderer()
         # The last grammar, and the one that begins after a thought.
@@ -135,7 +136,9 @@ class ConversationEncoder:
         """
         for message in messages:
             check_text(message.get("content"), "the message")
-        shown = list(map(_with_thought, messages)) if self.format.thinks else list(messages)
+        thoughts = self.format.thoughts
+        is_field = thoughts is not None and not thoughts.by_model
+        shown = list(map(_with_thought, messages)) if is_field else list(messages)
         variables = {**(chat_template_kwargs or {}), "messages": shown, "tools": tools, "documents": documents}
         _check_levels(variables)
         texts = "".join(texts_of(variables))
@@ -170,7 +173,9 @@ class ConversationEncoder:
             is_thinking: whether it begins within a thought.
             may_call: whether it may call tools.
         """
-        return (is_thinking and END_THOUGHT in self._special) or (
+        thoughts = self.format.thoughts
+        may_think = is_thinking or (thoughts is not None and thoughts.by_model)
+        return (may_think and not self._special.isdisjoint(self._thought_marks)) or (
             may_call and self.format.marks.are_special(self._special)
         )
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import random
+import re
 from contextlib import closing
 
 import pytest
@@ -13,6 +15,8 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation.answer_formats import (
     GRANITE,
     GRANITE_3,
+    GRANITE_3_2,
+    GRANITE_3_3,
     NEMOTRON,
     NEMOTRON_NANO_2,
     Thought,
@@ -34,6 +38,8 @@ from granite4_neuron.generation.tool_calls import (
 from granite4_neuron.generation.xml_tool_calls import XmlToolCallStream, xml_call_rules
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.tool_template import (
+    GRANITE_3_2_TEMPLATE,
+    GRANITE_3_3_TEMPLATE,
     GRANITE_3_TEMPLATE,
     GRANITE_THINKING_TEMPLATE,
     NEMOTRON_NANO_2_TEMPLATE,
@@ -284,6 +290,8 @@ def test_results_do_not_depend_on_the_cuts(parts, lengths, is_thinking):
         (TOOL_TEMPLATE.replace('"arguments"', '\\"arguments\\"'), GRANITE),
         (GRANITE_THINKING_TEMPLATE, NEMOTRON),
         (GRANITE_3_TEMPLATE, GRANITE_3),
+        (GRANITE_3_2_TEMPLATE, GRANITE_3_2),
+        (GRANITE_3_3_TEMPLATE, GRANITE_3_3),
         (NEMOTRON_NANO_2_TEMPLATE, NEMOTRON_NANO_2),
         (None, GRANITE),
         ({"default": NEMOTRON_TEMPLATE}, NEMOTRON),
@@ -349,6 +357,72 @@ def test_a_thought_before_a_list_of_calls():
         divided = NEMOTRON_NANO_2.stream(TOOLS, is_thinking=True)
         pieces = [piece for at in range(0, len(text), size) for piece in divided.add(text[at : at + size])]
         assert joined([*pieces, *divided.finish()]) == [Thought("look"), *NOW]
+
+
+LOOK = f'{GRANITE_3.marks.open}[{{"name": "time", "arguments": {{}}}}]'
+# Of each: how the marks are spelled. Those around the answer are "" in Granite 3.2.
+SPELLED = {
+    "3.2": (GRANITE_3_2, "Here is my thought process:", "Here is my response:", "", ""),
+    "3.2, as quantised models write": (GRANITE_3_2, "Here's my thought process:", "Here's my response:", "", ""),
+    "3.3": (GRANITE_3_3, "<think>", "</think>", "<response>", "</response>"),
+}
+
+
+@pytest.mark.parametrize("format, begin, end, opening, closing", SPELLED.values(), ids=SPELLED)
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("{0}why{1}{2}Hi.{3}", [Thought("why"), Content("Hi.")]),
+        ("\n {0}\n why\nso \n{1} \n{2}\nHi. \n{3}\n", [Thought("why\nso"), Content("Hi.")]),
+        ("{0}why{1}Hi.", [Thought("why"), Content("Hi.")]),
+        ("{0}why{1}\n{2}Hi.", [Thought("why"), Content("Hi.")]),
+        ("{0}why", [Thought("why")]),
+        ("{0}{1}{2}Hi.{3}", [Content("Hi.")]),
+        ("{0}a {0} b{1}{2}Hi. {0} {1} <resp{3}", [Thought("a {0} b"), Content("Hi. {0} {1} <resp")]),
+        ("{2}Hi.{3}", [Content("Hi.")]),
+        ("{2}Hi.</resp", [Content("Hi.</resp")]),
+        ("Hi. {0}x{1}", [Content("Hi. {0}x{1}")]),
+        ("Here", [Content("Here")]),
+        ("<thin", [Content("<thin")]),
+        ("{0}why{1}{2}I look.{3}\n" + LOOK, [Thought("why"), Content("I look."), *NOW]),
+        ("{0}why{1}{2}I look.\n" + LOOK + "{3}", [Thought("why"), Content("I look."), *NOW]),
+        ("{0}why\n" + LOOK, [Thought("why"), *NOW]),
+        (LOOK, NOW),
+    ],
+)
+def test_thoughts_that_the_model_begins(format, begin, end, opening, closing, text, expected):
+    """As vLLM's parser for Granite 3.2 and llama.cpp's for 3.3 take them, but for white space around the marks."""
+
+    def filled(text):
+        return re.sub(r"\{([0-3])\}", lambda match: (begin, end, opening, closing)[int(match[1])], text)
+
+    text = filled(text)
+    expected = [type(each)(filled(each.text)) if isinstance(each, Thought | Content) else each for each in expected]
+    for size in (1, 2, 5, len(text)):
+        divided = format.stream(TOOLS)
+        pieces = [piece for at in range(0, len(text), size) for piece in divided.add(text[at : at + size])]
+        found = joined([*pieces, *divided.finish()])
+        if not closing and isinstance(found[-1], Content):
+            found[-1] = Content(found[-1].text.rstrip())
+        assert found == expected, size
+    # Marks that the length cuts give no text.
+    for mark, before in ((begin, ""), (end, f"{begin}why"), (closing, f"{opening}Hi.")):
+        for length in range(1, len(mark)):
+            cut = joined(pieces_of(before + mark[:length], format.stream(TOOLS), is_cut=True))
+            assert "".join(each.text for each in cut) == before.removeprefix(begin).removeprefix(opening)
+
+
+def test_thoughts_of_the_model_do_not_depend_on_the_cuts():
+    parts = ["<think>", "</think>", "<response>", "</response>", " ", "\n", "<", "a", LOOK, "</", "response>"]
+    draw = random.Random(0)
+    for _ in range(500):
+        text = "".join(draw.choices(parts, k=draw.randint(1, 8)))
+        found = set()
+        for size in (1, 3, len(text)):
+            divided = GRANITE_3_3.stream(TOOLS)
+            pieces = [piece for at in range(0, len(text), size) for piece in divided.add(text[at : at + size])]
+            found.add(tuple(joined([*pieces, *divided.finish()])))
+        assert len(found) == 1, text
 
 
 def test_granite_thinks(tmp_path):

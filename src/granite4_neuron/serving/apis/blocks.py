@@ -64,7 +64,7 @@ Change = Begin | Delta | End
 class Blocks:
     """Finds the blocks of an answer as it comes. An answer has one block at least.
 
-    thought_tokens: the number of tokens of a thought, with its end, which may be the head of a call.
+    thought_tokens: the number of tokens of a thought, with its marks. Its end may be the head of a call.
 
     Args:
         stream: finds its pieces.
@@ -74,6 +74,7 @@ class Blocks:
         self.found: list[Block] = []
         self.thought_tokens = 0
         self._stream = stream
+        self._tokens = 0
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come out
 
     @property
@@ -89,8 +90,11 @@ class Blocks:
         if output.logprob is not None:
             self._logprobs.append(output.logprob)
         has_ended = output.finish_reason is not None
-        self.thought_tokens += self._stream.is_thinking
-        for piece in (*self._stream.add(output.text), *(self._stream.finish(output.is_cut) if has_ended else ())):
+        was_thinking, self._tokens = self._stream.is_thinking, self._tokens + 1
+        pieces = [*self._stream.add(output.text), *(self._stream.finish(output.is_cut) if has_ended else ())]
+        if was_thinking or self._stream.is_thinking:
+            self.thought_tokens = self._tokens
+        for piece in pieces:
             if isinstance(piece, CallStart):
                 yield from self._begin(piece.name)
                 continue

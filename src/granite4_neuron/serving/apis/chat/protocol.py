@@ -318,7 +318,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(ConversationBody, GenerationBody):
     """The body of /v1/chat/completions, and what the bodies of other APIs' chats are turned into.
 
-    reasoning_effort: for templates that know it; "none" switches thoughts off, and otherwise they are always shown.
+    reasoning_effort: for templates that know it; see `template_variables`. Thoughts are always shown.
     """
 
     unsupported = OF_CHATS
@@ -362,12 +362,14 @@ class ChatBody(ConversationBody, GenerationBody):
         return self.tools if self.may_call_tools else []
 
     def template_variables(self) -> dict[str, Any]:
-        """See `ConversationBody.template_variables`. No effort is the templates' `enable_thinking` that is false."""
+        """See `ConversationBody.template_variables`. Some templates have other names for efforts: `enable_thinking`
+        switches thoughts off, and `thinking`, which is Granite 3's, switches them on.
+        """
         variables = super().template_variables()
         if self.reasoning_effort == "none":
             variables["chat_template_kwargs"] = {"enable_thinking": False, **self.chat_template_kwargs}
         elif isinstance(self.reasoning_effort, str):
-            known = {"reasoning_effort": self.reasoning_effort}
+            known = {"reasoning_effort": self.reasoning_effort, "thinking": True}
             variables["chat_template_kwargs"] = {**known, **self.chat_template_kwargs}
         return variables
 

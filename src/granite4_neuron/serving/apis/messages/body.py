@@ -185,7 +185,7 @@ class PromptBody(ModelBody):
         Raises:
             RequestError: 400, fields contradict each other.
         """
-        schema = self.output_config.format
+        schema, thinking = self.output_config.format, self.thinking.get("type")
         history = History()
         with refusing(_Chat.names):
             if self.system is not None:
@@ -197,7 +197,8 @@ class PromptBody(ModelBody):
                 tools=[tool.of_chat() for tool in self.tools],
                 tool_choice=self.tool_choice.of_chat(),
                 parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
-                reasoning_effort="none" if self.thinking.get("type") == "disabled" else self.output_config.effort,
+                reasoning_effort="none" if thinking == "disabled" else self.output_config.effort,
+                chat_template_kwargs={"thinking": True} if thinking in ("enabled", "adaptive") else {},
                 continue_final_message=self.messages[-1].role == "assistant",
                 response_format=schema and {"type": "json_schema", "json_schema": {"schema": schema["schema"]}},
                 **self._options(),
