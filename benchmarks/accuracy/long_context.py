@@ -179,7 +179,7 @@ def _runtime(options: argparse.Namespace, model: HybridForCausalLM) -> Runtime:
         return _cpu_mode(model, options.buckets)
     if options.backend == "cpu":
         state_dtype = getattr(torch, options.state_dtype)
-        return CPURuntime(model, defaults, kernels=options.cpu_kernels, state_dtype=state_dtype)
+        return CPURuntime(model, defaults, cpu_kernels=options.cpu_kernels, state_dtype=state_dtype)
     # Imported here, because backends import whole frameworks.
     if options.backend == "torch":
         from granite4_neuron.devices.torch.runtime import TorchRuntime

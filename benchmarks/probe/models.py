@@ -166,7 +166,7 @@ def _on_device(place: Place, model: HybridForCausalLM, tokens: int, **mamba_kern
 def _runtimes(
     place: Place, model: HybridForCausalLM, tokens: int, **mamba_kernels: str
 ) -> tuple[CPURuntime, TorchRuntime]:
-    return CPURuntime(model, GenerationConfig(), kernels="torch"), _on_device(place, model, tokens, **mamba_kernels)
+    return CPURuntime(model, GenerationConfig(), cpu_kernels="torch"), _on_device(place, model, tokens, **mamba_kernels)
 
 
 def steps(cpu: Runtime, ours: TorchRuntime) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ def layer(place: Place, kind: str, degree: str) -> Iterator[Finding]:
     model = layer_model(kind)
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, folder)
-        cpu = CPURuntime(model, GenerationConfig(), kernels="torch")
+        cpu = CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
         with _split(place, Path(folder), int(degree)) as ours:
             yield from steps(cpu, ours)
 

@@ -141,7 +141,7 @@ def test_verified_tokens_are_those_of_decode(runtime, count):
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("options", [dict(kernels="torch"), dict(prefill_scan="quadratic")], ids=str)
+@pytest.mark.parametrize("options", [dict(cpu_kernels="torch"), dict(prefill_scan="quadratic")], ids=str)
 def test_other_kernels_refuse_adapters(adapted, options):
     adapter = read_adapter(adapted.folders["all"], adapted.runtime().config)
     with pytest.raises(UserError, match="convert --adapter FOLDER merges"):

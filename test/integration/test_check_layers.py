@@ -177,7 +177,7 @@ class TestOperatorsThatRan:
         return torch_device.TorchRuntime(model, GenerationConfig(), [32], **options)
 
     def test_definitions(self):
-        runtime = CPURuntime(random_model(small_config()), GenerationConfig(), kernels="torch")
+        runtime = CPURuntime(random_model(small_config()), GenerationConfig(), cpu_kernels="torch")
         mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
         shared = {"norm.rms_norm", "norm.residual_add", "quantization.linear", "moe.mlp", "moe.router_logits"}
         shared |= {"moe.topk_softmax", "moe.fused_experts"}
@@ -214,7 +214,7 @@ class TestOperatorsThatRan:
     def test_nki_kernels(self):
         pytest.importorskip("nki", reason="NKI is not installed")
         model = random_model(small_config(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64))
-        options = dict(kernels="torch", prefill_scan="ssd", decode_kernel="nki")
+        options = dict(cpu_kernels="torch", prefill_scan="ssd", decode_kernel="nki")
         runtime = CPURuntime(model, GenerationConfig(), **options)
         names = operators_of_layers(runtime, "mamba")
         assert {

@@ -52,7 +52,7 @@ def save_published(config, folder):
 
 def difference(folder, file, kernels="fused"):
     """Return the largest difference of a log-probability between our model of `folder` and llama.cpp's of `file`."""
-    runtime = CPURuntime(load_model(folder, torch.float32), GenerationConfig(), kernels=kernels)
+    runtime = CPURuntime(load_model(folder, torch.float32), GenerationConfig(), cpu_kernels=kernels)
     vocab_size = runtime.config.vocab_size
     about = random_tokens(vocab_size, 40).tolist(), (1, 2, 9, 40)
     theirs = their_log_probabilities(PROGRAMS, file, *about, vocab_size)

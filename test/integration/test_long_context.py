@@ -66,7 +66,7 @@ class TestErrors:
     @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["fused", "torch"])
     def test_on_the_cpu(self, kernels, kind, dtype, layers):
-        check(lambda model: CPURuntime(model, GenerationConfig(), kernels=kernels), layers, kind, dtype)
+        check(lambda model: CPURuntime(model, GenerationConfig(), cpu_kernels=kernels), layers, kind, dtype)
 
     @needs_gpu
     def test_on_a_gpu(self, kind, dtype, layers):
@@ -169,7 +169,7 @@ class TestMoreThan32Bits:
     @pytest.mark.parametrize("kernels", ["fused", "torch"])
     def test_keys_and_values(self, kernels):
         config = small_config(**WIDE_ATTENTION, max_position_embeddings=CONTEXT)
-        runtime = CPURuntime(random_model(config, dtype=torch.bfloat16), GenerationConfig(), kernels=kernels)
+        runtime = CPURuntime(random_model(config, dtype=torch.bfloat16), GenerationConfig(), cpu_kernels=kernels)
         small, large = runtime.allocate(1, CONTEXT), runtime.allocate(16, CONTEXT)
         assert large.layers[0].key[16].storage_offset() == 2**31
         logits = self.step(runtime, large, 16, LAST)
@@ -186,7 +186,7 @@ class TestMoreThan32Bits:
     @pytest.mark.parametrize("kernels", ["fused", "torch"])
     def test_recurrent_states(self, kernels):
         model = random_model(small_config(**WIDE_MAMBA))
-        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels, state_dtype=torch.bfloat16)
+        runtime = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels, state_dtype=torch.bfloat16)
         small, large = runtime.allocate(1, 41), runtime.allocate(2048, 41)
         assert large.layers[0].ssm_state[2048].storage_offset() == 2**31
         assert torch.equal(self.step(runtime, large, 2048, 0), self.step(runtime, small, 1, 0))

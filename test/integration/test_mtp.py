@@ -88,7 +88,7 @@ def without_mtp(model):
 def test_beside_transformers(model, tokens, kernels, tmp_path):
     """Any cuts, two sequences beside each other, and what was behind a sequence's end before."""
     results, logits, hidden_states = reference(model, tokens, tmp_path)
-    layers = CPURuntime(model, GenerationConfig(), kernels=kernels).mtp
+    layers = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels).mtp
     for cuts in CUTS:
         state = layers.allocate(2, LENGTH)
         layers.step(state, [Row(2, 0, [5] * LENGTH)], [torch.randn(LENGTH, 64)])

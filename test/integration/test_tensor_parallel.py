@@ -260,7 +260,7 @@ def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, conf
     """Logits are those of one process, in each step of prompts that share a prefix, and in verifications."""
     model, drafter = random_model(config), KnownText()
     save_model(model, tmp_path)
-    cpu = CPURuntime(model, GenerationConfig(top_k=None), kernels="torch")
+    cpu = CPURuntime(model, GenerationConfig(top_k=None), cpu_kernels="torch")
     options = dict(prefill_buckets=(16,), compiler="eager")
     split = SplitRuntime(tmp_path, torch.float32, GenerationConfig(top_k=None), tp_degree=4, device="cpu", **options)
     try:

@@ -52,7 +52,7 @@ class ChunkRuntime(CPURuntime):
     tokens_per_step = CHUNK
 
     def __init__(self, model, kernels="torch", state_dtype=None):
-        super().__init__(model, GenerationConfig(top_k=None), kernels=kernels, state_dtype=state_dtype)
+        super().__init__(model, GenerationConfig(top_k=None), cpu_kernels=kernels, state_dtype=state_dtype)
         self.steps = []
         self.logits = {}
 

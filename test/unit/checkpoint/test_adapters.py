@@ -27,7 +27,7 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 
 def logits(model) -> torch.Tensor:
     """Return the logits after every token of a model without adapters, [tokens, vocab_size]."""
-    runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
+    runtime = CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
     return runtime.step(runtime.allocate(1, len(TOKENS)), [Row(1, 0, TOKENS)], all_logits=True)[0]
 
 

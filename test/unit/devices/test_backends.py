@@ -128,7 +128,7 @@ def test_another_backend_is_on_the_command_line(monkeypatch, capsys):
     """With a declaration in the registry and a runtime, the command line offers it, with its own options only."""
 
     def load_eagerly(checkpoint, generation_config, *, dtype, progress, remark, **options):
-        return CPURuntime(load_model(checkpoint, dtype), generation_config, kernels="torch", **options)
+        return CPURuntime(load_model(checkpoint, dtype), generation_config, cpu_kernels="torch", **options)
 
     state_dtype = replace(all_options()["state_dtype"], choices=("float32", "bfloat16"))
     monkeypatch.setitem(BACKENDS, "eager", Backend("eager", (*ARITHMETIC, state_dtype), load_eagerly))

@@ -24,7 +24,7 @@ class Runtime(DecodingRuntime):
     tokens_per_step = CHUNK
 
     def __init__(self, model):
-        super().__init__(model, GenerationConfig(top_k=None), kernels="torch")
+        super().__init__(model, GenerationConfig(top_k=None), cpu_kernels="torch")
 
 
 @pytest.fixture(scope="module")

@@ -67,18 +67,18 @@ class TestWeights:
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
     def test_parameters_that_are_replaced_later_have_no_effect(self, model, kernels):
-        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
+        runtime = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels)
         before = logits(runtime)
         replace_parameters(model)
         assert torch.equal(logits(runtime), before)
-        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels=kernels))
-        assert torch.equal(logits(CPURuntime(model, GenerationConfig(), kernels=kernels)), expected)
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), cpu_kernels=kernels))
+        assert torch.equal(logits(CPURuntime(model, GenerationConfig(), cpu_kernels=kernels)), expected)
         assert (expected - before).abs().max() > 0.1
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
     def test_changes_in_place_reach_all_weights_or_none(self, model, kernels):
         """Plain torch shares the model's tensors; fused kernels have copies of all of them."""
-        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
+        runtime = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels)
         is_packed = runtime.model.operators.pack is not None
         before = logits(runtime)
         for name, weight in model.named_parameters():
@@ -87,7 +87,7 @@ class TestWeights:
             assert torch.equal(logits(runtime), before) == is_packed, name
             weight.data.copy_(kept)
         copy_values(model)
-        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels=kernels))
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), cpu_kernels=kernels))
         assert torch.equal(logits(runtime), before if is_packed else expected)
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
@@ -153,7 +153,7 @@ class TestSideBySide:
         fused = CPURuntime(model, GenerationConfig())
         expected = logits(fused)
         calls.clear()
-        plain = CPURuntime(model, GenerationConfig(), kernels="torch")
+        plain = CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
         assert torch.allclose(logits(plain), expected, atol=1e-4) and not calls
         assert torch.equal(logits(fused), expected) and calls
 
@@ -199,7 +199,7 @@ class TestFallbacks:
     @needs_compiler
     def test_nothing_falls_back_by_default(self, model):
         assert CPURuntime(model, GenerationConfig()).fallbacks == ()
-        assert CPURuntime(model, GenerationConfig(), kernels="torch").fallbacks == ()
+        assert CPURuntime(model, GenerationConfig(), cpu_kernels="torch").fallbacks == ()
 
     @needs_compiler
     def test_another_scan(self, model):

@@ -154,7 +154,7 @@ class TestRuntime:
 
     def runtime(self, kernels="torch", **options):
         model = random_model(small_config(layer_types=("mamba",)))
-        return CPURuntime(model, GenerationConfig(), kernels=kernels, **options)
+        return CPURuntime(model, GenerationConfig(), cpu_kernels=kernels, **options)
 
     def prefill(self, runtime, tokens=3):
         state = runtime.allocate(1, tokens + 3)

@@ -55,7 +55,7 @@ def folder(request, numbers, tmp_path_factory):
 def runtime(request, folder, numbers):
     dtype, quantize = numbers
     model = load_model(folder, dtype, quantize=quantize, operators=cpu.choose_operators(request.param))
-    return CPURuntime(model, GenerationConfig(), kernels=request.param)
+    return CPURuntime(model, GenerationConfig(), cpu_kernels=request.param)
 
 
 def memory_of(runtime):
@@ -164,7 +164,7 @@ class TestTheSame:
         for operators in (cpu.choose_operators("torch"), cpu.choose_operators(kernels)):
             model = load_model(folder, dtype, quantize=quantize, operators=operators)
             for each in (model, model.bind(operators)):
-                again = CPURuntime(each, GenerationConfig(), kernels=kernels)
+                again = CPURuntime(each, GenerationConfig(), cpu_kernels=kernels)
                 assert again.fingerprint.difference(runtime.fingerprint) is None
 
     def test_stored_quantized(self, tmp_path, folder, numbers, runtime):
@@ -172,9 +172,8 @@ class TestTheSame:
         kernels = "torch" if runtime.model.operators.pack is None else "fused"
         save_model(load_model(folder, dtype, quantize=quantize), tmp_path / "stored")
         model = load_model(tmp_path / "stored", dtype, operators=cpu.choose_operators(kernels))
-        assert (
-            CPURuntime(model, GenerationConfig(), kernels=kernels).fingerprint.difference(runtime.fingerprint) is None
-        )
+        again = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels)
+        assert again.fingerprint.difference(runtime.fingerprint) is None
 
     @pytest.mark.slow
     def test_in_another_process(self, texting_folder):
@@ -222,7 +221,8 @@ class TestTheSame:
 
 
 def fingerprint_of(kernels="fused", changes=LAYERS, **options):
-    return CPURuntime(random_model(small_config(**changes)), GenerationConfig(), kernels=kernels, **options).fingerprint
+    model = random_model(small_config(**changes))
+    return CPURuntime(model, GenerationConfig(), cpu_kernels=kernels, **options).fingerprint
 
 
 class TestKernels:

@@ -28,7 +28,7 @@ LENGTH = 37
 
 
 def runtime_of(config, seed=0, dtype=torch.float32, kernels="torch"):
-    return CPURuntime(random_model(config, seed, dtype), GenerationConfig(), kernels=kernels)
+    return CPURuntime(random_model(config, seed, dtype), GenerationConfig(), cpu_kernels=kernels)
 
 
 @pytest.fixture(scope="module", params=["moe", "dense", "only_attention", "only_mamba"])
@@ -172,7 +172,7 @@ class TestRefused:
         model = random_model(ours.config)
         with torch.no_grad():
             model.model.layers[1].shared_mlp.output_linear.weight.mul_(1.01)
-        self.refused(CPURuntime(model, GenerationConfig(), kernels="torch"), snapshot, file, "another checkpoint")
+        self.refused(CPURuntime(model, GenerationConfig(), cpu_kernels="torch"), snapshot, file, "another checkpoint")
 
     def test_another_constant_of_the_model(self, ours, snapshot, file):
         other = runtime_of(small_config(layer_types=("mamba", "attention"), attention_multiplier=0.08))

@@ -24,7 +24,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float16", "bfloat16
 
 
 def runtime_of(dtype, kernels="fused"):
-    return CPURuntime(MODEL, GenerationConfig(), kernels=kernels, state_dtype=dtype)
+    return CPURuntime(MODEL, GenerationConfig(), cpu_kernels=kernels, state_dtype=dtype)
 
 
 def logits_of(runtime, state, slots, tokens, prompt=20):

@@ -53,7 +53,7 @@ def model():
 @pytest.fixture
 def runtime(model):
     """Return a runtime of plain torch, in which faults can be planted."""
-    return CPURuntime(model, GenerationConfig(), kernels="torch")
+    return CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def tokens(model):
 
 @pytest.fixture(scope="module")
 def uncut(model, tokens):
-    runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
+    runtime = CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
     rows = [Row(slot, 0, tokens[slot - 1]) for slot in range(1, SEQUENCES + 1)]
     return runtime.step(runtime.allocate(SEQUENCES, LONGEST), rows, all_logits=True)
 
@@ -336,7 +336,7 @@ SCENARIOS = list(dict.fromkeys(scenario for scenario, _ in REQUIREMENTS.values()
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 def test_holds(scenario, kernels, model, tokens, uncut):
-    runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
+    runtime = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels)
     assert scenario(Stand(runtime, tokens, uncut)) <= TOLERANCE
 
 

@@ -46,7 +46,7 @@ def load(
         progress=progress,
         remark=remark,
     )
-    return CPURuntime(model, generation_config, kernels=cpu_kernels, **options)
+    return CPURuntime(model, generation_config, cpu_kernels=cpu_kernels, **options)
 
 
 BACKEND = Backend("cpu", OPTIONS, load)

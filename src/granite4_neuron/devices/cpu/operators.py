@@ -50,18 +50,18 @@ __all__ = [
 ]
 
 
-def choose_operators(kernels: str = "fused") -> Operators:
+def choose_operators(cpu_kernels: str = "fused") -> Operators:
     """Return the operators of the CPU runtime.
 
     Args:
-        kernels: "fused", which falls back to plain torch, with a line on standard error, where the kernels cannot be
-            compiled; or "torch".
+        cpu_kernels: "fused", which falls back to plain torch, with a line on standard error, where the kernels cannot
+            be compiled; or "torch".
 
     Raises:
         UserError: there are no such kernels.
     """
-    check_choice("kernels", kernels, CPU_KERNELS)
-    if kernels == "torch":
+    check_choice("cpu_kernels", cpu_kernels, CPU_KERNELS)
+    if cpu_kernels == "torch":
         return TORCH
     reason = load_kernels()
     if reason is not None:

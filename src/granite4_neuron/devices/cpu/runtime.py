@@ -48,7 +48,7 @@ class CPURuntime(BoundModel):
     Args:
         model: with weights. It stays as it is: the runtime has a model of its own over the same weights.
         generation_config: the checkpoint's defaults for generation.
-        kernels: "fused" for compiled kernels, "torch" for plain torch; see `devices.cpu.operators.choose_operators`.
+        cpu_kernels: "fused" for compiled kernels, "torch" for plain torch; see `choose_operators`.
         tuned_configs: a folder of tuned launch parameters; None for the one that GRANITE4_TUNED_CONFIG_FOLDER names, if
             anything. See `ops.launch_parameters`.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `devices.selection`.
@@ -74,7 +74,7 @@ class CPURuntime(BoundModel):
         model: HybridForCausalLM,
         generation_config: GenerationConfig,
         *,
-        kernels: str = "fused",
+        cpu_kernels: str = "fused",
         tuned_configs: str | Path | None = None,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
@@ -86,7 +86,8 @@ class CPURuntime(BoundModel):
         if decode_kernel == "nki" and state_dtype == torch.float16:
             raise UserError("the NKI kernel for decode has SSM states in float32 or bfloat16, and not in float16.")
         degree = model.parallel.degree
-        operators = select_operators(cpu.choose_operators(kernels), model.config, degree, prefill_scan, decode_kernel)
+        operators = cpu.choose_operators(cpu_kernels)
+        operators = select_operators(operators, model.config, degree, prefill_scan, decode_kernel)
         self.generation_config = generation_config
         self.state_dtype = state_dtype or torch.float32
         launch_parameters = find_launch_parameters(
@@ -107,7 +108,7 @@ class CPURuntime(BoundModel):
         self.weights_digest = partial(digest_of_weights, self.model.weights_of_states(), self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
         chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
-        if kernels == "torch":
+        if cpu_kernels == "torch":
             self.sampling = sampling
         self.numerics = "cpu", None if operators.pack is None else library_key(), chunk, chosen
 

@@ -85,7 +85,7 @@ def _step_times(model: HybridForCausalLM, name: str, value: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / file_name(config.mamba_d_head, config.mamba_d_state, torch.float32)
         write_launch_parameters(file, replace(HEURISTIC, **{name: value}))
-        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels, tuned_configs=folder)
+        runtime = CPURuntime(model, GenerationConfig(), cpu_kernels=kernels, tuned_configs=folder)
     start = 1 if tokens == 1 else 0
     rows = [Row(slot + 1, start, [0] * tokens) for slot in range(num_rows)]
     state = runtime.allocate(num_rows, start + tokens)

@@ -36,12 +36,12 @@ def model(request):
 
 @pytest.fixture(scope="module", params=["torch", "fused"])
 def runtime(request, model):
-    return CPURuntime(model, GenerationConfig(), kernels=request.param)
+    return CPURuntime(model, GenerationConfig(), cpu_kernels=request.param)
 
 
 @pytest.fixture(scope="module")
 def uncut(model):
-    runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
+    runtime = CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
     rows = [Row(i + 1, 0, tokens) for i, tokens in enumerate(streams(model.config.vocab_size, SEQUENCES))]
     return runtime.step(runtime.allocate(SEQUENCES, LONGEST), rows, all_logits=True)
 

@@ -53,7 +53,7 @@ def held(runtime, *lengths):
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
 def any_runtime(request, model):
     """Return a runtime with SSM states of each dtype in turn."""
-    return CPURuntime(model, GenerationConfig(), kernels="torch", state_dtype=request.param)
+    return CPURuntime(model, GenerationConfig(), cpu_kernels="torch", state_dtype=request.param)
 
 
 @pytest.fixture

@@ -743,5 +743,5 @@ class TestBuild:
         assert cpu.choose_operators("torch") is TORCH
 
     def test_unknown_kernels(self):
-        with pytest.raises(UserError, match="kernels is 'fast'; it must be one of fused, torch"):
+        with pytest.raises(UserError, match="cpu_kernels is 'fast'; it must be one of fused, torch"):
             cpu.choose_operators("fast")
