@@ -653,6 +653,7 @@ def _pairs(
         "top_k": (1, 20),
         "top_p": (1e-9, 0.6),
         "min_p": (0.1, 1.0),
+        "typical_p": (1e-9, 0.7),
         "repetition_penalty": (1.3, 1e-300, 1e300),
         "frequency_penalty": (2, -2),
         "presence_penalty": (2, -2),

@@ -5,8 +5,9 @@ chunks, after a prefix hit, with drafts, and on other numbers of threads.
     python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
     python -m benchmarks.one_text --backend torch --device cuda --batch-invariant --random-weights h-350m
 
-Texts are greedy. A row is a token, and its number is the log-probability that the implementation reports. Rows without
-a number, and rows after the first token that differs, are not compared.
+Texts are greedy, and this package's are sampled too, each prompt with a seed and options of its own. A row is a token,
+and its number is the log-probability that the implementation reports. Rows without a number, and rows after the first
+token that differs, are not compared.
 
 vllm is vLLM without this package's plugin, vllm-plugin is vLLM with it. Both need an environment with vLLM. llama.cpp
 is llama-server with the same weights. It needs gguf (`pip install gguf`). openvino is OpenVINO GenAI's engine on an
@@ -21,7 +22,7 @@ import operator
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -147,19 +148,20 @@ def _compare(folder: Path, numbers: str, prompts: Sequence[Sequence[int]], optio
     for name in (OURS, *options.compare):
         try:
             with closing(ENGINES[name](folder, numbers, options)) as engine:
-                compared = prompts[: options.sequences]
-                alone = engine.serve(ALONE, [[prompt] for prompt in compared])
-                for way in WAYS:
-                    try:
-                        groups = _groups(prompts, options.sequences, way.batch)
-                        found = differences(alone, engine.serve(way, groups)[: options.sequences])
-                        table.add_row(name, way.name, *_cells(found, options.sequences))
-                    except Failed as error:
-                        table.add_row(name, way.name, "-")
-                        notes.append(f"{name}, {way.name}: {error}")
+                for sampled in (False, True) if name == OURS else (False,):
+                    called = "… sampled" if sampled else name
+                    alone = engine.serve(replace(ALONE, sampled=sampled), _groups(prompts, options.sequences, 1))
+                    for way in WAYS:
+                        try:
+                            groups = _groups(prompts, options.sequences, way.batch)
+                            served = engine.serve(replace(way, sampled=sampled), groups)[: options.sequences]
+                            table.add_row(called, way.name, *_cells(differences(alone, served), options.sequences))
+                        except Failed as error:
+                            table.add_row(called, way.name, "-")
+                            notes.append(f"{called}, {way.name}: {error}")
+                    table.add_section()
         except Failed as error:
             notes.append(f"{name}: {error}")
-        table.add_section()
     print_table(table)
     for note in notes:
         write(note)

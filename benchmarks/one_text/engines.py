@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -35,6 +35,12 @@ OURS = "this package"
 # The dtype, and how weights are quantized.
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 DRAFT_TOKENS = 3
+SAMPLED: Sequence[dict[str, Any]] = (
+    dict(temperature=0.7, top_p=0.95),
+    dict(temperature=1.0),
+    dict(temperature=1.2, top_k=50, min_p=0.02),
+    dict(temperature=0.9, typical_p=0.8, repetition_penalty=1.1, presence_penalty=0.5),
+)
 Groups = Sequence[Sequence[Sequence[int]]]
 
 
@@ -54,6 +60,7 @@ class Way:
     first half comes from a cache, whether drafts are verified, and the number of threads.
 
     drafts: None without a drafter; False with one that never proposes anything.
+    sampled: whether texts are sampled, with options and a seed that follow from the prompt.
     """
 
     name: str
@@ -62,13 +69,14 @@ class Way:
     from_cache: bool = False
     drafts: bool | None = None
     threads: int = 1
+    sampled: bool = False
 
 
 class Served(Protocol):
     """An implementation."""
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
-        """Serve the groups one after another, and the prompts of a group at the same time. Return greedy texts.
+        """Serve the groups one after another, and the prompts of a group at the same time. Return their texts.
 
         Raises:
             Failed: the implementation cannot do this.
@@ -83,18 +91,17 @@ class Ours:
 
     def __init__(self, folder: Path, numbers: str, options: argparse.Namespace):
         dtype, quantize = NUMBERS[numbers]
-        is_cpu = options.backend == "cpu"
-        if quantize is not None and not is_cpu:
+        self._is_cpu = options.backend == "cpu"
+        if quantize is not None and not self._is_cpu:
             raise Failed(f"{quantize} weights are compared on the CPU's own backend only.")
-        operators = cpu.choose_operators() if is_cpu else TORCH
+        operators = cpu.choose_operators() if self._is_cpu else TORCH
         model = load_model(folder, getattr(torch, dtype), quantize=quantize, operators=operators)
         self._runtime = RUNTIMES[options.backend](model, options)
         self._chunk, self._slots, self._new = chunk_of(options), options.slots, options.output_length
-        self._has_threads = is_cpu
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
-        if way.threads != 1 and not self._has_threads:
+        if way.threads != 1 and not self._is_cpu:
             raise Failed("the number of threads belongs to the device.")
         with _threads(way.threads):
             texts = [text for group in groups for text in self._group(way, group)]
@@ -119,7 +126,11 @@ class Ours:
 
     def _request(self, prompt: Sequence[int], way: Way) -> Request:
         cuts = range(self._chunk, len(prompt), self._chunk) if way.in_chunks else ()
-        return Request(prompt, self._new, temperature=0, logprobs=0, snapshots_at=cuts)
+        seed = sum(prompt)
+        options = dict(temperature=0, logprobs=0)
+        if way.sampled:  # a device does not draw tokens whose log-probabilities are asked for
+            options = SAMPLED[seed % len(SAMPLED)] | dict(seed=seed, logprobs=0 if self._is_cpu else None)
+        return Request(prompt, self._new, snapshots_at=cuts, **options)
 
     def _beginning(self, prompt: Sequence[int]) -> Sequence[int]:
         """Return the beginning of a prompt that a cache holds: half of it, or more if it may not be cut so early."""
