@@ -25,7 +25,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.engine_options import drafts_with_mtp
-from granite4_neuron.commands.options import backend_options, dtype_of, kernels_of
+from granite4_neuron.commands.options import backend_options, drawing_options, dtype_of, kernels_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.devices.backends import BACKENDS
@@ -77,6 +77,7 @@ class Ours:
     weight_bytes = 0
 
     def __init__(self, folder: Path, options: argparse.Namespace):
+        self._sampling = drawing_options(options)
         if options.backend == "nxdi":
             self._runtime = BACKENDS["nxdi"].load(
                 open_checkpoint(folder), transformers.GenerationConfig(), compiled=options.compiled
@@ -101,10 +102,9 @@ class Ours:
         """Run a point. Return when the first and each further token of all prompts was complete, in seconds from the
         start.
         """
+        options: dict[str, Any] = dict(max_tokens=output_length, ignore_eos=True, **self._sampling)
         times, started = [], time.perf_counter()
-        for number, _ in enumerate(
-            stream_generate(self._runtime, None, prompts, max_tokens=output_length, temperature=0, ignore_eos=True)
-        ):
+        for number, _ in enumerate(stream_generate(self._runtime, None, prompts, **options)):
             if number % len(prompts) == len(prompts) - 1:
                 times.append(time.perf_counter() - started)
         return times

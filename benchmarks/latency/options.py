@@ -17,8 +17,10 @@ from granite4_neuron.commands.engine_options import add_speculation, speculation
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_backend,
+    add_drawing,
     backend_options,
     check_folder_of,
+    drawing_options,
     kernels_of,
 )
 from granite4_neuron.commands.plot import add_plot, check_plot
@@ -48,6 +50,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
+    add_drawing(parser)
     parser.set_defaults(threads=os.cpu_count() or 1)
     add_speculation(parser)
     parser.add_argument(
@@ -103,6 +106,8 @@ def check(options: argparse.Namespace) -> None:
     check_folder_of(options.json)
     check_plot(options.plot)
     _check_backend(options)
+    if drawing_options(options)["temperature"] and options.compare:
+        raise UserError("--compare has greedy texts of others only; leave out --temperature.")
     if is_reuse(options) or options.profile:
         _check_reuse(options)
     if options.profile and options.cpu_kernels == "torch":
@@ -167,7 +172,7 @@ def _check_reuse(options: argparse.Namespace) -> None:
     if options.speculate is not None:
         speculation(options.speculate)
     others = {f"--backend {options.backend}": options.backend != "cpu"}
-    others |= {f"--{name}": bool(getattr(options, name)) for name in ("compare", "json", "plot")}
+    others |= {f"--{name}": bool(getattr(options, name)) for name in ("compare", "json", "plot", "temperature")}
     for option, is_given in others.items():
         if is_given:
             raise UserError(f"{given[0]} is measured on the cpu beside the same without; leave out {option}.")

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.latency.measurement import Result
 from benchmarks.latency.states import compare_in_states
-from granite4_neuron.commands.options import write_json
+from granite4_neuron.commands.options import drawing_options, sampling_in_words, write_json
 from granite4_neuron.commands.plot import save_plot
 from granite4_neuron.ops.launch_parameters import processor_name
 
@@ -38,6 +38,7 @@ def report(points: list[list[Result]], options: argparse.Namespace) -> None:
             "dtype": options.dtype or "as stored",
             "quantize": options.quantize,
             "state_dtype": options.state_dtype or "float32",
+            "sampling": drawing_options(options),
             "warmup": options.warmup,
             "repeats": options.repeats,
             "results": [dataclasses.asdict(result) for result in results],
@@ -70,7 +71,8 @@ def _title(machine: dict[str, str], options: argparse.Namespace) -> str:
     weights = f", {options.quantize} weights" if options.quantize else ""
     weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
     ranks = f", split over {options.tp_degree}: memory of the first one" if options.tp_degree > 1 else ""
-    return f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}{ranks}\n{', '.join(machine.values())}"
+    numbers = f"{options.dtype or 'dtype as stored'}{weights}{ranks}, {sampling_in_words(drawing_options(options))}"
+    return f"{source(options)}, {numbers}\n{', '.join(machine.values())}"
 
 
 def _compared_with(result: Result, point: list[Result]) -> Result:

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     runtime, tokenizer = load(options.model or bundled_checkpoint())
-    names = dict(model="", backend="cpu", machine="")
+    names = dict(model="", backend="cpu", machine="", sampling=dict(temperature=0))
     sizes = dict(most_rows=options.max_num_seqs, longest=_LONGEST, clock=time.process_time)
     measured = measuring.measure(runtime, tokenizer, **names, **sizes)
     server = _server(runtime, measured, options.max_num_seqs)

@@ -30,7 +30,14 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.serving.load import Answer, Lengths, Question, Run, ask_all, moments, questions, random_tokens
-from granite4_neuron.commands.options import at_least, check_folder_of, number_in, write_json
+from granite4_neuron.commands.options import (
+    add_drawing,
+    at_least,
+    check_folder_of,
+    drawing_options,
+    number_in,
+    write_json,
+)
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.errors import UserError
 
@@ -86,8 +93,7 @@ async def _measure(servers: dict[str, str], options: argparse.Namespace) -> dict
     prompts, outputs = Lengths.parse(options.prompt_length), Lengths.parse(options.output_length)
     runs: dict[str, list[Run]] = {server: [] for server in servers}
     pace = options.concurrency, options.request_rate
-    given = dict(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
-    sampling = {name: value for name, value in given.items() if value is not None}
+    sampling = drawing_options(options)
     prefix = random_tokens(options.shared_prefix, options.vocab_size, random.Random(options.seed))
     for repeat in range(options.repeats + 1):
         number = options.num_requests if repeat else options.warmup
@@ -245,9 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that all prompts of all turns begin with",
     )
-    parser.add_argument("--temperature", type=number_in(0), default=0, metavar="T", help="0 is greedy, and the default")
-    parser.add_argument("--top-p", type=number_in(0, 1, includes_least=False), metavar="P")
-    parser.add_argument("--top-k", type=at_least(1), metavar="K", help="an option of these servers, not of OpenAI's")
+    add_drawing(parser)
     parser.add_argument("--num-requests", type=at_least(1), default=16, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--warmup", type=at_least(0), default=1, metavar="N", help="requests before that are not counted (default: 1)"

@@ -275,6 +275,7 @@ def test_a_file_of_weights_is_not_a_model(refuses, folder):
         (("plan", "--traffic", "x", "--steps", "/no/such/place"), "does not exist; granite4-neuron measure writes"),
         (("plan", "--traffic", "/no/such/place", "--model", "h-350m"), "/no/such/place cannot be read (No such file"),
         (("measure", "--output", "/no/such/place/x"), "there is no such folder"),
+        (("measure", "--output", "x", "--top-p", "0.9"), "--top-k and --top-p need --temperature"),
         (("serve", "--port", "65536"), "argument --port: 65536 is more than 65535, the most that it can be"),
         (("serve", "--allowed-origins", "example.org"), "'example.org' is not an origin, such as https://"),
         (

@@ -147,6 +147,7 @@ class TestLlamaCpp:
             (("--gguf", "model.gguf"), "belong to --compare llama.cpp"),
             (("--compare", "openvino"), "--openvino, the folder of the exported model, go together"),
             (("--openvino", "x"), "--openvino, the folder of the exported model, go together"),
+            (("--temperature", "1", "--speculate", "ngram:4"), "leave out --temperature"),
         ],
     )
     def test_bad_input_is_refused(self, arguments, message, capsys):
@@ -238,8 +239,11 @@ def test_a_backends_options_reach_its_runtime(monkeypatch, texting_folder):
 
     monkeypatch.setattr(implementations, "TorchRuntime", runtime)
     forms = ["--compiler", "eager", "--kv-write", "select", "--no-prefill-by-view", "--decode-kernel", "nki"]
-    options = parser("").parse_args(["--backend", "torch", *forms])
-    implementations.Ours(texting_folder, options)
+    options = parser("").parse_args(["--backend", "torch", *forms, "--temperature", "0.7", "--top-k", "5"])
+    ours = implementations.Ours(texting_folder, options)
+    monkeypatch.setattr(implementations, "stream_generate", lambda *_, **options: [given.append(options)])
+    ours.run([[1]], 2)
+    assert given.pop() == dict(temperature=0.7, top_k=5, max_tokens=2, ignore_eos=True)
     chosen = dict(device="cpu", compiler="eager", kv_write="select", prefill_by_view=False, decode_kernel="nki")
     assert given[0].items() >= chosen.items() and given[0].keys() == {
         option.name for option in BACKENDS["torch"].options

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from granite4_neuron.commands.options import (
+    add_drawing,
     add_model,
     add_runtime,
     at_least,
     check_folder_of,
+    drawing_options,
     load_runtime,
     model_checkpoint,
 )
@@ -42,12 +44,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help=f"the most tokens of a text (default: {MODEL_LEN}, or the model's longest if less)",
     )
+    add_drawing(measure)
     add_runtime(measure)
     measure.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     check_folder_of(options.output)
+    sampling = drawing_options(options)
     checkpoint = model_checkpoint(options)
     runtime, tokenizer = load_runtime(options, checkpoint)
     # Not at the top: these imports take seconds, and --help does not need them.
@@ -65,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
             machine=_machine(options.backend, options.device),
             most_rows=options.max_num_seqs,
             longest=longest,
+            sampling=sampling,
             progress=progress,
         )
     measured.save(options.output)

@@ -183,19 +183,43 @@ def backend_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in declared}
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the generated text, named as in `engine.SamplingParams`."""
-    sampling = parser.add_argument_group(
-        "sampling", "defaults are those of the checkpoint's generation_config.json, mostly greedy"
-    )
-    sampling.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
-    sampling.add_argument(
+def add_drawing(parser: argparse._ActionsContainer) -> None:
+    """Add the options of sampling that most requests have."""
+    parser.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
+    parser.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
+    parser.add_argument(
         "--top-p",
         type=number_in(0, 1, includes_least=False),
         metavar="P",
         help="choose among the likeliest tokens whose probabilities add up to P",
     )
+
+
+def drawing_options(options: argparse.Namespace) -> dict[str, float]:
+    """Return those of `add_drawing` that a measurement is given, greedy if it has no temperature.
+
+    Raises:
+        UserError: they say how to sample a greedy text.
+    """
+    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    if not options.temperature and (options.top_k or options.top_p):
+        raise UserError("--top-k and --top-p need --temperature; without one the texts are greedy.")
+    return {"temperature": 0} | {name: value for name, value in given.items() if value is not None}
+
+
+def sampling_in_words(options: Mapping[str, float]) -> str:
+    """Return how texts with these options are called in a title."""
+    if not options["temperature"]:
+        return "greedy texts"
+    return "texts with " + ", ".join(f"{name} {value:g}" for name, value in options.items())
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the generated text, named as in `engine.SamplingParams`."""
+    sampling = parser.add_argument_group(
+        "sampling", "defaults are those of the checkpoint's generation_config.json, mostly greedy"
+    )
+    add_drawing(sampling)
     sampling.add_argument(
         "--min-p",
         type=number_in(0, 1),

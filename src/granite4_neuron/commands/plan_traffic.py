@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.engine_options import num_bytes
-from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in
+from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in, sampling_in_words
 from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.serve import MAX_GAP, MAX_NUM_SEQS, MODEL_LEN, PREFIX_CACHE
@@ -232,7 +232,8 @@ def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
         packs_rows=measured.packs_rows,
         max_length=config.max_position_embeddings,
     )
-    return runtime, f"{measured.model} in {measured.dtype}, backend {measured.backend}, measured on {measured.machine}"
+    made = f"{measured.model} in {measured.dtype}, backend {measured.backend}, measured on {measured.machine}"
+    return runtime, f"{made}, {sampling_in_words(measured.sampling)}"
 
 
 def _predicted(options: argparse.Namespace, graph_options: OptionsOf) -> tuple[dict[str, Any], str]:

@@ -23,6 +23,7 @@ class Measured:
     """The contents of a file of step times.
 
     model, backend, machine: their names. dtype: of activations and cache. state_dtype: of SSM states.
+    sampling: options of the sequences, such as "temperature".
     config: the model's, as in config.json.
     tokens_per_step, rows_per_step, packs_rows, max_length: the runtime's.
     prompt_cuts: the runtime's, as `runtime.prompt_cuts.as_json` returns them.
@@ -37,6 +38,7 @@ class Measured:
     state_dtype: str
     backend: str
     machine: str
+    sampling: Mapping[str, float]
     config: dict[str, Any]
     tokens_per_step: int
     rows_per_step: int
@@ -133,6 +135,10 @@ def _by_rows(table: Sequence[tuple[int, int, float]]) -> dict[int, dict[int, flo
     return points
 
 
+def _are_options(value: Any) -> bool:
+    return isinstance(value, dict) and "temperature" in value and all(map(_is_amount, value.values()))
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -157,24 +163,25 @@ def _is_table(columns: int, least_lines: int = 1):
         if not isinstance(line, list) or len(line) != columns:
             return False
         *counts, seconds = line
-        return all(type(each) is int and each >= 0 for each in counts) and _is_seconds(seconds)
+        return all(type(each) is int and each >= 0 for each in counts) and _is_amount(seconds)
 
     return is_right
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_amount(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
 FORMAT = FileFormat(
     "granite4-neuron step times",
-    version=2,
+    version=3,
     fields={
         "model": _is_text,
         "dtype": DTYPES.__contains__,
         "state_dtype": DTYPES.__contains__,
         "backend": _is_text,
         "machine": _is_text,
+        "sampling": _are_options,
         "config": lambda value: isinstance(value, dict),
         "tokens_per_step": _is_count,
         "rows_per_step": _is_count,

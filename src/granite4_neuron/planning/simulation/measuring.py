@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerFast
@@ -31,6 +31,7 @@ def measure(
     machine: str,
     most_rows: int,
     longest: int,
+    sampling: Mapping[str, float],
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
@@ -40,10 +41,11 @@ def measure(
         model, backend, machine: their names.
         most_rows: sequences at a time.
         longest: tokens of a sequence.
+        sampling: options of the requests, such as "temperature".
         progress: called with the number of measurements done and the number of all measurements.
         clock: tells the time in seconds.
     """
-    meter = _Meter(runtime, tokenizer, longest, clock)
+    meter = _Meter(runtime, tokenizer, longest, sampling, clock)
     last = max(1, longest - _NEW_TOKENS)
     all_rows, contexts = _doubling(1, most_rows), _doubling(min(_SHORT, last), last)
     shapes = list(_prompt_shapes(runtime, longest))
@@ -65,6 +67,7 @@ def measure(
         state_dtype=str(runtime.state_dtype).removeprefix("torch."),
         backend=backend,
         machine=machine,
+        sampling=dict(sampling),
         config=runtime.config.to_dict(),
         tokens_per_step=runtime.tokens_per_step,
         rows_per_step=runtime.rows_per_step,
@@ -82,8 +85,16 @@ def measure(
 class _Meter:
     """Times steps of engines, and a runtime's copies. Prompts are random tokens."""
 
-    def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, longest: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        tokenizer: PreTrainedTokenizerFast,
+        longest: int,
+        sampling: Mapping[str, float],
+        clock: Callable[[], float],
+    ):
         self._clock = clock
+        self._sampling = sampling
         self._runtime = runtime
         self._tokenizer = tokenizer
         self._longest = longest
@@ -148,9 +159,8 @@ class _Meter:
         call()
         return self._clock() - started
 
-    @staticmethod
-    def _request(prompt: Sequence[int], new_tokens: int) -> Request:
-        return Request(prompt, max_tokens=new_tokens, temperature=0, stop_token_ids=[])
+    def _request(self, prompt: Sequence[int], new_tokens: int) -> Request:
+        return Request(prompt, max_tokens=new_tokens, stop_token_ids=[], **self._sampling)
 
 
 def _prompt_shapes(runtime: Runtime, longest: int) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ import torch
 from granite4_neuron.commands import cli
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint, load
 from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
@@ -25,6 +26,7 @@ MEASURED = Measured(
     state_dtype="float32",
     backend="cpu",
     machine="here",
+    sampling=dict(temperature=0.7, top_p=0.95),
     config=GraniteMoeHybridConfig.from_family("h-350m").to_dict(),
     tokens_per_step=512,
     rows_per_step=8,
@@ -115,10 +117,11 @@ def test_predicted_pieces_of_nxd_inference(start, stop, seq_len, pieces):
     assert steps.step([row(start, stop - start)]) == pytest.approx(seconds)
 
 
-def test_measuring(tmp_path):
+def test_measuring(tmp_path, monkeypatch):
     runtime, tokenizer = load(bundled_checkpoint())
-    done = []
-    names = dict(model="tiny", backend="cpu", machine="here")
+    done, requests, add = [], [], Engine.add
+    monkeypatch.setattr(Engine, "add", lambda engine, request: (requests.append(request), add(engine, request))[1])
+    names = dict(model="tiny", backend="cpu", machine="here", sampling=MEASURED.sampling)
     progress = lambda *amounts: done.append(amounts)  # noqa: E731
     measured = measure(runtime, tokenizer, **names, most_rows=3, longest=600, progress=progress)
     assert done[-1][0] == done[-1][1] == len(done)
@@ -129,6 +132,8 @@ def test_measuring(tmp_path):
     file = tmp_path / "steps.json"
     measured.save(file)
     again = Measured.load(file)
+    assert again.sampling == MEASURED.sampling == dict(temperature=0.7, top_p=0.95)
+    assert {(each.temperature, each.top_p) for each in requests} == {(0.7, 0.95)}
     rows = [row(100, 1), row(130, 1)]
     assert MeasuredSteps(again).step(rows) == MeasuredSteps(measured).step(rows)
 
@@ -153,7 +158,7 @@ def test_prompts_are_measured_in_slots_that_have_been_used(monkeypatch):
 
     kept = []
     monkeypatch.setattr(runtime, "step", spy)
-    names = dict(model="tiny", backend="cpu", machine="here")
+    names = dict(model="tiny", backend="cpu", machine="here", sampling=MEASURED.sampling)
     measured = measure(runtime, tokenizer, **names, most_rows=2, longest=600, clock=clock)
     first_uses = len(measured.prompts) + 1  # of each shape's slots, and of those for a long prompt
     assert timed.count(False) == first_uses and len(timed) == 4 * first_uses
@@ -170,11 +175,12 @@ def steps_file(tmp_path):
     "change, message",
     [
         (dict(format="x"), "is not a file of step times; granite4-neuron measure writes one"),
-        (dict(version=9), "has version 9 of the format and this package reads 2"),
+        (dict(version=9), "has version 9 of the format and this package reads 3"),
         (dict(decode=[]), "is damaged or incomplete (decode is [])"),
         (dict(prompts=[[1, 2]]), "is damaged or incomplete (prompts is [[1, 2]])"),
         (dict(restores=[[1, -1.0]]), "is damaged or incomplete (restores is [[1, -1.0]])"),
         (dict(dtype="float8"), "is damaged or incomplete (dtype is 'float8')"),
+        (dict(sampling={}), "is damaged or incomplete (sampling is {})"),
         (dict(config={}), "steps.json"),
     ],
 )
@@ -196,7 +202,7 @@ def test_plan(steps_file, tmp_path, capsys):
     status = cli.main(["plan", "--traffic", str(traffic), *options, "--first-token", "14", "--plot", str(plot)])
     answer, *table = capsys.readouterr().out.splitlines()
     assert status == 0 and answer.startswith("4 replicas are enough for 95 % of first tokens within 14 s: 11 s, at")
-    assert "A million new tokens cost" in answer and "measured on here" in table[0]
+    assert "A million new tokens cost" in answer and "measured on here, texts with" in table[0]
     assert [line.split("│")[1:3] for line in table if line.startswith("│")][1:] == [
         [" 4        ", " spread        "],
         [" 4        ", " kept          "],
