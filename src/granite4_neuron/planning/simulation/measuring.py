@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +32,7 @@ def measure(
     machine: str,
     most_rows: int,
     longest: int,
-    sampling: Mapping[str, float],
+    sampling: Mapping[str, Any],
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
@@ -90,7 +91,7 @@ class _Meter:
         runtime: Runtime,
         tokenizer: PreTrainedTokenizerFast,
         longest: int,
-        sampling: Mapping[str, float],
+        sampling: Mapping[str, Any],
         clock: Callable[[], float],
     ):
         self._clock = clock
