@@ -202,7 +202,7 @@ BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
         (BODY, "gzip", 400, "Content-Encoding is gzip, and the body is not"),
         (gzip.compress(b" " * 2**21), "gzip", 413, "--max-body"),
         (BODY, "br", 415, "Content-Encoding is br"),
-        (b"\xff\xfea", None, 400, "begins as a text in utf-16"),
+        (b"\xff\xfea", None, 400, "begins like utf-16"),
     ],
     ids=["BOM", "UTF-16", "UTF-32", "gzip", "gzip cut off", "no gzip", "gzip bomb", "brotli", "UTF-16 cut off"],
 )

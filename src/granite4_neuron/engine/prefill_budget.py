@@ -26,7 +26,7 @@ class PrefillBudget:
     def __init__(self, max_gap: float | None, clock: Callable[[], float]):
         self._max_gap = max_gap
         self._clock = clock
-        self._decode: deque[float] = deque(maxlen=STEPS)  # seconds
+        self._decode_times: deque[float] = deque(maxlen=STEPS)  # seconds
         self._per_token: deque[float] = deque(maxlen=STEPS)  # seconds
         self._since = clock()
 
@@ -39,7 +39,7 @@ class PrefillBudget:
         if prompt_tokens:
             self._per_token.append(max(0.0, seconds - (self._decode_seconds if has_decode else 0.0)) / prompt_tokens)
         else:
-            self._decode.append(seconds)
+            self._decode_times.append(seconds)
 
     def prompt_tokens(self, most: int) -> int:
         """Return how many tokens of prompts, at most `most`, may run before the next tokens of other sequences."""
@@ -51,7 +51,7 @@ class PrefillBudget:
 
     @property
     def _decode_seconds(self) -> float:
-        return statistics.median(self._decode) if self._decode else 0.0
+        return statistics.median(self._decode_times) if self._decode_times else 0.0
 
     def _tokens_in_time(self) -> int:
         if self._max_gap is None or not self._per_token:

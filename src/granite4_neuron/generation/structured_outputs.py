@@ -195,7 +195,7 @@ class Grammars:
 
         Args:
             kind: "json", "regex", "choice", "grammar", "lark" or "structural_tag".
-            value: a JSON schema as a text or an object; a regular expression in Rust's syntax; texts of which the
+            value: a JSON schema as a string or an object; a regular expression in Rust's syntax; strings of which the
                 text is one; a grammar in Lark's or GBNF's syntax; one in Lark's; or, as a text or an object, structures
                 ("begin", "schema", "end") and triggers: a trigger in the text begins one of its structures.
             stop: ends the compilation from another thread.

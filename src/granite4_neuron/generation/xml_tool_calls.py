@@ -67,7 +67,7 @@ class XmlToolCallStream(ToolCallStream):
         self._given: set[str] = set()  # its parameters up to now
         self._is_again = False  # whether the value that has begun is of a parameter that has one, and is left out
         self._types: frozenset[str] = frozenset()  # of the value that has begun; none for any
-        self._value: list[str] = []  # the parts of it, unless it is a text
+        self._value: list[str] = []  # the parts of it, unless it is a string
         self._end_of_value = _end_of_value(())
 
     def _in_text(self) -> list[Piece] | None:

@@ -143,9 +143,9 @@ class GraphRuntime(BoundModel, ABC):
         """
         decoding = [row for row in rows if _is_decode(row)]
         if len(decoding) == len(rows):
-            decoded = self._decode(state, rows)
+            decoded = self._decode_rows(state, rows)
             return decoded[:, None] if all_logits else decoded  # not copied: logits are large
-        of_decoding = iter(self._decode(state, decoding)[:, None] if decoding else ())
+        of_decoding = iter(self._decode_rows(state, decoding)[:, None] if decoding else ())
         logits = [next(of_decoding) if _is_decode(row) else self._prefill(state, row, all_logits) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
 
@@ -195,7 +195,7 @@ class GraphRuntime(BoundModel, ABC):
         """
 
     @abstractmethod
-    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+    def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         """Run a graph of the model for one token of all sequences; return its logits, on the device or the host.
 
         Args:
@@ -220,10 +220,10 @@ class GraphRuntime(BoundModel, ABC):
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
         """Write tensors from `_read_slot` to a slot."""
 
-    def _decode(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
+    def _decode_rows(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row; return logits [rows, vocab_size]. Slots without a row keep their state."""
         inputs = decode_inputs(rows, state.num_sequences)
-        logits = self._decoded(state, inputs, bucket_of_cache(rows, state)).cpu()
+        logits = self._run_decode(state, inputs, bucket_of_cache(rows, state)).cpu()
         return _entries_of(logits, [row.slot - 1 for row in rows])
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:

@@ -165,7 +165,7 @@ class TorchRuntime(GraphRuntime):
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
-            decoded = self._run_decode(state, decode_inputs([], state.num_sequences), kv_length)
+            decoded = self._run_decode_and_choose(state, decode_inputs([], state.num_sequences), kv_length)
             if self._draw:
                 self._run_draw(state, [None] * state.num_sequences, *decoded)
             for tokens in self.prefill_buckets:
@@ -217,7 +217,7 @@ class TorchRuntime(GraphRuntime):
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
         """Implement `Runtime.decode`."""
         inputs = decode_inputs(rows, state.num_sequences)
-        logits, tokens = self._run_decode(state, inputs, bucket_of_cache(rows, state))
+        logits, tokens = self._run_decode_and_choose(state, inputs, bucket_of_cache(rows, state))
         entries = [row.slot - 1 for row in rows]
         if self._captures:  # the outputs do not outlive the next step
             logits = logits.clone()
@@ -228,11 +228,11 @@ class TorchRuntime(GraphRuntime):
             tokens = draw(state, draws, logits, tokens)
         return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
 
-    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
-        logits, _ = self._run_decode(state, inputs, kv_length)
+    def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+        logits, _ = self._run_decode_and_choose(state, inputs, kv_length)
         return self._to_host(logits)
 
-    def _run_decode(
+    def _run_decode_and_choose(
         self, state: HybridState, inputs: torch.Tensor, kv_length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the graph of decode; return logits, and each slot's likeliest token.
@@ -252,7 +252,7 @@ class TorchRuntime(GraphRuntime):
 
         Args:
             draws: of each slot; None for a likeliest token.
-            logits, tokens: of `_run_decode`.
+            logits, tokens: of `_run_decode_and_choose`.
         """
         memory = self._memory(state)
         inputs = draws_of(draws)

@@ -80,7 +80,7 @@ class XLARuntime(GraphRuntime):
         _run_graph([logits], state.tensors())
         return logits
 
-    def _decoded(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
+    def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         logits = self.model(*self._step(inputs[:, : TOKENS + 1], True, state, kv_length), state)
         _run_graph([logits], state.tensors())
         return logits

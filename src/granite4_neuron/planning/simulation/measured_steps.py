@@ -89,7 +89,7 @@ class MeasuredSteps:
 
     def __init__(self, measured: Measured):
         self._packs_rows = measured.packs_rows
-        self._decode = CurvesByRows(_by_rows(measured.decode))
+        self._decode_curves = CurvesByRows(_by_rows(measured.decode))
         self._prompts = CurvesByRows(_by_rows(measured.prompts))
         first = min(measured.contexts)[1] if measured.contexts else 0.0
         per_token = {context: (seconds - first) / measured.tokens_per_step for context, seconds in measured.contexts}
@@ -107,15 +107,15 @@ class MeasuredSteps:
                 lengths.append(length)
                 seconds += length * self._attention(row.start)
         if not lengths:
-            return self._decode[len(starts)](sum(starts) / len(starts))
+            return self._decode_curves[len(starts)](sum(starts) / len(starts))
         seconds += self._prompts[len(lengths)](sum(lengths) / len(lengths) if self._packs_rows else max(lengths))
         if starts:
-            alone = self._decode[1](0.0)
-            seconds += max(0.0, self._decode[len(starts) + 1](sum(starts) / len(starts)) - alone)
+            alone = self._decode_curves[1](0.0)
+            seconds += max(0.0, self._decode_curves[len(starts) + 1](sum(starts) / len(starts)) - alone)
         return seconds
 
     def decode(self, starts: Sequence[int], steps: int) -> list[float]:
-        return self._decode[len(starts)].from_on(sum(starts) / len(starts), steps)
+        return self._decode_curves[len(starts)].from_on(sum(starts) / len(starts), steps)
 
     def snapshot(self, tokens: int) -> float:
         return self._snapshots(tokens)

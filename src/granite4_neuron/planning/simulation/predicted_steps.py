@@ -47,7 +47,7 @@ class PredictedSteps:
         self._model, self._chip = (config, tp_degree, dtype), chip
         self._prompt_pieces, self._cache_buckets = prompt_pieces, cache_buckets
         form = default_experts_decode("torch", config, tp_degree, slots)
-        self._decode = {
+        self._decode_times = {
             each: latency(step_work(*self._model, slots, 1, each, experts_decode=form, chip=chip), chip).predicted
             for each in cache_buckets
         }
@@ -66,7 +66,9 @@ class PredictedSteps:
         seconds: list[float] = []
         while len(seconds) < steps:
             of_bucket = bucket(longest + len(seconds), self._cache_buckets)
-            seconds += [self._decode[of_bucket]] * min(of_bucket - longest - len(seconds) + 1, steps - len(seconds))
+            seconds += [self._decode_times[of_bucket]] * min(
+                of_bucket - longest - len(seconds) + 1, steps - len(seconds)
+            )
         return seconds
 
     def snapshot(self, tokens: int) -> float:

@@ -107,7 +107,7 @@ def _text_of_parts(value: Any, info: ValidationInfo) -> str:
     return "".join(map(text, value))
 
 
-# The validator of a content: a text, or a list of parts, whose texts it joins.
+# The validator of a content: a string, or a list of parts, whose strings it joins.
 text_of_parts = BeforeValidator(_text_of_parts)
 
 

@@ -32,7 +32,7 @@ def in_utf8(body: bytes, encoding: str, most: int) -> bytes:
     try:
         return body.decode(kind).encode()
     except UnicodeError:
-        raise RequestError(400, f"the body begins as a text in {kind}, and is none; send JSON in UTF-8.") from None
+        raise RequestError(400, f"the body begins like {kind}, and is not valid in it; send JSON in UTF-8.") from None
 
 
 def _decompressed(body: bytes, encoding: str, most: int) -> bytes:

@@ -10,7 +10,7 @@ from granite4_neuron.devices.neuron.nki.launch import launcher
 
 MAX_TOKENS = MAX_PARTITIONS  # that the kernel takes
 
-_decode = launcher(experts_decode, experts_decode_torch)
+_experts_decode = launcher(experts_decode, experts_decode_torch)
 
 
 def fused_experts(
@@ -29,5 +29,5 @@ def fused_experts(
     if len(hidden_states) > MAX_TOKENS:
         arguments = hidden_states, w1, w2, topk_weights, topk_ids
         return fused_experts_of_fixed_shapes(*arguments, input_first=True, most_gathered=0)
-    first, *others = _decode(hidden_states, w1, w2, *expert_slots(topk_ids, topk_weights, len(w2)))
+    first, *others = _experts_decode(hidden_states, w1, w2, *expert_slots(topk_ids, topk_weights, len(w2)))
     return sum(others, first).to(hidden_states.dtype)

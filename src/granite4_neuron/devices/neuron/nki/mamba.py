@@ -16,7 +16,7 @@ from granite4_neuron.ops.mamba_operators import FusedMixer, MambaOperators, Mixe
 from granite4_neuron.ops.stochastic_rounding import Rounding
 
 _convolve = launcher(conv1d_prefill, conv1d_prefill_torch)
-_decode = launcher(mamba_decode, mamba_decode_torch)
+_mamba_decode = launcher(mamba_decode, mamba_decode_torch)
 
 
 def convolve(
@@ -48,7 +48,7 @@ def mix(
     taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
     A_D = torch.stack([constants.A, constants.D])
     counts = None if accepted is None else accepted.to(torch.int32)
-    return _decode(ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
+    return _mamba_decode(ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
 
 
 def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FusedMixer:

@@ -113,7 +113,7 @@ class NeuronRuntime:
         if num_sequences > self.own_slots or max_length > self.max_length:
             raise UserError(
                 f"the model is compiled for {self.own_slots} sequences of {self.max_length} tokens, "
-                f"and {num_sequences} of {max_length} are asked for; ask for less, or compile it for more."
+                f"and {num_sequences} of {max_length} are asked for; reduce them, or compile it with larger limits."
             )
 
     def warm_up(self, state: None, verified_tokens: int = 0) -> None:

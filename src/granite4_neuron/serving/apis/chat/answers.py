@@ -77,7 +77,7 @@ class TokenTexts:
 class Event:
     """A server-sent event.
 
-    data: a text as it is, or what becomes JSON.
+    data: a string as it is, or what becomes JSON.
     name: None for none.
     """
 
