@@ -71,6 +71,10 @@ class _Launched(NamedTuple):
         rows = (row for row, each in enumerate(self.step.sequences) if each is sequence and each.id not in self.idle)
         return next(rows, None)
 
+    def rows(self) -> dict[int, int]:
+        """Return the numbers of all rows, by the ids of their sequences."""
+        return {sequence.id: row for row, sequence in enumerate(self.step.sequences)}
+
 
 class Engine:
     """Runs many requests at a time on a runtime.
@@ -365,35 +369,41 @@ class Engine:
         Before waiting for the tokens, launch the step that runs them, if there may be one.
         """
         launched = self._ahead or _Launched(step, self._launch(step))
-        self._ahead = None
-        following = self._scheduler.following(step)
-        if following is not None:
-            with self._live.guard_ahead(*following.sequences):
-                self._ahead = _Launched(following, self._launch(following, ahead=1))
-        rows = {sequence.id: row for row, sequence in enumerate(launched.step.sequences)}
-        tokens = launched.decoded.tokens()
+        is_sound = self._launch_following(step)
+        tokens, rows = launched.decoded.tokens(), launched.rows()
         undecided = frozenset(each.id for each in step.sequences if tokens[rows[each.id]] == UNDECIDED)
         if self._ahead is not None:
             self._ahead = self._ahead._replace(idle=undecided)
-        on_host = [each.id for each in step.sequences if each.id in undecided or not each.takes_chosen]
-        whole = launched.decoded.logits([rows[id] for id in on_host]) if on_host else ()
-        logits = dict(zip(on_host, whole, strict=True))
-        if following is None or self._ahead is not None:
+        on_host = [each for each in step.sequences if each.id in undecided or not each.takes_chosen]
+        logits = launched.decoded.logits([rows[each.id] for each in on_host]) if on_host else ()
+        if is_sound:
             self._slots.failed_steps = 0
-        of_host = [each for each in step.sequences if each.id in logits]
-        answers = self._answers([(each, [logits[each.id]], ()) for each in of_host])
+        questions = {each.id: (each, [last], ()) for each, last in zip(on_host, logits, strict=True)}
+        answers = self._answers(list(questions.values()))
         for sequence in step.sequences:
-            if sequence.id in logits and sequence.id not in answers:  # it has failed
+            question, row = questions.get(sequence.id), rows[sequence.id]
+            if question is not None and sequence.id not in answers:  # it has failed
                 continue
             with self._live.guard(sequence):
-                row = rows[sequence.id]
-                if sequence.id in logits:
-                    outputs = sequence.choose([logits[sequence.id]], (), answers[sequence.id])
-                else:
+                if question is None:
                     outputs = [sequence.take(tokens[row])]
+                else:
+                    outputs = sequence.choose(question[1], (), answers[sequence.id])
                 if self._ahead is not None and sequence.takes_drawn:
                     sequence.backoff.note(len(sequence.tokens), int(sequence.id not in undecided))
                 self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
+
+    def _launch_following(self, step: ScheduledStep) -> bool:
+        """Launch the step after one of decode, if it may run before the host knows its tokens; return false if it
+        fails.
+        """
+        self._ahead = None
+        following = self._scheduler.following(step)
+        if following is None:
+            return True
+        with self._live.guard_ahead(*following.sequences):
+            self._ahead = _Launched(following, self._launch(following, ahead=1))
+        return self._ahead is not None
 
     def _launch(self, step: ScheduledStep, ahead: int = 0) -> Decoded:
         """Launch a step of decode on the device.

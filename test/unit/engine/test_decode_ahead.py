@@ -225,8 +225,10 @@ class TestFailures:
         """The interrupted step has begun ahead, and begins the next one ahead."""
         requests = [Request([3], 5), Request([4], 5, **SAMPLED["from all"])]
         expected = [alone(request) for request in requests]
-        own = (Engine._run_step.__wrapped__, Engine._decode, Engine._launch, Engine._live_part, LiveSequences.count)
-        code, ended, whole = [*own, _Guard.__init__, _Guard.__enter__, _Guard.__exit__], 0, 0
+        decode = Engine._decode, Engine._launch_following, Engine._launch
+        guard = _Guard.__init__, _Guard.__enter__, _Guard.__exit__
+        code = [Engine._run_step.__wrapped__, *decode, Engine._live_part, LiveSequences.count, *guard]
+        ended = whole = 0
         for line in itertools.count(step=2):
             runtime = Runtime(model)
             engine = Engine(runtime, 2)
