@@ -88,8 +88,6 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
     # Not at the top: these imports take seconds, and --help does not need them.
-    from rich.table import Table
-
     from granite4_neuron.planning.analysis.live_set import live_set, sbuf_bytes
 
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
@@ -104,28 +102,10 @@ def run(options: argparse.Namespace) -> int:
             else replace(each, live_set=live_set(config, options.tp_degree, dtype, each.prompt_tokens, chip))
             for each in _reports(options, kernels, config, dtype)
         ]
-        table = Table(
-            *("graph", "GFLOP", "least", "", "GB accessed", "least", "", "fused", ""),
-            *(
-                "instructions",
-                "weights",
-                "state",
-                "temporaries",
-                f"live set, of {size(sbuf_bytes(chip))}",
-            ),
-        )
         titles = [f"one rank of {options.tp_degree}", str(dtype).removeprefix("torch.")]
         if options.backend == "nxdi":
             titles += [f"{option.replace('_', ' ')} {kernel}" for option, kernel in kernels.items()]
-        table.title = ", ".join(titles)
-        for report in reports:
-            _add_graph(table, report)
-        write(_summary(reports))
-        print_table(table)
-        for report in reports:
-            spill = report.live_set and report.live_set.spill()
-            for note in (*report.notes, *report.findings, *([spill] if spill else [])):
-                write(f"{report.graph}: {note}")
+        _print(reports, ", ".join(titles), size(sbuf_bytes(chip)))
         numbers += [{**report.numbers(), "kernels": kernels} for report in reports]
     if options.json:
         write_json(options.json, json.dumps(numbers, indent=2) + "\n")
@@ -166,6 +146,22 @@ def _reports(
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
     kernels = {**kernels, **of_experts, "state_dtype": options.state_dtype}
     return report(config, dtype, *sizes, kernels, options.verify)
+
+
+def _print(reports: Sequence[graphs.GraphReport], title: str, sbuf: str) -> None:
+    """Print a table of graphs, and what is to be said about each."""
+    from rich.table import Table
+
+    costs = "graph", "GFLOP", "least", "", "GB accessed", "least", "", "fused", ""
+    table = Table(*costs, "instructions", "weights", "state", "temporaries", f"live set, of {sbuf}", title=title)
+    for report in reports:
+        _add_graph(table, report)
+    write(_summary(reports))
+    print_table(table)
+    for report in reports:
+        spill = report.live_set and report.live_set.spill()
+        for note in (*report.notes, *report.findings, *([spill] if spill else [])):
+            write(f"{report.graph}: {note}")
 
 
 def _summary(reports: Sequence[graphs.GraphReport]) -> str:

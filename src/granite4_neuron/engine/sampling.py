@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -90,20 +90,8 @@ class Sampler:
         self._forced: list[int] = []  # the tokens that the constraint forces, as far as they are known
         self._is_greedy = params.temperature == 0
         self.seed = None if self._is_greedy else params.with_seed().seed
-        biases = [(int(token), float(bias)) for token, bias in (params.logit_bias or {}).items() if bias]
-        self._choice = Choice(
-            temperature=0.0 if self._is_greedy else 1.0 if params.temperature is None else _normal(params.temperature),
-            top_k=int(params.top_k or 0),
-            top_p=float(params.top_p or 1),
-            min_p=float(params.min_p or 0),
-            typical_p=float(params.typical_p or 1),
-            seed=self.seed or 0,
-            biases=(torch.tensor([each[0] for each in biases]), torch.tensor([each[1] for each in biases]))
-            if biases
-            else None,
-            num_logprobs=params.logprobs,
-        )
-        repetition = 1.0 if params.repetition_penalty is None else _normal(params.repetition_penalty)
+        self._choice = _choice_of(params, self.seed)
+        repetition = _normal(1 if params.repetition_penalty is None else params.repetition_penalty)
         self._penalties = float(params.frequency_penalty or 0), float(params.presence_penalty or 0), repetition
         # Only a repetition penalty applies to the prompt.
         begin = 0 if repetition != 1 else prompt_length
@@ -384,3 +372,26 @@ def _argmax(logits: torch.Tensor) -> int:
 def _normal(value: float) -> float:
     """Return the number, or the nearest normal number above 0 of float32, in which scores are."""
     return min(max(float(value), _FLOAT32.tiny), _FLOAT32.max)
+
+
+def _choice_of(params: SamplingParams, seed: int | None) -> Choice:
+    """Return what the options say of each token; a greedy sequence has no seed."""
+    is_greedy = params.temperature == 0
+    return Choice(
+        temperature=0.0 if is_greedy else _normal(1 if params.temperature is None else params.temperature),
+        top_k=int(params.top_k or 0),
+        top_p=float(params.top_p or 1),
+        min_p=float(params.min_p or 0),
+        typical_p=float(params.typical_p or 1),
+        seed=seed or 0,
+        biases=_biases(params.logit_bias or {}),
+        num_logprobs=params.logprobs,
+    )
+
+
+def _biases(logit_bias: Mapping[int, float | None]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the tokens that have a bias, and the biases; None if no token has one."""
+    biases = [(int(token), float(bias)) for token, bias in logit_bias.items() if bias]
+    if not biases:
+        return None
+    return torch.tensor([token for token, _ in biases]), torch.tensor([bias for _, bias in biases])

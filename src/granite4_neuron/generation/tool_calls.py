@@ -396,14 +396,7 @@ def calls_grammar(
     is_free = not required and answer is None
     are_special = marks.are_special(special)
     opening, close = (f"{marks.open} ", marks.close) if are_special else map(json.dumps, (marks.open, marks.close))
-    closing = close if marks.close else ""
-    tool = " | ".join(f"tool_{number}" for number in range(len(tools)))
-    if marks.is_list:
-        further = f'(", " any_tool){{0,{MOST_CALLS - 1}}}' if several else ""
-        lines = [f'after_open: "[" any_tool {further} "]" {closing}', f"any_tool: {tool}"]
-    else:
-        lines = [f'after_open: "\\n" ({tool}) "\\n" {closing}']
-    lines.append(f"call: {opening} after_open")
+    lines = [*_after_open(marks, len(tools), several, close if marks.close else ""), f"call: {opening} after_open"]
     for number, each in enumerate(tools):
         lines += rules(number, each, disable_any_whitespace)
     repeats = several and not marks.is_list
@@ -427,3 +420,12 @@ def calls_grammar(
             text_rule("TEXT", marks.open, *marks.others),
         ]
     return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"
+
+
+def _after_open(marks: CallMarks, num_tools: int, several: bool, closing: str) -> list[str]:
+    """Return the rules of what comes after the opening mark: a call of one tool, or a list of calls."""
+    tool = " | ".join(f"tool_{number}" for number in range(num_tools))
+    if not marks.is_list:
+        return [f'after_open: "\\n" ({tool}) "\\n" {closing}']
+    further = f'(", " any_tool){{0,{MOST_CALLS - 1}}}' if several else ""
+    return [f'after_open: "[" any_tool {further} "]" {closing}', f"any_tool: {tool}"]

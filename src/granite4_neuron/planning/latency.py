@@ -339,21 +339,24 @@ def with_counted_graphs(
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
     """
-    counted: dict[tuple[str, int], float] = {}
-    verified = drafted + 1 if drafted else None
     pieces = pieces or (prompt,)
+    longest, verified = max(context, sum(pieces)) + 1, drafted + 1 if drafted else None
+    counted: dict[tuple[str, int], float] = {}
     for batch_size in sorted({line.batch_size for line in lines}):
         traced = tuple(sorted(set(pieces))) if batch_size == 1 else ()
-        length = max(context, sum(pieces)) + 1
-        reports = graphs.report(config, dtype, tp_degree, batch_size, traced, length, verified)
-        forms = _decode_names(config, tp_degree, batch_size).values()
-        others = {name for name in forms if config.num_local_experts and not name.endswith("(default)")}
-        names = [line.step for line in lines if line.batch_size == batch_size and line.step not in others]
+        reports = graphs.report(config, dtype, tp_degree, batch_size, traced, longest, verified)
         seconds = [counted_bound(report.cost, chip) for report in reports]
-        if traced:
-            of_prompt = sum(seconds[at] * pieces.count(tokens) for at, tokens in enumerate(traced))
-            seconds[: len(traced)] = [of_prompt]
-        last = len(names) - 1  # a verification followed by its commit, if there are drafts
-        seconds[last:] = [sum(seconds[last:])]
-        counted |= {(name, batch_size): bound for name, bound in zip(names, seconds, strict=True)}
+        of_prompt = [sum(seconds[at] * pieces.count(tokens) for at, tokens in enumerate(traced))] if traced else []
+        names = _counted_steps(lines, config, tp_degree, batch_size)
+        of_others = seconds[len(traced) :]
+        last = len(names) - len(of_prompt) - 1  # a verification followed by its commit, if there are drafts
+        bounds = [*of_prompt, *of_others[:last], sum(of_others[last:])]
+        counted |= {(name, batch_size): bound for name, bound in zip(names, bounds, strict=True)}
     return [replace(line, counted=counted.get((line.step, line.batch_size))) for line in lines]
+
+
+def _counted_steps(lines: Sequence[Prediction], config: ModelConfig, tp_degree: int, batch_size: int) -> list[str]:
+    """Return the steps of a batch size that have a graph here: of the forms of experts the default one."""
+    forms = _decode_names(config, tp_degree, batch_size).values()
+    others = {name for name in forms if config.num_local_experts and not name.endswith("(default)")}
+    return [line.step for line in lines if line.batch_size == batch_size and line.step not in others]

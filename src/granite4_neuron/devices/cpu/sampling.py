@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -27,6 +28,21 @@ def choose(logits: Sequence[torch.Tensor], choices: Sequence[Choice]) -> list[Ch
     """Compute `ops.sampling.choose`, for contiguous logits."""
     if not choices:
         return []
+    chosen, logprobs, about = kernel("choose")(
+        list(logits), *_flat(choices), max(choice.num_logprobs or 0 for choice in choices)
+    )
+    return [
+        Chosen(token)
+        if token < 0 or choice.num_logprobs is None
+        else Chosen(token, _report(logprobs[row], about[row], choice.num_logprobs))
+        for row, (token, choice) in enumerate(zip(chosen, choices, strict=True))
+    ]
+
+
+def _flat(choices: Sequence[Choice]) -> tuple[Any, ...]:
+    """Return all choices as the kernel takes them, see `choose` of kernels/sampling.h: numbers of each row one after
+    another, the masks, and the rows' tokens with their values.
+    """
     reals: list[float] = []
     wholes: list[int] = []
     masks: list[torch.Tensor] = []
@@ -47,22 +63,8 @@ def choose(logits: Sequence[torch.Tensor], choices: Sequence[Choice]) -> list[Ch
                 tokens.append(part[0])
                 values.append(part[1])
             offsets.append(offsets[-1] + (0 if part is None else len(part[0])))
-    chosen, logprobs, about = kernel("choose")(
-        list(logits),
-        reals,
-        wholes,
-        masks,
-        torch.cat(tokens) if tokens else _NO_TOKENS,
-        torch.cat(values) if tokens else _NO_VALUES,
-        offsets,
-        max(choice.num_logprobs or 0 for choice in choices),
-    )
-    return [
-        Chosen(token, _report(logprobs[row], about[row], choice.num_logprobs))
-        if token >= 0 and choice.num_logprobs is not None
-        else Chosen(token)
-        for row, (token, choice) in enumerate(zip(chosen, choices, strict=True))
-    ]
+    all_tokens = torch.cat(tokens) if tokens else _NO_TOKENS
+    return reals, wholes, masks, all_tokens, torch.cat(values) if tokens else _NO_VALUES, offsets
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:
