@@ -47,7 +47,7 @@ def main() -> int:
             f"{figure.milliseconds:,}",
             f"{figure.ratio:.2f}",
             step.limit,
-            figure.source,
+            str(figure.source),
         )
     print_table(table)
     layer_seconds, step_seconds = fit()

@@ -23,7 +23,7 @@ from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
     from granite4_neuron.config import ModelConfig
-    from granite4_neuron.planning import latency, plan
+    from granite4_neuron.planning import latency, plan, published_latency
     from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
     from granite4_neuron.planning.analysis.graph_memory import GraphMemory
 
@@ -48,10 +48,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     planner.add_argument(
         "--backend",
-        choices=("nxdi", "torch"),
-        help="plan the graphs that compile makes for NxD Inference (nxdi, Neuron SDK up to 2.31), or those of "
-        "PyTorch's device neuron (torch, SDK 2.33) with --graphs model, whose --prefill-buckets are --context-buckets "
-        "here (default: nxdi, or torch for a model that compile does not take)",
+        choices=("torch", "nxdi"),
+        default="torch",
+        help="plan the graphs of PyTorch's device neuron (torch, Neuron SDK 2.33) with --graphs model, whose "
+        "--prefill-buckets are --context-buckets here, or those that compile makes for NxD Inference (nxdi, SDK up to "
+        "2.31; default: %(default)s)",
     )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
@@ -168,14 +169,16 @@ def _plan_latency(options: argparse.Namespace) -> int:
         lines = latency.with_counted_graphs(lines, *model, prompt, context, drafted, pieces=pieces, chip=chip)
     title = f"{options.model} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
     spills = {tokens: live_set(*model, tokens, chip).spill() for tokens in sorted(set(pieces))}
-    _write_latency(lines, title, spills)
+    _write_latency(lines, config, title, spills)
     if options.plot:
         _plot_latency(lines, title, options.plot)
     return 0
 
 
-def _write_latency(lines: Sequence[latency.Prediction], title: str, spills: Mapping[int, str | None]) -> None:
-    """Print predictions, the first of which is of a prompt's first token, and how they are made.
+def _write_latency(
+    lines: Sequence[latency.Prediction], config: ModelConfig, title: str, spills: Mapping[int, str | None]
+) -> None:
+    """Print what is published, then predictions, first that of a prompt's first token, and how they are made.
 
     Args:
         spills: a sentence on what spills in each graph for prompts, by its tokens; None if nothing does.
@@ -185,29 +188,39 @@ def _write_latency(lines: Sequence[latency.Prediction], title: str, spills: Mapp
 
     from granite4_neuron.planning import latency, published_latency
 
+    of_first = published_latency.held(config, published_latency.FIRST_TOKENS)
+    of_tokens = published_latency.held(config, published_latency.TOKENS)
     as_counted = ["as counted, ms"] if any(line.counted is not None for line in lines) else []
-    table = Table("step", "batch", "bound, ms", *as_counted, "predicted, ms", "per token, ms", "tokens/s", "most of it")
+    table = Table("step", "batch", "bound, ms", *as_counted, "predicted, ms", "range, ms", "per token, ms", "tokens/s")
+    table.add_column("most of it")
     table.title = escape(title)
+    first, *later = lines
     for line in lines:
+        held = of_first if line is first else of_tokens
         table.add_row(
             line.step,
             str(line.batch_size),
             f"{line.latency.bound * 1e3:.2f}",
             *(["" if line.counted is None else f"{line.counted * 1e3:.2f}"] if as_counted else []),
             f"{line.latency.predicted * 1e3:.2f}",
+            held.of(line.latency.predicted) if line.batch_size == line.tokens == 1 else "",
             f"{line.seconds_per_token * 1e3:.2f}",
             f"{line.tokens_per_second:,.0f}",
             line.latency.limit,
         )
-    first, *later = lines
-    token = min(
-        (line for line in later if line.batch_size == line.tokens == 1), key=lambda line: line.seconds_per_token
-    )
+    write(_published(published_latency.of_model(config)))
+    alone = [line for line in later if line.batch_size == line.tokens == 1]
+    token = next((line for line in alone if "(default)" in line.step), alone[0])
     write(
-        f"Predicted, not measured: the first token after {first.latency.predicted * 1e3:.0f} ms, and a token of one "
-        f"sequence every {token.seconds_per_token * 1e3:.1f} ms ({token.step})."
+        f"Predicted, not measured: a token of one sequence every {token.latency.predicted * 1e3:.1f} ms "
+        f"({token.step}), {of_tokens.of(token.latency.predicted)} by the range that has held; the first token after "
+        f"{first.latency.predicted * 1e3:.0f} ms, {of_first.of(first.latency.predicted)} by that range."
     )
     print_table(table)
+    write(
+        f"The range: for one sequence, {published_latency.beside(config)}. "
+        "python -m benchmarks.planning.predicted_latency lists each figure with its source and date."
+    )
     write(
         "The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
@@ -216,16 +229,20 @@ def _write_latency(lines: Sequence[latency.Prediction], title: str, spills: Mapp
     for tokens, spill in spills.items():
         if spill:
             write(f"A graph for {tokens:,} tokens of a prompt: {spill} That is in the bound.")
-    names = {"times per token": published_latency.TOKENS, "times to the first token": published_latency.FIRST_TOKENS}
-    distances = (
-        f"{least:.2f} to {most:.2f} of {len(figures)} {name}"
-        for name, figures in names.items()
-        for least, most in [published_latency.ratios(figures)]
-    )
-    write(
-        f"Where times are published, predictions made in the same way are {' and '.join(distances)}; "
-        "benchmarks/planning/predicted_latency.py lists them."
-    )
+
+
+def _published(figures: Sequence[published_latency.Published]) -> str:
+    """Return a sentence with the published figures of a model."""
+    if not figures:
+        return "Published: nothing for this model on a Trainium."
+    by_port: dict[str, list[str]] = {}
+    for figure in figures:
+        form = figure.name.partition(", ")[2]
+        what = "a token" if figure.tokens == 1 else f"the first token of a prompt of {figure.tokens:,}"
+        port = f"on {figure.tp_degree} cores{f', {form}' if form else ''} ({figure.source})"
+        by_port.setdefault(port, []).append(f"{what} in {figure.milliseconds:g} ms")
+    listed = "; ".join(f"{', '.join(times)} {port}" for port, times in by_port.items())
+    return f"Published, of other ports: {listed}."
 
 
 def _plot_latency(lines: Sequence[latency.Prediction], title: str, file: Path) -> None:
@@ -412,19 +429,19 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
 
 
 def _graph_options(options: argparse.Namespace, *configs: ModelConfig) -> GraphOptions | DeviceGraphOptions:
-    """Return those of --backend for these models, or of a backend that runs them."""
+    """Return those of --backend for these models."""
     prompts, cache = _ascending(options.context_buckets), _ascending(options.token_buckets)
-    refused = [config.architecture for config in configs if not is_compiled(config)]
-    if options.backend == "nxdi" and refused:
-        raise UserError(f"compile does not take {refused[0]}; --backend torch plans it.")
-    if options.backend != "torch" and not refused:
+    if options.backend == "nxdi":
+        refused = [config.architecture for config in configs if not is_compiled(config)]
+        if refused:
+            raise UserError(f"compile does not take {refused[0]}; --backend torch plans it.")
         longest = options.max_context_length or GraphOptions.max_context_length
         return GraphOptions(longest, options.verify, prompts, cache)
     from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
 
     for name in ("max_context_length", "token_buckets", "draft_model"):
         if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} belongs to --backend nxdi; leave it out.")
+            raise UserError(f"--{name.replace('_', '-')} belongs to --backend nxdi; give that too, or leave it out.")
     return DeviceGraphOptions(prompts or DeviceGraphOptions.context_buckets, options.verify)
 
 

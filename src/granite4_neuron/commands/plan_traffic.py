@@ -149,7 +149,7 @@ def plan_traffic(options: argparse.Namespace, graph_options: OptionsOf) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.planning.simulation.replicas import simulate
 
-    server, where = _server(options, graph_options, cache_bytes)
+    server, where, caveat = _server(options, graph_options, cache_bytes)
     arrivals = _arrivals(options)
     replicas = sorted(set(options.replicas))
     has_conversations = any(arrival.conversation is not None for arrival in arrivals)
@@ -157,8 +157,8 @@ def plan_traffic(options: argparse.Namespace, graph_options: OptionsOf) -> int:
     with ProgressBar("traffic", "requests") as progress:
         results = simulate(arrivals, server, fleets, os.cpu_count() or 1, progress)
     enough = next((result for result in _by_cost(results) if _is_enough(result, options.first_token)), None)
-    write(_answer(enough, results, options))
-    _print(results, where, options.price)
+    write(_answer(enough, results, options, caveat))
+    _print(results, where, options.price, is_predicted=bool(caveat))
     if options.plot:
         _plot(arrivals, server, fleets, options.plot)
     return EXIT_NOT_ENOUGH if enough is None else 0
@@ -197,8 +197,9 @@ def _server(
     options: argparse.Namespace,
     graph_options: OptionsOf,
     cache_bytes: int,
-) -> tuple[Server, str]:
-    """Return the server, and a title that says whose step times it has."""
+) -> tuple[Server, str, str]:
+    """Return the server, a title that says whose step times it has, and what to know of predicted ones."""
+    from granite4_neuron.planning.published_latency import beside
     from granite4_neuron.planning.simulation.server import Server
 
     if options.steps is not None:
@@ -206,7 +207,8 @@ def _server(
     else:
         runtime, where = _predicted(options, graph_options)
     longest = min(options.max_model_len, runtime["max_length"])
-    return Server(options.max_num_seqs, longest, cache_bytes, options.max_gap / 1000, runtime), where
+    known = "" if options.steps else f"step times are predicted, on no device; {beside(runtime['config'])}"
+    return Server(options.max_num_seqs, longest, cache_bytes, options.max_gap / 1000, runtime), where, known
 
 
 def measured_runtime(file: Path) -> tuple[dict[str, Any], str]:
@@ -295,17 +297,21 @@ def _is_enough(result: Result, first_token: float) -> bool:
     return result.first_tokens.percentile(95) <= first_token
 
 
-def _answer(enough: Result | None, results: Sequence[Result], options: argparse.Namespace) -> str:
+def _answer(enough: Result | None, results: Sequence[Result], options: argparse.Namespace, caveat: str) -> str:
     within = f"95 % of first tokens within {options.first_token:g} s"
+    known = f" ({caveat})" if caveat else ""
     if enough is None:
         most = max(result.replicas for result in results)
         best = min(result.first_tokens.percentile(95) for result in results)
-        return f"{_counted(most)} {'is' if most == 1 else 'are'} not enough for {within}: the best is {best:.3g} s."
+        are = "is" if most == 1 else "are"
+        return f"{_counted(most)} {are} not enough for {within}: the best is {best:.3g} s{known}."
     kept = ", with each conversation on its replica" if enough.keeps_conversations else ""
-    cost = "" if options.price is None else f" A million new tokens cost {enough.million_tokens(options.price):.2f}."
+    price = options.price
+    cost = "" if price is None else f"; a million new tokens cost {enough.million_tokens(price):.2f}"
     return (
         f"{_counted(enough.replicas)} {'is' if enough.replicas == 1 else 'are'} enough for {within}{kept}: "
-        f"{enough.first_tokens.percentile(95):.3g} s, at {enough.tokens_per_second:,.0f} new tokens a second.{cost}"
+        f"{enough.first_tokens.percentile(95):.3g} s, at {enough.tokens_per_second:,.0f} new tokens a second{cost}"
+        f"{known}."
     )
 
 
@@ -313,7 +319,7 @@ def _counted(replicas: int) -> str:
     return f"{replicas} replica{'' if replicas == 1 else 's'}"
 
 
-def _print(results: Sequence[Result], where: str, price: float | None) -> None:
+def _print(results: Sequence[Result], where: str, price: float | None, *, is_predicted: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -321,6 +327,7 @@ def _print(results: Sequence[Result], where: str, price: float | None) -> None:
         *("replicas", "conversations", "tokens/s", "first token, ms: p50 / p95", "gap, ms: p50 / p95"),
         *("found by prefix caches", "waiting: mean / most"),
         *(() if price is None else ("a million tokens",)),
+        *(("step times",) if is_predicted else ()),
     )
     table.title = escape(where)
     for result in results:
@@ -333,6 +340,7 @@ def _print(results: Sequence[Result], where: str, price: float | None) -> None:
             f"{100 * result.hit_rate:.1f} %",
             f"{result.waiting:.1f} / {result.most_waiting}",
             *(() if price is None else (f"{result.million_tokens(price):.2f}",)),
+            *(("predicted",) if is_predicted else ()),
         )
     print_table(table)
     if refused := results[0].refused:

@@ -1,14 +1,60 @@
-"""Published times of other models on Trainium2, and `latency`'s predictions from their configs alone."""
+"""Published times on Trainium2, `latency`'s predictions beside them, and the range that its predictions have by them.
+
+Models of other families are predicted from their configs alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
+
+from granite4_neuron.config import ModelConfig, published_config
+from granite4_neuron.config.published import published_name
 from granite4_neuron.planning.analysis.live_set import LiveSet, Product, live_set_of
-from granite4_neuron.planning.latency import PARTS_OF_LAYER, Latency, Work, latency, link_bytes, num_collectives
+from granite4_neuron.planning.latency import (
+    PARTS_OF_LAYER,
+    Latency,
+    Work,
+    latency,
+    link_bytes,
+    num_collectives,
+    step_work,
+)
 
 BYTES = 2  # all of them ran in bfloat16
+
+
+class Predicted(Protocol):
+    """A model whose steps can be predicted. experts: how many a layer has; 0 for a dense model."""
+
+    @property
+    def experts(self) -> int: ...
+
+    def step(self, tp_degree: int, tokens: int, context: int) -> Latency: ...
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A model of this package by its name, with the form of its experts in decode that the figures are of."""
+
+    name: str
+    experts_decode: str = "gather"
+
+    @property
+    def config(self) -> ModelConfig:
+        return published_config(self.name)
+
+    @property
+    def experts(self) -> int:
+        return self.config.num_local_experts
+
+    def step(self, tp_degree: int, tokens: int, context: int) -> Latency:
+        """Return one sequence's step of `tokens` tokens, on one of `tp_degree` ranks."""
+        sizes = (self.config, tp_degree, torch.bfloat16, 1, tokens, context)
+        return latency(step_work(*sizes, experts_decode=self.experts_decode if tokens == 1 else "kernel"))
 
 
 @dataclass(frozen=True)
@@ -104,6 +150,17 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where a figure is published. date: the day of its branch or page, as far as known, and else of reading it."""
+
+    where: str
+    date: str
+
+    def __str__(self) -> str:
+        return f"{self.where}, {self.date}"
+
+
+@dataclass(frozen=True)
 class PublishedSpill:
     """The bytes that a rank's graph for a prompt of `tokens` tokens reads again from HBM; 0 if they are negligible."""
 
@@ -112,7 +169,7 @@ class PublishedSpill:
     tp_degree: int
     tokens: int
     read_again: float
-    source: str
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -124,11 +181,11 @@ class Published:
     """
 
     name: str
-    model: Model
+    model: Predicted
     tp_degree: int
     tokens: int
     milliseconds: float
-    source: str
+    source: Source
     context: int = 0
 
     def step(self) -> Latency:
@@ -176,28 +233,46 @@ H_SMALL = Model(
     dense_layers=0, experts=72, top_k=10, expert=768, shared=1536,
 )  # fmt: skip
 
+NEMOTRON_NANO = OwnModel("nemotron-3-nano-30b-a3b")
+NEMOTRON_NANO_ALL = OwnModel("nemotron-3-nano-30b-a3b", experts_decode="all")
+
 # The models' dimensions, as published.
 LLAMA_70B = Model(80, 8192, 64, 8, 128, 128256, dense=28672)
 LLAMA_405B = Model(126, 16384, 128, 8, 128, 128256, dense=53248)
 QWEN3_32B = Model(64, 5120, 64, 8, 128, 151936, dense=25600)
 
-QWEN35, TRINITY = "contrib/models/Qwen3.5-35B-A3B", "contrib/models/Trinity"
-AWS = "Neuron SDK documentation, tutorial trn2-llama"
-PLUGIN = "vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5"
+NXDI = "https://github.com/aws-neuron/neuronx-distributed-inference"
+QWEN35 = Source(f"{NXDI}, contrib/models/Qwen3.5-35B-A3B", "read 2026-11-22")
+TRINITY = Source(f"{NXDI}, contrib/models/Trinity", "read 2026-11-22")
+NEMOTRON = Source(f"{NXDI}, contrib model of Nemotron 3 Nano, SDK 2.29", "2026-04-12")
+NEMOTRON_ALL = Source(f"{NXDI}, contrib model of Nemotron 3 Nano, SDK 2.28", "2026-04-12")
+H_SMALL_PORT = Source(f"{NXDI}/pull/69, SDK 2.28", "2026-04-14")
+CODER_NEXT_PORT = Source(f"{NXDI}/pull/170", "read 2026-11-22")
+PLUGIN = Source("https://github.com/vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5", "read 2026-11-28")
+
+
+def _tutorial(name: str) -> Source:
+    return Source(f"https://awsdocs-neuron.readthedocs-hosted.com, tutorial {name}", "read 2026-11-22")
+
+
 FIGURES = (
     Published("Qwen3.5-2B", QWEN35_2B, 8, 1, 4.00, QWEN35),
     Published("Qwen3.5-4B", QWEN35_4B, 8, 1, 5.68, QWEN35),
     Published("Qwen3.5-9B", QWEN35_9B, 8, 1, 6.89, QWEN35),
     Published("Qwen3.5-27B", QWEN35_27B, 8, 1, 21.58, QWEN35),
     Published("Qwen3.5-35B-A3B", QWEN35_35B, 8, 1, 7.4, QWEN35),
-    Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 1, 13.0, "pull request 170"),
+    Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 1, 13.0, CODER_NEXT_PORT),
     Published("Trinity-Nano", TRINITY_NANO, 4, 1, 9.2, TRINITY),
     Published("Trinity-Mini", TRINITY_MINI, 4, 1, 11.8, TRINITY),
-    Published("granite-4.0-h-small", H_SMALL, 4, 1, 50.0, "pull request 69"),
-    Published("Llama-3.3-70B", LLAMA_70B, 64, 1, 19.8, f"{AWS}3.3-70b", 10_000),
-    Published("Llama-3.1-405B", LLAMA_405B, 64, 1, 37.9, f"{AWS}3.1-405b-speculative", 10_000),
+    Published("granite-4.0-h-small", H_SMALL, 4, 1, 50.3, H_SMALL_PORT),
+    Published("Llama-3.3-70B", LLAMA_70B, 64, 1, 19.8, _tutorial("trn2-llama3.3-70b"), 10_000),
+    Published("Llama-3.1-405B", LLAMA_405B, 64, 1, 37.9, _tutorial("trn2-llama3.1-405b-speculative"), 10_000),
     # 102.3 tokens per second, counting all tokens of a request.
-    Published("Qwen3-32B", QWEN3_32B, 64, 1, 9.8, f"{AWS.removesuffix('trn2-llama')}sd-inference", 400),
+    Published("Qwen3-32B", QWEN3_32B, 64, 1, 9.8, _tutorial("sd-inference"), 400),
+    Published("Qwen3.5-2B", QWEN35_2B, 4, 1, 3.88, PLUGIN),
+    Published("Qwen3.5-35B-A3B", QWEN35_35B, 4, 1, 36.2, PLUGIN),
+    Published("nemotron-3-nano-30b-a3b", NEMOTRON_NANO, 4, 1, 13.5, NEMOTRON),
+    Published("nemotron-3-nano-30b-a3b, all experts", NEMOTRON_NANO_ALL, 4, 1, 57.5, NEMOTRON_ALL),
     Published("Qwen3.5-2B", QWEN35_2B, 8, 512, 17.6, QWEN35),
     Published("Qwen3.5-4B", QWEN35_4B, 8, 512, 34.6, QWEN35),
     Published("Qwen3.5-9B", QWEN35_9B, 8, 512, 42.9, QWEN35),
@@ -206,12 +281,15 @@ FIGURES = (
     Published("Qwen3.5-27B", QWEN35_27B, 4, 512, 255.9 / 2, PLUGIN),
     Published("Qwen3.5-27B", QWEN35_27B, 4, 1024, 249.5, PLUGIN),
     Published("Qwen3.5-27B", QWEN35_27B, 4, 2048, 789.0, PLUGIN),
-    Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 128, 1235.0, "pull request 170"),
-    Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 512, 3471.0, "pull request 170"),
-    Published("granite-4.0-h-small", H_SMALL, 4, 128, 717.0, "pull request 69"),
-    Published("Llama-3.3-70B", LLAMA_70B, 64, 10_240, 575.6, f"{AWS}3.3-70b"),
-    Published("Llama-3.1-405B", LLAMA_405B, 64, 10_240, 2442.0, f"{AWS}3.1-405b-speculative"),
-    Published("Qwen3-32B", QWEN3_32B, 64, 128, 48.3, f"{AWS.removesuffix('trn2-llama')}sd-inference"),
+    Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 128, 1235.0, CODER_NEXT_PORT),
+    Published("Qwen3-Coder-Next 80B-A3B", CODER_NEXT, 8, 512, 3471.0, CODER_NEXT_PORT),
+    Published("Qwen3.5-2B", QWEN35_2B, 4, 1024, 145.0, PLUGIN),
+    Published("nemotron-3-nano-30b-a3b", NEMOTRON_NANO, 4, 128, 211.0, NEMOTRON),
+    Published("nemotron-3-nano-30b-a3b", NEMOTRON_NANO, 4, 512, 608.0, NEMOTRON),
+    Published("granite-4.0-h-small", H_SMALL, 4, 128, 717.0, H_SMALL_PORT),
+    Published("Llama-3.3-70B", LLAMA_70B, 64, 10_240, 575.6, _tutorial("trn2-llama3.3-70b")),
+    Published("Llama-3.1-405B", LLAMA_405B, 64, 10_240, 2442.0, _tutorial("trn2-llama3.1-405b-speculative")),
+    Published("Qwen3-32B", QWEN3_32B, 64, 128, 48.3, _tutorial("sd-inference")),
 )
 # A profile shows the bytes that the first graph reads again. The next two follow from their times, which are in
 # proportion to their tokens. The source says that spilled tiles do not limit the last one.
@@ -228,7 +306,43 @@ FIRST_TOKENS = tuple(figure for figure in FIGURES if figure.tokens > 1)
 FITTED = FIGURES[:8]
 
 
-def ratios(figures: Sequence[Published]) -> tuple[float, float]:
-    """Return the least and the largest ratio of a predicted time to the published one."""
-    each = [figure.ratio for figure in figures]
-    return min(each), max(each)
+def of_model(config: ModelConfig) -> tuple[Published, ...]:
+    """Return the figures of a model of this package."""
+    names = {figure.name: published_name(figure.name.partition(",")[0]) for figure in FIGURES}
+    own = {name for name, whole in names.items() if whole is not None and published_config(whole) == config}
+    return tuple(figure for figure in FIGURES if figure.name in own)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The least and the largest published time, as multiples of the predicted one."""
+
+    least: float
+    most: float
+
+    def of(self, seconds: float) -> str:
+        """Return the range around a prediction, in milliseconds."""
+        return f"{_rounded(seconds * 1e3 * self.least)} to {_rounded(seconds * 1e3 * self.most)}"
+
+    def __str__(self) -> str:
+        return f"{self.least:.1f} to {_rounded(self.most)} times"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+
+
+def held(config: ModelConfig, figures: Sequence[Published]) -> Range:
+    """Return the range that has held for predictions of such models: of those with experts, or of those without."""
+    has_experts = bool(config.num_local_experts)
+    multiples = [1 / figure.ratio for figure in figures if bool(figure.model.experts) == has_experts]
+    return Range(min(multiples), max(multiples))
+
+
+def beside(config: ModelConfig) -> str:
+    """Return what published times of such models are beside their predictions."""
+    kind = "with experts" if config.num_local_experts else "without experts"
+    of_first, of_tokens = held(config, FIRST_TOKENS), held(config, TOKENS)
+    return (
+        f"published times of models {kind} are {of_first} the prediction to the first token and {of_tokens} per token"
+    )

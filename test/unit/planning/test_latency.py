@@ -169,7 +169,7 @@ def test_no_published_figure_is_below_the_bound(figure):
     assert figure.step().bound * 1000 < figure.milliseconds
 
 
-DECODE = [figure for figure in published.TOKENS if "h-small" not in figure.name]
+DECODE = [*published.FITTED, *(figure for figure in published.TOKENS if figure.tp_degree == 64)]
 
 
 @pytest.mark.parametrize("figure", DECODE, ids=lambda f: f.name)
@@ -199,10 +199,16 @@ def test_models_have_the_parameters_of_their_names(model, billions):
 def test_command(capsys):
     assert main(["plan", "--latency", "--model", "h-small", "--batch-size", "2"]) == 0
     output = capsys.readouterr().out
-    assert "Predicted, not measured" in output and "drafted" in output
-    assert "0.26 to 1.27 of 12 times per token and 0.01 to 0.65 of 14 times to the first token" in output
+    first, second = output.splitlines()[:2]
+    assert first.startswith(
+        "Published, of other ports: a token in 50.3 ms, the first token of a prompt of 128 in 717 ms"
+    )
+    assert "/pull/69, SDK 2.28, 2026-04-14" in first
+    assert second.startswith("Predicted, not measured: a token of one sequence every 18.4 ms") and "drafted" in output
+    assert "17 to 74 by the range" in second and "30 ms, 241 to 2,920 by that range" in second
+    assert "8.0 to 97 times the prediction to the first token and 0.9 to 4.0 times per token" in output
     assert "spills" not in output
-    sizes = ["--prompt", "1800", "--max-context-length", "2048"]
+    sizes = ["--prompt", "1800", "--max-context-length", "2048", "--backend", "nxdi"]
     assert main(["plan", "--latency", "--model", "h-small", *sizes]) == 0
     assert "A graph for 2,048 tokens of a prompt: it spills by estimate: 49.5 MiB" in capsys.readouterr().out
     pieces = {"nxdi": [1024, 512, 512], "torch": [1024, 1024]}  # NxD Inference continues prompts by 512 tokens
@@ -257,6 +263,25 @@ def test_counted_graphs(monkeypatch):
     of_one = [line.counted for line in in_pieces if line.batch_size == 1 and line.counted is not None]
     assert of_one == pytest.approx([1 + 2 * 2, 3, 4 + 5])
     assert latency.counted_bound(Cost(flops=166.75e12 * 2, bytes_accessed=725e9)) == pytest.approx(2)
+
+
+def test_the_range_has_held():
+    """It ends with the published times of its kind that are nearest and farthest. Each has a source and a date."""
+    for figures in (published.TOKENS, published.FIRST_TOKENS):
+        for config in (CONFIG, DENSE):
+            held = published.held(config, figures)
+            has_experts = config is CONFIG
+            multiples = [
+                figure.milliseconds / (1e3 * figure.step().predicted)
+                for figure in figures
+                if bool(figure.model.experts) == has_experts
+            ]
+            assert len(multiples) > 4
+            assert (held.least, held.most) == pytest.approx((min(multiples), max(multiples)))
+    assert all("https://" in each.source.where and "2026-" in each.source.date for each in published.FIGURES)
+    names = {figure.name for figure in published.of_model(published_config("nemotron-3-nano-30b-a3b"))}
+    assert names == {"nemotron-3-nano-30b-a3b", "nemotron-3-nano-30b-a3b, all experts"}
+    assert not published.of_model(DENSE)
 
 
 def test_report(capsys):

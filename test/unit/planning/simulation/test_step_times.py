@@ -202,7 +202,8 @@ def test_plan(steps_file, tmp_path, capsys):
     status = cli.main(["plan", "--traffic", str(traffic), *options, "--first-token", "14", "--plot", str(plot)])
     answer, *table = capsys.readouterr().out.splitlines()
     assert status == 0 and answer.startswith("4 replicas are enough for 95 % of first tokens within 14 s: 11 s, at")
-    assert "A million new tokens cost" in answer and "measured on here, texts with" in table[0]
+    assert "; a million new tokens cost" in answer and "predicted" not in answer
+    assert "measured on here, texts with" in table[0]
     assert [line.split("│")[1:3] for line in table if line.startswith("│")][1:] == [
         [" 4        ", " spread        "],
         [" 4        ", " kept          "],
@@ -218,4 +219,7 @@ def test_plan_of_predicted_steps(capsys):
     for backend in ("nxdi", "torch"):
         assert cli.main(["plan", *rate, "--model", "h-350m", "--backend", backend, "--batch-size", "12"]) == 0
         output = capsys.readouterr().out
-        assert output.startswith("1 replica is enough") and "predicted and not measured" in output
+        answer, *table = output.splitlines()
+        assert answer.startswith("1 replica is enough") and "predicted, on no device; published times of" in answer
+        rows = [line for line in table if line.startswith("│")]
+        assert rows and all("predicted" in line for line in rows)
