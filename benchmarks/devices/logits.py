@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
@@ -23,6 +22,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.runtime import TorchRuntime
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             difference = Difference.between(ours, expected)
             errors = f"{difference.maximum:.2e}", f"{difference.mean:.2e}", f"{difference.top1_agreement:.1%}"
             table.add_row(f"batch {batch_size}", name, *errors)
-    Console().print(table)
+    print_table(table)
     return 0
 
 

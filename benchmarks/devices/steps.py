@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
@@ -34,7 +33,7 @@ from benchmarks.latency.bound import decode_bytes
 from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.commands.output import write
+from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import published_config
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(f"sampled there, batch {batch_size}", 2, _chosen_token_ms(*size, samples=True), read)
     for length in options.prompt_length:
         add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
-    Console(width=120).print(table)
+    print_table(table)
     return 0
 
 

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
@@ -91,10 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(str(number), *(f"{milliseconds:,.0f}" for milliseconds in both))
     table.add_section()
     table.add_row("all", f"{sum(plain_ms):,.0f}", f"{sum(activated_ms):,.0f}")
-    console = Console()
-    console.print(f"{options.name}, {options.dtype}, rank {options.rank}, a prompt of {options.prompt_length:,} tokens")
-    console.print(table)
-    console.print(f"plain / activated: {sum(plain_ms) / sum(activated_ms):.2f}")
+    print(f"{options.name}, {options.dtype}, rank {options.rank}, a prompt of {options.prompt_length:,} tokens")
+    print_table(table)
+    print(f"plain / activated: {sum(plain_ms) / sum(activated_ms):.2f}")
     return 0
 
 

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu.profile import take_profile
 from granite4_neuron.devices.cpu.runtime import CPURuntime
@@ -106,7 +106,7 @@ def _print(times: dict[_Steps, float], decode: _Steps, options: argparse.Namespa
         more = (mixed - times[decode]) / piece
         cells = alone, alone / piece, mixed, more, mixed / (alone + times[decode])
         table.add_row(str(piece), *(f"{cell:.2f}" for cell in cells))
-    Console().print(table)
+    print_table(table)
 
 
 def _print_parts(parts: dict[_Steps, dict[str, float]], options: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ def _print_parts(parts: dict[_Steps, dict[str, float]], options: argparse.Namesp
         table.add_column(name, justify="right")
     for kind, times in parts.items():
         table.add_row(str(kind.rows), str(kind.piece), *(f"{times[name]:.2f}" for name in names))
-    Console().print(table)
+    print_table(table)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
@@ -31,6 +30,7 @@ from benchmarks.errors import reports_errors
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.operators import has_fused_kernels
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = _table_of_choices(options.turns)
     else:
         table = _table_of_steps(options.model, options.device, options.batch_size, options.steps, options.turns)
-    Console(width=200).print(table)
+    print_table(table)
     return 0
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,6 +23,7 @@ from benchmarks.first_run.steps import NXDI, SDKS, steps_of
 from benchmarks.probe.process import OK
 from benchmarks.probe.remedies import advice
 from granite4_neuron.commands.options import check_folder_of
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.errors import UserError, check_choice
 
 _NVME = Path("/opt/dlami/nvme")
@@ -114,10 +113,10 @@ def summary(run: running.Run) -> int:
     records = list(run.records.values())
     failed = [record for record in records if record.result != OK]
     if failed:
-        table = Table("step", "result", "message", expand=True)
+        table = Table("step", "result", "message")
         for record in failed:
             table.add_row(escape(record.name), record.result, escape(record.message))
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        print_table(table)
     print(f"{len(records) - len(failed)} of {len(records)} steps are right.")
     for sentence in advice(records):
         print(sentence)

@@ -20,19 +20,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from granite4_neuron import UserError
 from granite4_neuron.commands.options import check_folder_of, write_json
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
 from granite4_neuron.devices.neuron.expert_slots import expert_slots
@@ -272,7 +271,7 @@ def _print(rows: list[Row], title: str) -> None:
             f"{row.hbm_bytes / 1e6:.2f}",
             f"{row.traffic_ratio:.2f}x",
         )
-    Console(width=None if sys.stdout.isatty() else 210).print(table)
+    print_table(table)
     print("PE is TensorE, DVE VectorE, ACT ScalarE, Pool GpSimd; the first five columns are instructions.")
     print("elements: contiguous pieces that DMA moves, and how many of them are smaller than 512 and than 2,048 bytes.")
 

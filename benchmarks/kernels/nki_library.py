@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.kernels.command import BLOCK, ENGINES, Cost, cost_of, require_emulator
 from granite4_neuron import UserError
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.nki_cases import scan_inputs
 from test.support.nki_library import provided_library
@@ -81,7 +81,7 @@ def _print(rows: Iterator[tuple[str, str, int, Cost]]) -> None:
             f"{cost.hbm_bytes / cost.minimum_bytes:.2f}x",
             end_section=length == LENGTHS[-1],
         )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_table(table)
     print("PE is TensorE, DVE VectorE, ACT ScalarE, Pool GpSimd.")
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.latency.implementations import Point, cpu_runtime, random_prompts
 from granite4_neuron import stream_generate
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.devices.cpu.profile import PartTimes, take_profile
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 
@@ -29,7 +29,7 @@ def print_profiles(folder: Path, options: argparse.Namespace) -> None:
             point = Point(batch_size, prompt_length, options.output_length)
             runs = [profile(runtime, point, turn) for turn in range(options.warmup + options.repeats)]
             phases = [_mean(runs) for runs in zip(*runs[options.warmup :], strict=True)]
-            Console().print(_table(f"batch {batch_size}, prompt {prompt_length}, {options.threads} threads", phases))
+            print_table(_table(f"batch {batch_size}, prompt {prompt_length}, {options.threads} threads", phases))
 
 
 def profile(runtime: CPURuntime, point: Point, turn: int) -> tuple[Phase, Phase]:

@@ -9,19 +9,18 @@ import json
 import math
 import platform
 import statistics
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import transformers
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.latency.measurement import Result
 from benchmarks.latency.states import compare_in_states
 from granite4_neuron.commands.options import drawing_options, sampling_in_words, write_json
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.commands.plot import save_plot
 from granite4_neuron.ops.launch_parameters import processor_name
 
@@ -49,22 +48,48 @@ def report(points: list[list[Result]], options: argparse.Namespace) -> None:
 
 
 def _print(points: list[list[Result]], machine: dict[str, str], options: argparse.Namespace) -> None:
-    table = Table(title=escape(_title(machine, options)))
-    for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
-        table.add_column(column, justify="right" if column else "left")
-    for column in ("prefill tok/s", "of bound", "decode tok/s", "of bound", "peak MiB", "over weights"):
-        table.add_column(column, justify="right")
+    for results in points:
+        print(_glance(results, machine, options))
+    times = Table("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99")
+    rates = Table("", "batch", "prompt", "prefill tok/s", "of bound", "decode tok/s", "of bound")
+    memory = Table("", "batch", "prompt", "peak MiB", "over weights")
+    times.title = escape(_title(machine, options))
     for results in points:
         for result in results:
-            table.add_row(*_row(result))
+            point = [_label(result), str(result.batch_size), str(result.prompt_length)]
+            times.add_row(*point, *_times(result))
+            rates.add_row(*point, *_rates(result))
+            memory.add_row(*point, f"{result.peak_memory_mib:.0f}", f"{result.over_weights_mib:.0f}")
             if result is not results[0]:
-                table.add_row(*_ratios(_compared_with(result, results), result))
-        table.add_section()
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(table)
+                prefill, decode, peak = _ratios(_compared_with(result, results), result)
+                times.add_row("  ratio", "", "", prefill, decode, "", "")
+                rates.add_row("  ratio", "", "", prefill, "", decode, "")
+                memory.add_row("  ratio", "", "", peak, "")
+        for table in (times, rates, memory):
+            table.add_section()
+    for table in (times, rates, memory):
+        for column in table.columns[1:]:
+            column.justify = "right"
+        print_table(table)
     first = [results[0] for results in points]
     for line in (*machine_rates(first), *_states(points), *_growth(itertools.chain.from_iterable(points))):
-        console.print(line)
+        print(line)
+
+
+def _glance(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> str:
+    """Return a point in one sentence: the machine, the model, our two times, and the speed beside the others."""
+    ours = results[0]
+    token = f", {ours.token_ms_p50:.2f} ms a token" if ours.token_ms_p50 else ""
+    batch = f"{ours.batch_size} prompts" if ours.batch_size > 1 else "a prompt"
+    beside = []
+    for theirs in results[1:]:
+        if theirs.implementation != ours.implementation:
+            prefill, decode, _ = _ratios(_compared_with(theirs, results), theirs)
+            beside.append(f"; {' and '.join(filter(None, (prefill, decode)))} the speed of {_label(theirs)}")
+    return (
+        f"{machine['processor']}: {source(options)}, {options.dtype or 'dtype as stored'}, {batch} of "
+        f"{ours.prompt_length:,}: {ours.first_token_ms:.1f} ms to the first token{token}{''.join(beside)}."
+    )
 
 
 def _title(machine: dict[str, str], options: argparse.Namespace) -> str:
@@ -86,21 +111,17 @@ def _compared_with(result: Result, point: list[Result]) -> Result:
     )
 
 
-def _row(result: Result) -> list[str]:
+def _times(result: Result) -> list[str]:
+    tokens = (result.token_ms_p50, result.token_ms_p90, result.token_ms_p99)
+    return [f"{result.first_token_ms:.1f}", *(f"{each:.2f}" for each in tokens)]
+
+
+def _rates(result: Result) -> list[str]:
     return [
-        _label(result),
-        str(result.batch_size),
-        str(result.prompt_length),
-        f"{result.first_token_ms:.1f}",
-        f"{result.token_ms_p50:.2f}",
-        f"{result.token_ms_p90:.2f}",
-        f"{result.token_ms_p99:.2f}",
         f"{result.prefill_tokens_per_second:.1f}",
         f"{result.prefill_of_bound:.2f}" if result.prefill_of_bound else "",
         f"{result.decode_tokens_per_second:.1f}",
         f"{result.decode_of_bound:.2f}" if result.decode_of_bound else "",
-        f"{result.peak_memory_mib:.0f}",
-        f"{result.over_weights_mib:.0f}",
     ]
 
 
@@ -142,11 +163,11 @@ def _growth(results: Iterable[Result]) -> Iterator[str]:
             yield f"{name}, batch {batch_size}: time to first token grows as prompt length ^ {exponent:.2f}"
 
 
-def _ratios(ours: Result, theirs: Result) -> list[str]:
+def _ratios(ours: Result, theirs: Result) -> tuple[str, str, str]:
+    """Return how many times as fast our prompts and tokens are, and our memory as a multiple of theirs."""
     prefill = f"{ours.prefill_tokens_per_second / theirs.prefill_tokens_per_second:.2f}x"
     decode = "" if not ours.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
-    memory = f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
-    return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory, ""]
+    return prefill, decode, f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
 
 
 def _plot(results: list[Result], title: str, file: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +17,7 @@ from benchmarks.latency.report import machine_facts, source
 from benchmarks.latency.reuse import measure_kept_prompt, measure_speculation, recitation
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.engine_options import DRAFT_TOKENS, MTP, speculation
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import DraftModel, MTPDrafter
 from granite4_neuron.engine.drafting.drafters import Drafter, NgramDrafter
@@ -44,7 +43,7 @@ def measure_reuse(folder: Path, options: argparse.Namespace) -> None:
         table = Table(*columns, "decode ms", "verify ms", "ratio", title=title)
         for batch_size, length in itertools.product(options.batch_size, options.prompt_length):
             table.add_row(str(batch_size), str(length), *_speculation(runtime, folder, batch_size, length, options))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print_table(table)
 
 
 def _speculation(

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for dtype, step_times in zip(STATE_DTYPES, times, strict=True):
         median = statistics.median(step_times)
         table.add_row(str(dtype).removeprefix("torch."), f"{median:.1f}", f"{1e3 * options.batch_size / median:.0f}")
-    Console().print(table)
+    print_table(table)
     return 0
 
 

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
+from granite4_neuron.commands.output import print_table
 
 PREFILL, BATCHES, PROMPT, TOKENS = (512, 2048), (1, 4, 16), 16, 32
 WAYS = ("this package", "vLLM", "own engine")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table("tokens/s", *options.ways)
     for name in results[options.ways[0]][0]:
         table.add_row(name, *(f"{statistics.median(turn[name] for turn in results[way]):.4g}" for way in options.ways))
-    Console().print(table)
+    print_table(table)
     return 0
 
 

@@ -25,6 +25,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
 from benchmarks.probe.remedies import advice
 from granite4_neuron.commands.options import add_declared, at_least, check_folder_of, command_line, write_json
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.choices import EXPERTS_DECODE, KV_WRITES, NKI_PREFILL_SCANS
 from granite4_neuron.devices.torch import backend as torch_device
@@ -168,12 +169,12 @@ def _write(records: Sequence[Record], options: argparse.Namespace) -> None:
 
 
 def _print(records: Sequence[Record]) -> None:
-    table = Table("step", "result", expand=True)
+    table = Table("step", "result")
     table.add_column("seconds", justify="right")
-    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("message")
     for record in records:
         style = None if record.result == OK else "bold red"
         table.add_row(record.name, record.result, f"{record.seconds:.1f}", escape(record.message), style=style)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_table(table)
     if advised := advice(records):
         print(*advised, "The probe, the commands and benchmark_latency.py take these options.", sep="\n")

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
@@ -38,6 +37,7 @@ from granite4_neuron.commands.options import (
     number_in,
     write_json,
 )
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.errors import UserError
 
@@ -204,7 +204,7 @@ def _print(results: Sequence[Result]) -> None:
     rows["requests/s within the limits"] = lambda r: f"{r.goodput_requests_per_second:.3f}"
     for what, show in rows.items():
         table.add_row(what, *map(show, results))
-    Console().print(table)
+    print_table(table)
 
 
 def _plot(results: Sequence[Result], file: Path) -> None:

@@ -47,17 +47,53 @@ def _write(stream: TextIO | None, text: str) -> None:
 def print_table(table: Table) -> None:
     """Print a table as `write` does, because rich would turn a closed pipe into an exit status of its own.
 
-    A terminal's table is as wide as the terminal; in a file or a pipe it is whole, as wide as its longest lines.
+    A terminal's table is `fitted` to the terminal; in a file or a pipe it is whole, as wide as its longest lines.
     """
     from rich.console import Console
 
-    for column in table.columns:
-        column.overflow = "fold"  # in a narrow terminal a cell takes more lines, and loses nothing
     shown, text = Console(), io.StringIO()
     width = shown.width if shown.file.isatty() else _WIDER_THAN_TABLES
     console = Console(file=text, width=width, force_terminal=shown.is_terminal)
+    table = fitted(table, console)
     console.print(_WithoutControls(table) if shown.is_terminal else table)
     _write(unguarded(sys.stdout), text.getvalue())
+
+
+def fitted(table: Table, console: Console) -> Table:
+    """Return a table as wide as a console at most, in which no number or word breaks.
+
+    The widest columns fold between words. Where that is not enough, each row becomes a block with a line for each
+    column. Only a word that is longer than such a line breaks.
+    """
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    wide = console.options.update(width=_WIDER_THAN_TABLES)
+    ranges = [
+        [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)] for column in table.columns
+    ]
+    most = [max(each.maximum for each in column) for column in ranges]
+    least = [max(each.minimum for each in column) for column in ranges]
+    room = console.width - (Measurement.get(console, wide, table).maximum - sum(most))
+    for column in table.columns:
+        column.overflow = "fold"
+    if sum(most) <= room:
+        return table
+    if sum(least) <= room:
+        while sum(most) > room:
+            most[max(range(len(most)), key=lambda each: (most[each] > least[each], most[each]))] -= 1
+        for column, width in zip(table.columns, most, strict=True):
+            column.width = width
+        return table
+    if len(table.columns) <= 2:
+        return table
+    block = Table(show_header=False, box=table.box, title=table.title)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, cells, strict=True):
+            if cell:
+                block.add_row(column.header, cell)
+        block.add_section()
+    return fitted(block, console)
 
 
 class _WithoutControls:
