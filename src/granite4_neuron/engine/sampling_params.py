@@ -19,6 +19,7 @@ from granite4_neuron.errors import UserError
 
 MAX_LOGPROBS = 20
 _NUM_SEEDS = 2**63
+_MOST_STOP = 2**14  # characters of all stop strings together
 
 Params = TypeVar("Params", bound="SamplingParams")
 
@@ -97,8 +98,9 @@ def _are_ids(value: object) -> bool:
 
 
 def _are_texts(value: object) -> bool:
-    texts = [value] if isinstance(value, str) else value
-    return is_list(texts) and all(isinstance(text, str) and text for text in texts)
+    texts: Any = [value] if isinstance(value, str) else value
+    are_right = is_list(texts) and all(isinstance(text, str) and text for text in texts)
+    return are_right and len("".join(texts)) <= _MOST_STOP
 
 
 def _to_texts(value: str | Sequence[str] = ()) -> tuple[str, ...]:
@@ -205,7 +207,9 @@ class SamplingParams:
         lambda value: is_whole(value) and 0 <= value < _NUM_SEEDS, "a whole number from 0 to 2**63 - 1"
     )
     stop: str | Sequence[str] | None = option(
-        _are_texts, "a string or a list of strings, none of them empty", convert=_to_texts
+        _are_texts,
+        f"a string or a list of strings, none of them empty, and {_MOST_STOP:,} characters at most",
+        convert=_to_texts,
     )
     stop_token_ids: Collection[int] | None = option(_are_ids, "a list or a set of token ids", convert=frozenset)
     min_tokens: int | None = option(_is_count, "a whole number of at least 0", from_checkpoint=True)

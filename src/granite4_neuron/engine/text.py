@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -36,7 +37,8 @@ class TextStream:
         self._tokenizer: Tokenizer | None = None if tokenizer is None else tokenizer.backend_tokenizer
         self._skips_special = skip_special_tokens
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._stop = stop
+        self._searched = _searched(tuple(stop))
+        self._place = 0  # in what is searched
         self._held = ""
         self._undecoded: list[int] = []  # tokens that the decoder keeps until they make whole characters
         self.stop_string: str | None = None  # the one that ended the text
@@ -53,16 +55,18 @@ class TextStream:
 
         Without `may_stop`, a stop string that the token completes counts as text.
         """
-        before = len(self._held)
-        self._held += self._text_of(token)
-        # Only stop strings that end in the new text: earlier ones came before the text may stop.
-        found = ((self._held.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
-        ends = [(at, text) for at, text in found if at >= 0]
-        if ends and may_stop:
-            first, self.stop_string = min(ends, key=lambda end: end[0])
-            self._held = self._held[:first]
+        before, new = len(self._held), self._text_of(token)
+        self._held += new
+        found = []
+        for end, character in enumerate(new, start=before + 1):
+            self._place = self._searched.next_place(self._place, character)
+            if (number := self._searched.found[self._place]) is not None:
+                found.append((end - len(self._searched.texts[number]), number))
+        if found and may_stop:
+            first, number = min(found)
+            self.stop_string, self._held = self._searched.texts[number], self._held[:first]
             return self.finish()
-        return self._give_out(len(self._held) - possible_start(self._held, self._stop))
+        return self._give_out(len(self._held) - self._searched.begun[self._place])
 
     def finish(self) -> str:
         """Return the text that was held back. Call it when no token follows."""
@@ -99,6 +103,55 @@ class TextStream:
     def _give_out(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
+
+
+class SearchedTexts:
+    """Texts that are searched in a growing text, in steps that grow with its length alone, however many and long they
+    are: the automaton of Aho and Corasick. A place in it is the longest beginning of one of the texts with which the
+    growing text ends; place 0 is none.
+
+    begun: by place, the length of the longest such beginning that is not a whole text.
+    found: by place, which text, by number, ends there; the longest of several, and None for none.
+    """
+
+    def __init__(self, texts: Sequence[str]):
+        self.texts = texts
+        self.found: list[int | None] = [None]
+        self._next: list[dict[str, int]] = [{}]
+        lengths = [0]
+        for number, text in enumerate(texts):
+            place = 0
+            for length, character in enumerate(text, start=1):
+                if character not in self._next[place]:
+                    self._next[place][character] = len(lengths)
+                    self._next.append({})
+                    self.found.append(None)
+                    lengths.append(length)
+                place = self._next[place][character]
+            if self.found[place] is None:
+                self.found[place] = number
+        self._shorter = [0] * len(lengths)  # by place, the place of the next shorter beginning
+        self.begun = [0] * len(lengths)
+        places = [0]
+        for place in places:  # by length
+            shorter = self._shorter[place]
+            self.begun[place] = lengths[place] if self._next[place] else self.begun[shorter]
+            if self.found[place] is None:
+                self.found[place] = self.found[shorter]
+            for character, longer in self._next[place].items():
+                places.append(longer)
+                self._shorter[longer] = self.next_place(shorter, character) if place else 0
+
+    def next_place(self, place: int, character: str) -> int:
+        """Return the place after one more character."""
+        while place and character not in self._next[place]:
+            place = self._shorter[place]
+        return self._next[place].get(character, 0)
+
+
+@lru_cache(maxsize=64)
+def _searched(texts: tuple[str, ...]) -> SearchedTexts:
+    return SearchedTexts(texts)
 
 
 def possible_start(text: str, searched: Sequence[str]) -> int:

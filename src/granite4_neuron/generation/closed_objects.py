@@ -15,7 +15,13 @@ _SAME_VALUE = ("allOf", "anyOf", "oneOf")  # lists of schemas for the value that
 _DEFINITIONS = ("$defs", "definitions")
 _BY_NAME = ("properties", "patternProperties", *_DEFINITIONS)
 _OF_OBJECTS = {"properties", "required", "patternProperties", "minProperties", "maxProperties"}
+# Of all objects together, each with the members of those to which it refers: these can be far more than a schema names.
+_MOST_MEMBERS = 2**16
 _OPENING = {"additionalProperties", "unevaluatedProperties", "propertyNames", "const", "enum"}
+
+
+class TooManyMembers(ValueError):
+    """A schema's objects have too many members. Its message says how many, without a subject and a full stop."""
 
 
 def close_objects(schema: Schema) -> dict[str, Any]:
@@ -27,6 +33,7 @@ def close_objects(schema: Schema) -> dict[str, Any]:
 
     Raises:
         RecursionError: the schema is nested too deep.
+        TooManyMembers: its objects have more than 65,536 together.
     """
     return _Closing(schema).run()
 
@@ -53,6 +60,7 @@ class _Closing:
         self._definitions = _mapping(schema.get("$defs"))
         self._names: dict[int, str] = {}  # of the definitions that are added, by the part
         self._added: dict[str, Any] = {}
+        self._num_members = 0
         self._prefix = "open"
         while any(name.startswith(self._prefix) for name in self._definitions):
             self._prefix += "-"
@@ -74,6 +82,7 @@ class _Closing:
         members = self._all_members(part)
         if members.is_open or not members.is_object:
             return closed
+        self._count(members.names)
         known = closed.get("properties", {})
         unknown: Schema = {name: {} for name in sorted(members.names - known.keys())}
         return {**closed, "properties": {**known, **unknown}, "additionalProperties": False}
@@ -107,6 +116,13 @@ class _Closing:
                 rebuilt[name] = self._closed(value)
         return rebuilt
 
+    def _count(self, names: set[str]) -> None:
+        self._num_members += len(names)
+        if self._num_members > _MOST_MEMBERS:
+            raise TooManyMembers(
+                f"objects with more than {_MOST_MEMBERS:,} members together, those of references included"
+            )
+
     def _all_members(self, part: Schema) -> _Members:
         """Return the members that a part allows, together with the parts that describe the same value."""
         known = self._members.get(id(part))
@@ -115,6 +131,8 @@ class _Closing:
         own = self._members[id(part)] = _own_members(part)
         target = target_of(part.get("$ref"), self._schema)
         others = [self._all_members(each) for each in (target, *_others(part)) if isinstance(each, Mapping)]
+        for each in others:
+            self._count(each.names)
         self._members[id(part)] = members = _Members(
             own.names.union(*(each.names for each in others)),
             own.is_open or any(each.is_open for each in others) or ("$ref" in part and target is None),

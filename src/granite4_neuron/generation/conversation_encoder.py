@@ -17,7 +17,7 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.answer_formats import BEGIN_THOUGHT, END_THOUGHT, answer_format
+from granite4_neuron.generation.answer_formats import BEGIN_THOUGHT, END_THOUGHT, ThoughtMarks, answer_format
 from granite4_neuron.generation.structured_outputs import GrammarConstraint
 from granite4_neuron.system.sandbox import chat_template
 
@@ -73,7 +73,7 @@ class ConversationEncoder:
         # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self.format = answer_format(tokenizer)
-        self._thought_marks = self.format.thoughts.written if self.format.thoughts else frozenset()
+        self._thought_marks = (self.format.thoughts or ThoughtMarks()).written
         marks = {*self._thought_marks, self.format.marks.open, self.format.marks.close} & self._control_ids.keys()
         self._answer_pattern = re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
         self._renderer = chat_template.Renderer()
@@ -132,7 +132,8 @@ class ConversationEncoder:
         Raises:
             UserError: the tokenizer has no chat template; the template refuses the messages or fails, or leaves out the
                 message to be continued; it takes too much time or memory; a further variable has the name of one that
-                is set here; something is nested too deeply; or the tokenizer fails.
+                is set here; something is nested too deeply; the texts have all private characters; or the tokenizer
+                fails.
         """
         for message in messages:
             check_text(message.get("content"), "the message")
@@ -146,7 +147,9 @@ class ConversationEncoder:
         self._check_variables(chat_template_kwargs or {})
         used = set(texts)
         unused = (chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
-        mark, end = next(unused), next(unused)
+        mark, end = next(unused, None), next(unused, None)
+        if mark is None or end is None:
+            raise UserError("the conversation has all characters of Unicode's private planes; it may have all but two.")
         hidden = _changed(variables, lambda text: self._hide(text, mark))
         if continue_final_message:
             hidden["messages"][-1]["content"] += f"{end} "  # the space shows whether the template strips messages

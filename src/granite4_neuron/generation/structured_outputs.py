@@ -18,13 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.closed_objects import close_objects
+from granite4_neuron.generation.closed_objects import TooManyMembers, close_objects
 from granite4_neuron.generation.equal_schemas import equal_schema
 from granite4_neuron.generation.schema_faults import place_of_fault
 from granite4_neuron.generation.schema_references import has_endless_reference
 from granite4_neuron.system.sandbox.grammar_process import (
     GrammarFailed,
     GrammarProcess,
+    GrammarTooCostly,
     GrammarWorker,
     Mask,
     Matcher,
@@ -38,7 +39,7 @@ Result = TypeVar("Result")
 
 Kind = Literal["json", "regex", "choice", "grammar", "lark", "structural_tag"]
 
-_MOST_CHARACTERS = 2**16  # of a grammar
+MOST_CHARACTERS = 2**16  # of a grammar, and of each schema in it
 _MOST_TAGS = 128
 _NAMES: Mapping[Kind, str] = {
     "json": "the JSON schema",
@@ -216,8 +217,7 @@ class Grammars:
             text = self._tags(value, disable_any_whitespace)
         else:
             text = _text(kind, value, disable_any_whitespace)
-        if len(text) > _MOST_CHARACTERS:
-            raise UserError(f"{_NAMES[kind]} has {len(text):,} characters, and may have {_MOST_CHARACTERS:,}.")
+        _check_length(text, _NAMES[kind])
         try:
             format = "lark" if kind in ("choice", "structural_tag") else kind
             worker, grammar = self._process.compile(format, text, stop)
@@ -238,8 +238,7 @@ class Grammars:
             return self._failure.rstrip(".")
         try:
             text = schema_text(schema, "it")
-            if len(text) > _MOST_CHARACTERS:
-                return f"it has {len(text):,} characters"
+            _check_length(text, "it")
             self._process.compile("json", text, stop)
         except UserError as error:
             return str(error).rstrip(".")
@@ -248,6 +247,9 @@ class Grammars:
         return None
 
     def _fault(self, schema: Mapping[str, Any], error: GrammarFailed, stop: Stop | None) -> str:
+        if isinstance(error, GrammarTooCostly):  # each of its parts may be, too
+            return str(error)
+
         def error_alone(part: Mapping[str, Any]) -> str | None:
             try:
                 self._process.compile("json", schema_text(part, "it"), stop)
@@ -327,17 +329,26 @@ def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_white
             strings; otherwise up to 40 spaces, tabs and newlines may be around each part.
 
     Raises:
-        UserError: it is not an object in JSON, or no value can be valid because it refers to itself.
+        UserError: it is not an object in JSON, it is too long, or no value can be valid because it refers to itself.
     """
     given = _object(schema, name)
     try:
-        plain = json.loads(json.dumps(given))
+        text = json.dumps(given)
+        _check_length(text, name)  # before the work that it takes
+        plain = json.loads(text)
         closed = close_objects(equal_schema(plain))
+    except TooManyMembers as error:
+        raise UserError(f"{name} has {error}.") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON ({error}).") from None
     if has_endless_reference(plain):
         raise UserError(f"{name} has a $ref that leads back to itself, so that no value is ever valid.")
     return json.dumps({**closed, "x-guidance": _COMPACT if disable_any_whitespace else _ANY_WHITESPACE})
+
+
+def _check_length(text: str, name: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"{name} has {len(text):,} characters, and may have {MOST_CHARACTERS:,}.")
 
 
 def thought_rules(ends_thought: str, special: Collection[str]) -> list[str]:

@@ -17,12 +17,14 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 from granite4_neuron.config.json_files import CONSTANTS, escaped, in_strict_json, strict_json
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.text import possible_start
-from granite4_neuron.generation.structured_outputs import schema_text, thought_rules
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.structured_outputs import MOST_CHARACTERS, schema_text, thought_rules
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_CALLS = 16  # of an answer that is nothing but calls; a small model would go on for ever
@@ -391,14 +393,18 @@ def calls_grammar(
             with none.
 
     Raises:
-        UserError: as `schema_text`.
+        UserError: as `schema_text`, or the schemas are too long together.
     """
     is_free = not required and answer is None
     are_special = marks.are_special(special)
     opening, close = (f"{marks.open} ", marks.close) if are_special else map(json.dumps, (marks.open, marks.close))
     lines = [*_after_open(marks, len(tools), several, close if marks.close else ""), f"call: {opening} after_open"]
-    for number, each in enumerate(tools):
-        lines += rules(number, each, disable_any_whitespace)
+    length = 0
+    for rule in chain.from_iterable(rules(number, each, disable_any_whitespace) for number, each in enumerate(tools)):
+        lines.append(rule)
+        length += len(rule)
+        if length > MOST_CHARACTERS:
+            raise UserError(f"the schemas of the tools have more than {MOST_CHARACTERS:,} characters together.")
     repeats = several and not marks.is_list
     if is_free:
         more = "called* TEXT" if repeats else ""

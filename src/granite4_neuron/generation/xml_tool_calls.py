@@ -190,29 +190,29 @@ def xml_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Ite
     Raises:
         UserError: as `schema_text`; also if a name cannot be written in this format.
     """
-    rules, parts, properties = [], [], _properties(tool)
-    required = tool.parameters.get("required", [])
+    parts, properties, required = [], _properties(tool), tool.parameters.get("required")
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     definitions = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     for index, (name, schema) in enumerate(properties.items()):
         if not regex.fullmatch(_NAME, name):
             raise UserError(f"{tool.name} has a parameter {json.dumps(name)}, which this model's calls cannot have.")
         rule = f"parameter_{number}_{index}"
-        parts.append(rule if name in required else f"{rule}?")
-        rules.append(f"{rule}: {_mark('parameter', name)} {rule}_value")
+        parts.append(rule if name in needed else f"{rule}?")
+        yield f"{rule}: {_mark('parameter', name)} {rule}_value"
         types = _types(schema)
         if types and "string" not in types:
             about = f"the schema of {name}, an argument of {tool.name},"
             text = schema_text({**definitions, **schema}, about, disable_any_whitespace=disable_any_whitespace)
-            rules += [f"{rule}_value: {rule}_json END_{number}", f"{rule}_json: %json {text}"]
+            yield f"{rule}_value: {rule}_json END_{number}"
+            yield f"{rule}_json: %json {text}"
         elif types == _TEXT and (choices := schema.get("enum") or [schema[key] for key in ("const",) if key in schema]):
-            rules.append(f"{rule}_value: ({' | '.join(map(_quoted, choices))}) END_{number}")
+            yield f"{rule}_value: ({' | '.join(map(_quoted, choices))}) END_{number}"
         else:
-            rules.append(f"{rule}_value: text_{number}")
+            yield f"{rule}_value: text_{number}"
     if tool.parameters.get("additionalProperties") or not _is_described(tool):
         parts.append(f"more_{number}*")
-        rules.append(f'more_{number}: "<parameter=" /[^<>\\n]+/ ">\\n" text_{number}')
+        yield f'more_{number}: "<parameter=" /[^<>\\n]+/ ">\\n" text_{number}'
     yield f"tool_{number}: {_mark('function', tool.name)} {' '.join(parts)} {json.dumps(_END_OF_CALL)}"
-    yield from rules
     end = _quoted(f"\n{_END_OF_VALUE}\n")
     yield f'text_{number}: until_{number} "\\n"'
     yield f"until_{number}[lazy]: VALUE_{number} {_quoted(_END_OF_VALUE)}"

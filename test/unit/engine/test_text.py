@@ -1,10 +1,12 @@
 """Text that comes piece by piece equals the text of all tokens."""
 
+import random
+
 import pytest
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.engine.text import TextStream
+from granite4_neuron.engine.text import SearchedTexts, TextStream, possible_start
 
 WORD = "日本"  # of three bytes each
 
@@ -103,3 +105,37 @@ def test_a_stop_string_that_may_not_stop_can_begin_a_longer_one(texting):
     text = stream.add(tokens[0]) + stream.add(tokens[1], may_stop=False) + stream.add(tokens[2])
     assert not stream.stopped and text == "a", "bcd may still come"
     assert text + stream.add(tokens[3]) == "a" and stream.stopped
+
+
+def test_searched_texts_are_those_that_a_search_finds():
+    draw = random.Random(0)
+    for _ in range(300):
+        texts = ["".join(draw.choices("ab", k=draw.randint(1, 5))) for _ in range(draw.randint(1, 5))]
+        searched, place, past = SearchedTexts(texts), 0, ""
+        for character in draw.choices("abc", k=30):
+            place, past = searched.next_place(place, character), past + character
+            assert searched.begun[place] == possible_start(past, texts)
+            ends = [text for text in texts if past.endswith(text)]
+            number = searched.found[place]
+            assert (None if number is None else texts[number]) == max(ends, key=len, default=None)
+
+
+def test_a_long_stop_string_costs_a_step_for_each_character():
+    class Counted(SearchedTexts):
+        steps = 0
+
+        def next_place(self, place, character):
+            class Places(list):
+                def __getitem__(places, index):
+                    Counted.steps += 1
+                    return list.__getitem__(places, index)
+
+            if not isinstance(self._shorter, Places):
+                self._shorter = Places(self._shorter)
+            return super().next_place(place, character)
+
+    searched, place = Counted(["a" * 5000 + "b", "a" * 4000 + "c"]), 0
+    Counted.steps = 0
+    for character in ("a" * 4999 + "d") * 3:
+        place = searched.next_place(place, character)
+    assert Counted.steps <= 15_000

@@ -21,9 +21,12 @@ from granite4_neuron.serving.apis.kinds import leaving_out
 from granite4_neuron.serving.apis.strict import Strict
 from granite4_neuron.serving.apis.structured import Structure
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.system.sandbox.grammar_process import GrammarTooCostly
 from granite4_neuron.system.sandbox.limited_process import Stop
 
 MAX_DOCUMENTS = 1024
+_MOST_COSTLY = 3  # tools of a request whose schemas take too long
+_TOO_COSTLY = str(GrammarTooCostly())
 _LOGGER = logging.getLogger(__name__)
 
 # Agents put the name of a tool's server before its own.
@@ -198,7 +201,7 @@ class _Calls(Structure):
         try:
             return self._constraint([tool.called() for tool in self.value], grammars, stop)
         except UserError as error:
-            called = [self._enforceable(tool, grammars, stop) for tool in self.value]
+            called = self._enforceable(grammars, stop)
             try:
                 return self._constraint(called, grammars, stop)
             except UserError:
@@ -207,21 +210,26 @@ class _Calls(Structure):
     def _constraint(self, tools: Sequence[tool_calls.Tool], grammars: Grammars, stop: Stop | None) -> GrammarConstraint:
         return grammars.constraint("lark", self.grammar_of(tools), stop)
 
-    def _enforceable(self, tool: Tool, grammars: Grammars, stop: Stop | None) -> tool_calls.Tool:
-        """Return a tool whose arguments can follow its schema: free ones, if they need not.
+    def _enforceable(self, grammars: Grammars, stop: Stop | None) -> list[tool_calls.Tool]:
+        """Return the tools so that their arguments can follow their schemas: free ones, where they need not.
 
         Raises:
-            RequestError: 400, they must.
+            RequestError: 400, one must that cannot, or too many take too long, while other grammars wait.
         """
-        called = tool.called()
-        fault = grammars.why_not(called.parameters, stop)
-        if fault is None:
-            return called
-        if tool.function.strict:
-            about = f"the schema of the arguments of {called.name} cannot be used"
-            raise RequestError(400, f"tools: {about} ({fault}); change it, or give no strict.", "tools")
-        _tell_of_free(called.name, fault)
-        return tool_calls.Tool(called.name, {"type": "object", "additionalProperties": True})
+        found, costly = [], 0
+        for tool in self.value:
+            called = tool.called()
+            fault = grammars.why_not(called.parameters, stop)
+            costly += fault == _TOO_COSTLY
+            if fault is not None and (tool.function.strict or costly > _MOST_COSTLY):
+                about = f"the schema of the arguments of {called.name} cannot be used"
+                way_out = "change it" if costly > _MOST_COSTLY else "change it, or give no strict"
+                raise RequestError(400, f"tools: {about} ({fault}); {way_out}.", "tools")
+            if fault is not None:
+                _tell_of_free(called.name, fault)
+                called = tool_calls.Tool(called.name, {"type": "object", "additionalProperties": True})
+            found.append(called)
+        return found
 
 
 @lru_cache(maxsize=256)

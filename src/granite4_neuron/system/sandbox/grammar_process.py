@@ -52,6 +52,14 @@ class GrammarFailed(Exception):
     """The grammar cannot be used; the message says why."""
 
 
+class GrammarTooCostly(GrammarFailed):
+    """Its compilation exceeded a limit."""
+
+    def __init__(self) -> None:
+        limits = f"{_SECONDS} seconds or {_MEMORY_BYTES / 2**30:g} GiB"
+        super().__init__(f"it is nested too deep, or takes more than {limits}")
+
+
 class WorkerEnded(Exception):
     """A process exceeded a limit while it answered."""
 
@@ -283,8 +291,8 @@ class GrammarProcess:
             same limits.
 
         Raises:
-            GrammarFailed: it is not a grammar, allows no text, is nested too deep, or takes more than 4 seconds or
-                1 GiB.
+            GrammarFailed: it is not a grammar, or allows no text.
+            GrammarTooCostly: it is nested too deep, or takes more than 4 seconds or 1 GiB.
             Stopped: `stop` was set.
         """
         stop = stop or Stop()
@@ -301,8 +309,7 @@ class GrammarProcess:
             except WorkerEnded:
                 if stop.is_set:
                     raise Stopped from None
-                limits = f"{_SECONDS} seconds or {_MEMORY_BYTES / 2**30:g} GiB"
-                raise GrammarFailed(f"it is nested too deep, or takes more than {limits}") from None
+                raise GrammarTooCostly from None
             finally:
                 self._compiling = None
 

@@ -1,0 +1,209 @@
+"""The work for a body grows as its length does, whatever a client writes: counted in lines of this package that run,
+and in bytes that are held at once.
+"""
+
+import json
+import sys
+import tracemalloc
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic", reason="granite4-neuron[serve] is not installed")
+
+import granite4_neuron
+from granite4_neuron.errors import UserError
+from granite4_neuron.serving.apis.chat.protocol import parse
+from granite4_neuron.serving.apis.endpoints import BY_PATH
+from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.http.bodies import in_utf8
+from granite4_neuron.serving.sequences import Limits, RequestBuilder
+from granite4_neuron.system.sandbox.grammar_process import GrammarProcess, GrammarTooCostly
+from test.support import thinking
+from test.support.tool_template import GRANITE_3_3_TEMPLATE, NEMOTRON_TEMPLATE, TOOL_TEMPLATE
+
+PACKAGE = str(Path(granite4_neuron.__file__).parent)
+USER = {"role": "user", "content": "Hi"}
+MARKS = "<think></think><tool_call>|<response>"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[TOOL_TEMPLATE, NEMOTRON_TEMPLATE, GRANITE_3_3_TEMPLATE],
+    ids=["Granite 4", "Nemotron", "Granite 3.3"],
+)
+def maker(request, tmp_path_factory):
+    model = thinking.thinking_model(tmp_path_factory.mktemp("model"), template=request.param)
+    with closing(RequestBuilder(*model, Limits(2**20, None, 2**10))) as maker:
+        yield maker
+
+
+def of_chat(**fields):
+    return "/v1/chat/completions", {"messages": [USER], **fields}
+
+
+def function(**schema):
+    return {"name": "f", "parameters": {"type": "object", **schema}}
+
+
+def forced(schema):
+    return of_chat(tools=[{"type": "function", "function": function(**schema)}], tool_choice="required")
+
+
+def named(number, schema):
+    return {f"p{index}": schema for index in range(number)}
+
+
+def repeated(number):
+    """Return a schema of objects that all have the members of one other."""
+    each = {"$ref": "#/$defs/all", "properties": {"x": {"type": "integer"}}}
+    return {"$defs": {"all": {"type": "object", "properties": named(number, {})}}, "properties": named(number, each)}
+
+
+def chain(number):
+    """Return definitions of which each is the next one."""
+    return {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}]} for i in range(number)} | {
+        f"p{number}": {"type": "object"}
+    }
+
+
+def calls(number):
+    made = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2'}}
+    called = {"role": "assistant", "content": "", "tool_calls": [made] * number}
+    return of_chat(messages=[USER, called, *[{"role": "tool", "tool_call_id": "1", "content": "it"}] * number])
+
+
+def items(number):
+    of_each = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}] * 3},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1'},
+        {"type": "function_call_output", "call_id": "c", "output": "it"},
+        {"type": "web_search_call", "id": "w"},
+    ]
+    return "/v1/responses", {"input": [USER, *of_each * number]}
+
+
+def blocks(number):
+    said = [
+        {"type": "thinking", "thinking": "so", "signature": ""},
+        {"type": "text", "text": "a"},
+        {"type": "tool_use", "id": "c", "name": "f", "input": {"x": [1]}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "it"}] * 2}
+    turns = [{"role": "assistant", "content": said * number}, {"role": "user", "content": [result] * number}]
+    system = [{"type": "text", "text": "be"}] * number
+    return "/v1/messages", {"messages": [USER, *turns], "system": system, "max_tokens": 5}
+
+
+BODIES = {
+    "parts of a text": lambda n: of_chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a "}] * n}]),
+    "messages": lambda n: of_chat(messages=[USER, {"role": "assistant", "content": "a</think>b"}] * n),
+    "marks": lambda n: of_chat(messages=[{"role": "user", "content": MARKS * n}]),
+    "marks of an answer": lambda n: of_chat(messages=[USER, {"role": "assistant", "content": MARKS * n}, USER]),
+    "calls": calls,
+    "unknown fields": lambda n: of_chat(**named(n, {"x": [1, None]})),
+    "nulls": lambda n: of_chat(messages=[{**USER, **named(n, None)}]),
+    "tools": lambda n: of_chat(
+        tools=[{"type": "function", "function": {**function(), "name": f"f{i}"}} for i in range(n)]
+    ),
+    "required tools": lambda n: of_chat(
+        tools=[{"type": "function", "function": {**function(), "name": f"f{i}"}} for i in range(n)],
+        tool_choice="required",
+    ),
+    "a tool's parameters": lambda n: forced(dict(properties=named(n, {"type": "integer"}), required=[*named(n, {})])),
+    "a tool's definitions": lambda n: forced(
+        {"properties": named(n, {"type": "integer"}), "$defs": named(n, {"type": "integer", "minimum": 3})}
+    ),
+    "references": lambda n: forced(repeated(n)),
+    "alternatives": lambda n: of_chat(json_schema={"anyOf": [{"type": "object", "properties": named(3, {})}] * n}),
+    "a chain of references": lambda n: of_chat(json_schema={"$ref": "#/$defs/p0", "$defs": chain(n)}),
+    "choices": lambda n: of_chat(structured_outputs={"choice": [f"a{i}" for i in range(n)]}),
+    "stop strings": lambda n: of_chat(stop=["ab"] * n),
+    "bad words": lambda n: of_chat(bad_words=["ab"] * n),
+    "prompts": lambda n: ("/v1/completions", {"prompt": ["ab"] * n}),
+    "tokens": lambda n: ("/v1/completions", {"prompt": [5] * n, "logit_bias": {str(i % 200): 1 for i in range(n)}}),
+    "items of a response": items,
+    "tools of a response": lambda n: (
+        "/v1/responses",
+        {"input": "Hi", "tools": [{"type": "function", **function(), "name": f"f{i}"} for i in range(n)]},
+    ),
+    "blocks of messages": blocks,
+    "tools of messages": lambda n: (
+        "/v1/messages",
+        {"messages": [USER], "max_tokens": 5, "tools": [{"name": f"f{i}", "input_schema": {}} for i in range(n)]},
+    ),
+}
+
+
+def prepare(maker, path, content):
+    """Do what the server does with a body before a sequence runs, beside processes of their own; return a refusal."""
+    api = BY_PATH[path]
+    try:
+        prepared = api.requests(maker, parse(api.body, in_utf8(content, "", 2**24), 2**20))
+        if prepared.structure is not None:
+            structure = prepared.structure
+            if hasattr(structure, "grammar_of"):
+                structure.grammar_of([tool.called() for tool in structure.value])
+            else:
+                maker.constrained(prepared)
+    except (RequestError, UserError) as error:
+        return str(error)
+    return None
+
+
+def work(maker, path, body):
+    """Return how many lines of this package ran, and how many bytes were held at once."""
+    content, lines = json.dumps(body).encode(), 0
+
+    def in_frame(frame, event, _):
+        nonlocal lines
+        lines += event == "line"
+        return in_frame
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: in_frame if frame.f_code.co_filename.startswith(PACKAGE) else None)
+    try:
+        prepare(maker, path, content)
+    finally:
+        sys.settrace(before)
+    tracemalloc.start()
+    prepare(maker, path, content)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return lines, most
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("kind", BODIES)
+def test_it_grows_as_the_body(maker, kind):
+    path, body = BODIES[kind](2)
+    prepare(maker, path, json.dumps(body).encode())  # what is kept from the first time on
+    (lines, held), (more_lines, more_held) = (work(maker, *BODIES[kind](number)) for number in (60, 240))
+    assert more_lines < 4.5 * lines
+    assert more_held < 6 * held  # tables double
+
+
+def test_costly_schemas_take_the_compiler_a_few_times(maker, monkeypatch):
+    """While it compiles for one client, others wait."""
+    tries = []
+
+    def compile(process, kind, text, stop=None):
+        tries.append(kind)
+        raise GrammarTooCostly
+
+    monkeypatch.setattr(GrammarProcess, "compile", compile)
+    nested = {"type": "object", "properties": named(9, {"type": "integer"})}
+    for body in (dict(json_schema=nested), forced({"properties": named(9, nested)})[1]):
+        with pytest.raises(RequestError, match=r"cannot be used .*takes more than 4 seconds"):
+            path, asked = of_chat(**body)
+            api = BY_PATH[path]
+            maker.constrained(api.requests(maker, parse(api.body, json.dumps(asked).encode(), 2**20)))
+    tool = {"type": "function", "function": function()}
+    tools = [{**tool, "function": {**tool["function"], "name": f"f{index}"}} for index in range(9)]
+    path, asked = of_chat(tools=tools, tool_choice="required")
+    tries.clear()
+    with pytest.raises(RequestError, match=r"cannot be used .*takes more than 4 seconds"):
+        maker.constrained(api.requests(maker, parse(api.body, json.dumps(asked).encode(), 2**20)))
+    assert len(tries) == 1 + 4
