@@ -29,6 +29,7 @@ from benchmarks.probe.remedies import advised_options
 ROOT = Path(__file__).parents[2]
 INTERRUPTED, LEFT_OUT = "interrupted", "left out"
 _LAST_LINES = 40
+_TIMES = ("load: ", "warm-up: ")  # lines of this package's commands
 _TOO_LARGE = (".neff", ".safetensors", ".bin", ".npy", ".pt")  # what compilers leave beside logs and graphs
 _LARGEST, _MOST = 20 * 2**20, 200 * 2**20  # bytes of an archived file, and of a failed step's files
 _MEMORY_TABLES = "neuron_mem_table_device_*"  # written to /tmp when a device has no memory left
@@ -118,7 +119,7 @@ class Run:
         elif step.expects not in " ".join(lines):
             result, message = FAILED, f"its output does not have {step.expects!r}"
         else:
-            result, message = OK, ""
+            result, message = OK, ", ".join(line for line in lines if line.startswith(_TIMES))
         if result == OK:
             shutil.rmtree(artifacts, ignore_errors=True)
         else:

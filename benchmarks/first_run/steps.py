@@ -100,7 +100,7 @@ def _nxdi(has_h_small: bool, vllm: str | None) -> Iterator[Step]:
         run = f"--model {_IBM}{model} --backend nxdi --compiled {graphs}"
         compiled = (f"compile {model}",)
         yield Step(compiled[0], f"{compiler}{model} --jobs 2 --output {graphs}", minutes, _LONGEST)
-        yield Step(f"text {model}", f"{program} generate {run} --chat {_QUESTION} --verbose", 5, _LONG, compiled)
+        yield Step(f"text {model}", _kept(model, f"{run} --chat {_QUESTION} --verbose"), 5, _LONG, compiled)
         times = f"--prompt-length 128 512 --output-length 128 --json {{results}}/{model}.json"
         yield Step(f"latency {model}", f"{{python}} benchmark_latency.py {run} {times}", 10, _LONG, compiled)
     drafts = f"--draft-model {_IBM}h-350m"
@@ -113,9 +113,15 @@ def _nxdi(has_h_small: bool, vllm: str | None) -> Iterator[Step]:
         graphs = f"{{work}}/graphs/h-tiny-{name}"
         compiled = (f"compile h-tiny, {name}",)
         yield Step(compiled[0], f"{compiler}h-tiny {options} --output {graphs}", 25, _LONGEST, needs)
-        drafted = f"{drafts} --draft-tokens 3 " if name == "drafts" else ""
-        run = f"--model {_IBM}h-tiny --backend nxdi --compiled {graphs} {drafted}"
-        yield Step(f"text h-tiny, {name}", f"{program} generate {run}--chat {_QUESTION} --verbose", 5, _LONG, compiled)
+        run = f"--model {_IBM}h-tiny --backend nxdi --compiled {graphs} --chat {_QUESTION} --verbose"
+        if name != "drafts":
+            yield Step(f"text h-tiny, {name}", _kept(f"h-tiny-{name}", run), 5, _LONG, compiled)
+            continue
+        # A text with drafts is the text without.
+        needs = (*compiled, "text h-tiny")
+        for drafter, words in (("drafts", f"{drafts} --draft-tokens 3"), ("ngram", "--speculate ngram:3")):
+            command = _kept(f"h-tiny-{drafter}", f"{run} {words}", same_as="h-tiny")
+            yield Step(f"text h-tiny, {drafter}", command, 5, _LONG, needs)
     if vllm is not None:
         buckets = '{{"context_encoding_buckets": [128, 512], "token_generation_buckets": [4096]}}'
         server = (
@@ -123,3 +129,10 @@ def _nxdi(has_h_small: bool, vllm: str | None) -> Iterator[Step]:
             f"--no-enable-prefix-caching --additional-config '{{{{\"override_neuron_config\": {buckets}}}}}'"
         )
         yield Step("vLLM", f"{{python}} -m benchmarks.first_run.server {server}", 30, _LONG)
+
+
+def _kept(name: str, words: str, same_as: str | None = None) -> str:
+    """Return the command that generates with these words and keeps the text, which must be that of `same_as`."""
+    same = "" if same_as is None else f" --same-as {{results}}/{same_as}.txt"
+    kept = f"{{python}} -m benchmarks.first_run.text {{results}}/{name}.txt{same}"
+    return f"{kept} -- {{python}} -m granite4_neuron generate {words}"

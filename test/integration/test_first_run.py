@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_run import command, running, server
+from benchmarks.first_run import command, running, server, text
 from benchmarks.first_run.running import INTERRUPTED, LEFT_OUT, Run
 from benchmarks.first_run.steps import NXDI, SDKS, TORCH, Step, steps_of
 from benchmarks.latency import options as latency_options
@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 FINDING = 'probe finding: {{"what": "{}", "verdict": "equal", "error": 1e-6, "message": "", "numbers": {}}}'
 PRINTED = "\n".join(
     [
+        "load: 83.1 s",
         "evaluates the expression list",
         "passed",
         FINDING.format("value", "{}"),
@@ -77,6 +78,12 @@ def test_each_step_may_fail(sdk, tmp_path, capsys, monkeypatch):
         name = running._file_name(failing.name)
         assert f"logs/{name}.txt" in names
         assert [each for each in names if each.startswith("artifacts")] == [f"artifacts/{name}/log-neuron-cc.txt"]
+
+
+def test_the_time_to_load_is_printed(tmp_path, capsys):
+    command.follow(Run(TORCH, steps(TORCH), tmp_path / "a", tmp_path / "a.tgz", {}, StandIn(None, 0)), has_h_small=True)
+    printed = {line.split("  ")[-2]: line for line in capsys.readouterr().out.splitlines() if "load: 83.1 s" in line}
+    assert {"text", "text h-small", "serve h-tiny"} <= printed.keys()
 
 
 def test_what_is_advised_is_used(tmp_path, capsys):
@@ -138,6 +145,8 @@ def test_commands_are_accepted(sdk, tmp_path):
     for words in stand_in.commands.values():
         if words[1:3] == ["-m", "benchmarks.first_run.server"]:
             words = [word.replace("{port}", "8000") for word in words[3:]]
+        if words[1:3] == ["-m", "benchmarks.first_run.text"]:
+            words = text.parser().parse_args(words[3:]).command
         if words[1:3] == ["-m", "granite4_neuron"]:
             cli.parser().parse_args(words[3:])
         elif words[1:3] == ["-m", "benchmarks.probe"]:
@@ -171,6 +180,21 @@ def test_a_server_is_asked(capsys):
     assert server.main([sys.executable, "-c", SERVER, "{port}", "A"]) == 1
     with pytest.raises(SystemExit, match="ended with 3 before it was ready"):
         server.main([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_texts_with_drafts_are_compared(tmp_path, monkeypatch, capfd):
+    """A text that parts from the one without drafts fails its step, and its output says where."""
+    monkeypatch.chdir(tmp_path)
+    say = [sys.executable, "-c", "import sys; print(sys.argv[1])"]
+    assert text.main(["plain.txt", "--", *say, "a long text"]) == 0
+    assert text.main(["drafts.txt", "--same-as", "plain.txt", "--", *say, "a long text"]) == 0
+    assert text.main(["ngram.txt", "--same-as", "plain.txt", "--", *say, "a long test"]) == 1
+    assert "After 9 of 12 characters the text is 'st\\n', and that of plain.txt 'xt\\n'." in capfd.readouterr().out
+    assert Path("ngram.txt").read_text() == "a long test\n"  # to send back
+    assert text.main(["none.txt", "--", sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    assert not Path("none.txt").exists()
+    compared = {step.name for step in steps(NXDI) if "--same-as {results}/h-tiny.txt" in step.command}
+    assert compared == {"text h-tiny, drafts", "text h-tiny, ngram"}
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
 def load_runtime(
     options: argparse.Namespace, checkpoint: Checkpoint, adapters: Mapping[str, Path] = {}, mtp: bool = False
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """Call `load` with the options of `add_runtime`, and show a progress bar; with --verbose also the time.
+    """Call `load` with the options of `add_runtime`, and show a progress bar and `print_time`.
 
     Args:
         checkpoint: from `model_checkpoint` or `open_checkpoint`.
@@ -289,9 +289,14 @@ def load_runtime(
             progress=progress,
             remark=print_remark,
         )
-    if getattr(options, "verbose", False):
-        print(f"load: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    print_time(options, "load", started)
     return loaded
+
+
+def print_time(options: argparse.Namespace, what: str, started: float) -> None:
+    """Print how long it took since `time.perf_counter()` was `started`: with --verbose, and for any backend but cpu."""
+    if getattr(options, "verbose", False) or options.backend != "cpu":
+        print(f"{what}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
 
 def print_remark(sentence: str) -> None:

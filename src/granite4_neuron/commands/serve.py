@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import sys
+import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ from granite4_neuron.commands.options import (
     load_runtime,
     model_checkpoint,
     number_in,
+    print_time,
 )
 from granite4_neuron.commands.output import write
 from granite4_neuron.errors import UserError
@@ -246,7 +248,9 @@ def run(options: argparse.Namespace) -> int:
             aliases=aliases,
             keep_alive=options.timeout_keep_alive,
         )
+        started = time.perf_counter()
         engine.warm_up()
+        print_time(options, "warm-up", started)
         # A full collection would delay all requests by a third of a second; objects that exist by now stay.
         gc.freeze()
         return 0 if server.serve_on(listener) else EXIT_FAILED

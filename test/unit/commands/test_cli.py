@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands.cli import main, parser
+from granite4_neuron.commands.options import print_time
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.devices.neuron.stand_ins import SOURCES
@@ -131,6 +133,12 @@ class TestGenerate:
         common = ("generate", "--model", texting_folder, "--max-tokens", 20, "--ignore-eos", "text")
         text = run(*common)[1]
         assert run(*common, "--stop", text[3:5])[1] == text[: text.index(text[3:5])] + "\n"
+
+    @pytest.mark.parametrize("backend", ["cpu", "torch", "xla", "nxdi"])
+    def test_times_to_start(self, capsys, backend):
+        """A device takes minutes to load and to compile, so its commands say how long; the CPU's only if asked."""
+        print_time(argparse.Namespace(backend=backend), "load", time.perf_counter() - 5)
+        assert bool(re.fullmatch(r"load: 5\.\d s\n", capsys.readouterr().err)) == (backend != "cpu")
 
     def test_verbose(self, run, texting_folder):
         status, _, error = run("generate", "--model", texting_folder, "--max-tokens", 5, "--verbose", "text")
