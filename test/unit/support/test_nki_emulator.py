@@ -206,7 +206,9 @@ class TestMemory:
         def kernel(x):
             data = loaded(x, nl.float32)
             nisa.tensor_copy(dst=data, src=data, engine=nisa.engine.scalar)
-            return stored(data)
+            result = out(2, 4, 8)
+            nisa.dma_copy(dst=result[nl.program_id(0)], src=data)
+            return result
 
         run(kernel, x, programs=2)
         launch = emulation.last_launch()
@@ -417,16 +419,26 @@ class TestRefusals:
 
         def sum_of_psum():
             data = tile(8, 8, buffer=nl.psum, value=0.0)
-            nisa.tensor_scalar(dst=tile(8, 8), data=data, op0=nl.add, operand0=1.0, engine=nisa.engine.gpsimd)
+            ones = tile(8, 8, value=1.0)
+            nisa.tensor_tensor(dst=tile(8, 8), data1=data, data2=ones, op=nl.add, engine=nisa.engine.gpsimd)
 
-        refuses("GpSimd does not reach PSUM", psum)
-        refuses("GpSimd does not reach PSUM", sum_of_psum)
+        def power_of_psum():
+            data = tile(8, 8, buffer=nl.psum, value=1.0)
+            nisa.tensor_tensor(dst=tile(8, 8), data1=data, data2=tile(8, 8, value=1.0), op=nl.power)
+
+        for body in (psum, sum_of_psum, power_of_psum):
+            refuses("GpSimd does not reach PSUM", body)
 
     def test_engines_without_an_instruction(self):
         def product():
             data = tile(8, 8, value=0.0)
             nisa.tensor_tensor(dst=data, data1=data, data2=data, op=nl.multiply, engine=nisa.engine.scalar)
 
+        def sum_on_gpsimd():
+            data = tile(8, 8, value=0.0)
+            nisa.tensor_scalar(dst=data, data=data, op0=nl.add, operand0=1.0, engine=nisa.engine.gpsimd)
+
+        refuses("gpsimd does not do this, only vector or scalar", sum_on_gpsimd)
         refuses("scalar does not do this, only vector or gpsimd", product)
         refuses("scalar does not do this", lambda: nisa.memset(tile(8, 8), 0.0, engine=nisa.engine.scalar))
 

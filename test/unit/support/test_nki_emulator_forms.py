@@ -106,6 +106,103 @@ class TestRefusals:
         ):
             refuses("shapes differ", body)
 
+    def test_division(self):
+        def kernel():
+            data = tile(8, 4, value=1.0)
+            nisa.tensor_tensor(dst=data, data1=data, data2=data, op=nl.divide)
+
+        refuses("no engine divides", kernel)
+
+    @pytest.mark.parametrize(
+        ("position", "size", "message"),
+        [
+            ((32, 0), (), "tile_position and tile_size go together"),
+            ((0, 0), (48, 128), "48 of TensorE's rows or columns from 0"),
+            ((32, 0), (64, 128), "64 of TensorE's rows or columns from 32"),
+            ((0, 0), (32, 128), "and the tile of TensorE \\(32, 128\\)"),
+        ],
+    )
+    def test_a_tile_of_the_tensor_engine(self, position, size, message):
+        def kernel(position, size):
+            product(tile(64, 8, value=0.0), tile(64, 8, value=0.0), tile_position=position, tile_size=size)
+
+        run(lambda: (kernel((64, 0), (64, 128)), stored(tile(1, 1, value=0.0)))[1])
+        refuses(message, lambda: kernel(position, size))
+
+    def test_a_dtype_of_the_next_generation(self):
+        operand = lambda: tile(8, 8, dtype=nl.float8_e4m3fn, value=0.0)  # noqa: E731
+        refuses("stationary is float8_e4m3fn, which NeuronCore-v4 multiplies", lambda: product(operand(), operand()))
+
+    def test_options_of_a_copy(self):
+        def copy(**options):
+            return lambda: nisa.dma_copy(dst=out(4, 4), src=tile(4, 4, value=0.0), **options)
+
+        hardware = nisa.dge_mode.hwdge
+        run(copy(dge_mode=hardware, engine=nisa.engine.sync))
+        refuses("engine scalar starts no DMA with dge_mode.unknown", copy(engine=nisa.engine.scalar))
+        refuses("engine vector starts no DMA with dge_mode.hwdge", copy(dge_mode=hardware, engine=nisa.engine.vector))
+        refuses("a priority on NeuronCore-v4 only", copy(priority=0))
+
+    def test_a_transpose_by_dma(self):
+        def transpose(*shape, axes=None, **options):
+            src = tile(16, 1, 8, dtype=nl.bfloat16, value=0.0)
+            return lambda: nisa.dma_transpose(dst=tile(*shape, dtype=nl.bfloat16), src=src, axes=axes, **options)
+
+        run(lambda: transpose(8, 1, 16)())
+        refuses(r"dst is \(8, 16\), not \(8, 1, 16\)", lambda: transpose(8, 16)())
+        refuses(r"axes \(0, 2, 1\); of 3 dimensions \(2, 1, 0\)", lambda: transpose(16, 8, 1, axes=(0, 2, 1))())
+        refuses("dge_mode.swdge does not transpose", lambda: transpose(8, 1, 16, dge_mode=nisa.dge_mode.swdge)())
+
+    def test_access_patterns_of_parts(self):
+        """The guide counts the offset from the tensor's beginning, the reference from the part's."""
+        whole = lambda: tile(4, 8, value=0.0)  # noqa: E731
+        run(lambda: stored(whole()[0:2, 0:4].ap([[8, 2], [1, 2]])))
+        refuses("ap of a part", lambda: stored(whole()[:, 4:8].ap([[8, 2], [1, 2]])))
+
+    @pytest.mark.parametrize("buffer", [nl.sbuf, nl.private_hbm], ids=["SBUF", "private HBM"])
+    def test_outputs_outside_of_shared_memory(self, buffer):
+        refuses("outputs are in nl.shared_hbm", lambda: nl.ndarray((4, 4), dtype=nl.float32, buffer=buffer))
+
+    def test_more_programs_than_cores(self):
+        with pytest.raises(emulation.NkiError, match="3 programs"):
+            run(lambda: out(1, 1), programs=3)
+
+
+class TestProgramsTogether:
+    """Two programs run at the same time, so what one of them writes is the other's only after a barrier."""
+
+    @staticmethod
+    def kernel(rows, reads=None, has_barrier=False, values=(0.0, 1.0)):
+        """Return a kernel whose programs write these rows each, with a value each; then one reads some others."""
+
+        def body():
+            result, program = out(4, 4), nl.program_id(0)
+            nisa.dma_copy(dst=result[rows[program], :], src=tile(2, 4, value=values[program]))
+            if has_barrier:
+                nisa.core_barrier(data=result, cores=(0, 1))
+            if reads is not None and program == 1:
+                loaded(result[reads, :])
+            return result
+
+        return lambda: run(body, programs=2)
+
+    def test_parts_of_their_own(self):
+        for reads in (None, slice(2, 4)):
+            np.testing.assert_array_equal(self.kernel([slice(0, 2), slice(2, 4)], reads)()[:, 0], [0, 0, 1, 1])
+
+    def test_one_place_written_twice(self):
+        for has_barrier in (False, True):
+            with pytest.raises(emulation.NkiError, match="both programs write to one place, without a core_barrier"):
+                self.kernel([slice(0, 2), slice(1, 3)], has_barrier=has_barrier)()
+
+        self.kernel([slice(0, 2), slice(0, 2)], values=(1.0, 1.0))()
+
+    def test_a_part_of_the_other(self):
+        rows = [slice(0, 2), slice(2, 4)]
+        with pytest.raises(emulation.NkiError, match="one program reads what the other has written"):
+            self.kernel(rows, slice(0, 3))()
+        self.kernel(rows, slice(0, 3), has_barrier=True)()
+
 
 class TestIntegers:
     LARGE = np.array([[2**24 + 1, 2**31 - 2]], np.int32)

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from nki.emulation import Launch, launching, stochastic_rounding
 from nki.tensors import NkiTensor
+from nki.values import Memory, require
+
+LOGICAL_CORE_SIZES = (1, 2)  # physical cores, each of which runs a program
 
 
 class Kernel:
@@ -19,6 +22,7 @@ class Kernel:
         self.__doc__ = function.__doc__
 
     def __getitem__(self, programs: int) -> Kernel:
+        require(programs in LOGICAL_CORE_SIZES, f"{programs} programs; a logical core has {LOGICAL_CORE_SIZES}")
         return Kernel(self.function, programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,4 +61,7 @@ def _to_hbm(value: Any) -> Any:
 
 
 def _from_hbm(value: Any) -> Any:
-    return value.array if isinstance(value, NkiTensor) else value
+    if not isinstance(value, NkiTensor):
+        return value
+    require(value.buffer is Memory.SHARED_HBM, f"an output is in {value.buffer.value}; outputs are in nl.shared_hbm")
+    return value.array

@@ -46,6 +46,7 @@ class Instruction:
     is_float32: the operands of a matrix product are float32.
     has_onezero: an operand of a matrix product is declared to be ones and zeros, or is the identity.
     cycles_per_element: of VectorE, from the costs in the documentation of `nki.isa`; 1 on other engines.
+    flops: of a matrix product, without transposes.
     dma_elements: (bytes, how many) of the pieces that a DMA moves. See `nki.dma_elements`.
     """
 
@@ -59,6 +60,7 @@ class Instruction:
     is_float32: bool = False
     has_onezero: bool = False
     cycles_per_element: int = 1
+    flops: int = 0
     dma_elements: tuple[tuple[int, int], ...] = ()
 
 
@@ -76,6 +78,7 @@ class Launch:
         self.programs = programs
         self.random = random
         self.program = 0
+        self.barriers = 0  # that the running program has met
         self.instructions: list[Instruction] = []
         self.peak_sbuf_bytes = 0
         self.peak_psum_banks = 0
@@ -84,7 +87,7 @@ class Launch:
         self._next_shared = 0
 
     def start_program(self, program: int) -> None:
-        self.program = program
+        self.program, self.barriers = program, 0
         self._storages = []
         self._next_shared = 0
 

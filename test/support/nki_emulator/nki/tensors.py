@@ -33,10 +33,38 @@ class Storage:
         self.last_use: int | None = None
         # In PSUM: the elements that hold a matrix product and so may be accumulated onto.
         self.is_product = np.zeros(array.shape, bool) if memory is Memory.PSUM else None
+        # In HBM that several programs share: who wrote an element, see `check_order`. None if nobody did.
+        self.writers: np.ndarray | None = None
 
     @property
     def partition_bytes(self) -> int:
         return math.prod(self.array.shape[1:]) * self.array.itemsize
+
+    def check_order(self, view: np.ndarray, new_values: np.ndarray | None = None) -> None:
+        """Check that no other program has written this part of shared HBM, unless both have met at a barrier since.
+
+        Both may write the same values, as AWS's kernels do. A writer is numbered 2 * barriers + program + 1, with the
+        barriers that it has met; 0 is none. Parts that are accessed as another dtype are not checked.
+
+        Args:
+            new_values: what the running program writes there, before it does; None if it reads.
+        """
+        launch = last_launch()
+        is_seen = new_values is not None or self.writers is not None
+        if launch.programs == 1 or self.memory is not Memory.SHARED_HBM or not is_seen:
+            return
+        if view.itemsize != self.array.itemsize:
+            return
+        if self.writers is None:
+            self.writers = np.zeros(self.array.shape, np.int16)
+        writers = _same_view(self.writers, view, self.array)
+        is_other = (writers > 0) & (writers % 2 != (launch.program + 1) % 2) & ((writers - 1) // 2 >= launch.barriers)
+        if new_values is None:
+            require(not is_other.any(), "one program reads what the other has written, without a core_barrier between")
+            return
+        is_equal = view[is_other].tobytes() == new_values[is_other].tobytes()
+        require(is_equal, "both programs write to one place, without a core_barrier between")
+        writers[...] = 2 * launch.barriers + launch.program + 1
 
 
 class NkiTensor:
@@ -159,11 +187,13 @@ class NkiTensor:
         vector_offset: NkiTensor | None = None,
         indirect_dim: int = 0,
     ) -> NkiTensor:
-        """Return memory from this view's first element on, by [stride, count] of each dimension, in elements.
+        """Return memory from the tensor's first element on, by [stride, count] of each dimension, in elements.
 
         An offset that is a tensor gives HBM at places that indices name when the kernel runs. See
         `nki.indirect.IndirectView`.
         """
+        first = self.array.__array_interface__["data"][0] - self.storage.array.__array_interface__["data"][0]
+        require(first == 0, "ap of a part; the documentation has two meanings of its offset, so take it of the tensor")
         if scalar_offset is None and vector_offset is None:
             return self._pattern(pattern, offset, dtype or self.dtype)
         from nki.indirect import IndirectView
@@ -175,18 +205,16 @@ class NkiTensor:
     def _pattern(self, pattern: Sequence[Sequence[int]], offset: int, dtype: str) -> NkiTensor:
         base = self.storage.array
         elements = base.reshape(-1).view(DTYPES[dtype])
-        first = self.array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        start = first // elements.itemsize + offset
         strides, counts = zip(*pattern, strict=True)
-        last = start + sum(stride * (count - 1) for stride, count in zip(strides, counts, strict=True))
-        require(start >= 0 and last < elements.size, f"ap ends at element {last} of {elements.size}")
+        last = offset + sum(stride * (count - 1) for stride, count in zip(strides, counts, strict=True))
+        require(offset >= 0 and last < elements.size, f"ap ends at element {last} of {elements.size}")
         start_partition = 0
         if self.buffer.is_on_chip:
             step = elements.size // base.shape[0]
             is_partition = strides[0] == step or counts[0] == 1
             require(is_partition, f"ap steps {strides[0]} elements from partition to partition, of {step} each")
-            start_partition = start // step
-        view = as_strided(elements[start:], counts, [stride * elements.itemsize for stride in strides])
+            start_partition = offset // step
+        view = as_strided(elements[offset:], counts, [stride * elements.itemsize for stride in strides])
         return NkiTensor(view, self.storage, start_partition)
 
     def view(self, dtype: str) -> NkiTensor:

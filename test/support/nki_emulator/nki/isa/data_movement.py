@@ -34,14 +34,20 @@ def dma_copy(
     """
     _use(dst, src)
     require(dge_mode.value != "hwdge" or dst.dtype == src.dtype, "dge_mode.hwdge does not cast")
+    starts = ("scalar", "sync", "unknown") if dge_mode.value == "hwdge" else ("unknown",)
+    require(engine.value in starts, f"engine {engine.value} starts no DMA with dge_mode.{dge_mode.value}")
+    require(priority is None, "a DMA has a priority on NeuronCore-v4 only")
     is_whole = dst.buffer.is_on_chip and src.buffer.is_on_chip
     require(not is_whole or dst.partitions == src.partitions, f"sizes differ: {dst.shape}, {src.shape}")
     require(dst.array.size == src.array.size, f"sizes differ: {dst.shape}, {src.shape}")
     moved: Counter[str] = Counter()
     elements: Counter[int] = Counter()
     for to, values in _transfers(dst, src, oob_mode.value, dge_mode.value):
+        src.storage.check_order(values)
         cast_values = values if dst.dtype == src.dtype else cast(np.asarray(values, np.float32), dst.dtype)
-        to[...] = cast_values.reshape(to.shape)
+        cast_values = cast_values.reshape(to.shape)
+        dst.storage.check_order(to, cast_values)
+        to[...] = cast_values
         elements += dma_elements(to, values, dst.buffer.is_on_chip, src.buffer.is_on_chip)
         if not src.buffer.is_on_chip:
             moved["hbm_read"] += values.nbytes
@@ -97,8 +103,12 @@ def dma_transpose(
     require(not isinstance(src, IndirectView), "an indirect transpose is not emulated")
     require(dst.dtype == src.dtype, f"dst is {dst.dtype}, src is {src.dtype}")
     _use(dst, src)
-    order = axes or TRANSPOSED_AXES[src.ndim]
-    dst.array[...] = np.transpose(src.array, order).reshape(dst.shape)
+    order = tuple(axes or TRANSPOSED_AXES[src.ndim])
+    require(order == TRANSPOSED_AXES[src.ndim], f"axes {order}; of {src.ndim} dimensions {TRANSPOSED_AXES[src.ndim]}")
+    shape = tuple(src.shape[axis] for axis in order)
+    require(dst.shape == shape, f"dst is {dst.shape}, not {shape}")
+    require(dge_mode.value in ("unknown", "hwdge"), f"dge_mode.{dge_mode.value} does not transpose")
+    dst.array[...] = np.transpose(src.array, order)
     moved = {"hbm_read": 0 if src.buffer.is_on_chip else src.array.nbytes}
     moved["hbm_written"] = 0 if dst.buffer.is_on_chip else dst.array.nbytes
     sizes = ((dst.array.itemsize, dst.array.size),)

@@ -39,6 +39,7 @@ def tensor_tensor(
     operands = (dst, data1, data2)
     can_be_native = all(tensor.dtype in WIDE_INTEGERS and tensor.buffer is Memory.SBUF for tensor in operands)
     possible = ("gpsimd", "vector") if can_be_native else ("vector", "gpsimd")
+    possible = ("gpsimd",) if op.name == "power" else possible
     where = elementwise_engine(engine, possible, *operands)
     if can_be_native and where == "gpsimd":
         wide = (tensor.read_unchanged("data").astype(np.int64) for tensor in (data1, data2))
@@ -62,7 +63,7 @@ def tensor_scalar(
 ) -> None:
     """dst = (data op0 operand0) op1 operand1. The operands are constants or one float32 per partition."""
     require((op1 is None) == (operand1 is None), "op1 and operand1 go together")
-    where = elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, data)
+    where = elementwise_engine(engine, ("vector", "scalar"), dst, data)
     if where == "scalar":
         pair = (op0.name, op1 and op1.name)
         require(pair in SCALAR_ENGINE_PAIRS, f"ScalarE has no tensor_scalar for {pair}")
@@ -93,11 +94,11 @@ def scalar_tensor_tensor(
     record("vector", "scalar_tensor_tensor", dst, 2)
 
 
-def reciprocal(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
-    """dst = 1 / data."""
+def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+    """dst = 1 / data, on VectorE."""
     same_shapes(dst, data)
     dst.write(np.reciprocal(data.read("data")))
-    record(elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, data), "reciprocal", dst, 8)
+    record("vector", "reciprocal", dst, 8)
 
 
 def activation(

@@ -45,6 +45,7 @@ def not_both_psum(first: NkiTensor, second: NkiTensor) -> None:
 
 def binary(op: Operator) -> None:
     require(op.arity == 2, f"{op.name} is not a binary operator")
+    require(op.name != "divide", "no engine divides; multiply by the reciprocal")
 
 
 def apply(op: Operator, data: np.ndarray, operand: np.ndarray, reverse: bool) -> np.ndarray:

@@ -13,6 +13,7 @@ class engine(enum.Enum):
     vector = "vector"
     scalar = "scalar"
     gpsimd = "gpsimd"
+    sync = "sync"
 
 
 class dge_mode(enum.Enum):

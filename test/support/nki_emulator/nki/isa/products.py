@@ -11,6 +11,7 @@ from nki.values import Memory, require
 
 MAX_STATIONARY = 128
 MAX_MOVING = 512
+TILE_SIZES = (32, 64, 128)
 MAX_TRANSPOSE = {"tensor": 128, "vector": 32}
 
 
@@ -37,6 +38,7 @@ def nc_matmul(
     for tensor, role in ((stationary, "stationary"), (moving, "moving")):
         require(tensor.buffer is Memory.SBUF, f"{role} is in {tensor.buffer.value}; it must be in SBUF")
         require(tensor.dtype in nl.FLOAT_DTYPES, f"{role} is {tensor.dtype}; TensorE multiplies floats")
+        require(tensor.dtype != nl.float8_e4m3fn, f"{role} is {tensor.dtype}, which NeuronCore-v4 multiplies, not v3")
     require(dst.buffer is Memory.PSUM, f"dst is in {dst.buffer.value}; it must be in PSUM")
     dtype = stationary.dtype if is_transpose else "float32"
     require(dst.dtype == dtype, f"dst is {dst.dtype}; it must be {dtype}")
@@ -48,6 +50,7 @@ def nc_matmul(
     require(stationary.partitions == moving.partitions, f"{stationary.partitions} and {moving.partitions} partitions")
     require(rows <= MAX_STATIONARY, f"stationary has {rows} columns; at most {MAX_STATIONARY}")
     require(columns <= MAX_MOVING, f"moving has {columns} columns; at most {MAX_MOVING}")
+    _check_tile(stationary, tile_position, tile_size)
     is_float32 = stationary.dtype == "float32"
     require(is_float32 == (moving.dtype == "float32"), "float32 multiplies float32 only")
     require(dst.shape == (rows, columns), f"dst is {dst.shape}, not ({rows}, {columns})")
@@ -65,9 +68,25 @@ def nc_matmul(
         product = dst.array + product
     dst.write(product, is_product=not is_transpose)
     has_onezero = is_stationary_onezero or is_moving_onezero or is_transpose
+    flops = 0 if is_transpose else 2 * stationary.partitions * rows * columns
     last_launch().record(
-        "tensor", "nc_matmul", stationary.partitions, columns, is_float32=is_float32, has_onezero=has_onezero
+        "tensor",
+        "nc_matmul",
+        stationary.partitions,
+        columns,
+        is_float32=is_float32,
+        has_onezero=has_onezero,
+        flops=flops,
     )
+
+
+def _check_tile(stationary: NkiTensor, position: tuple[int, ...], size: tuple[int, ...]) -> None:
+    """Check the part of TensorE that computes: 32, 64 or 128 rows and columns, at a multiple of that."""
+    require(bool(position) == bool(size), "tile_position and tile_size go together")
+    for start, length, used in zip(position, size, stationary.shape, strict=bool(size)):
+        is_part = length in TILE_SIZES and start % length == 0 and start + length <= MAX_STATIONARY
+        require(is_part, f"{length} of TensorE's rows or columns from {start}")
+        require(used <= length, f"stationary is {stationary.shape}, and the tile of TensorE {size}")
 
 
 def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
