@@ -168,10 +168,10 @@ def experts(config: ModelConfig, width: int) -> Iterator[Row]:
         return _row(kernel, f"{shape}, {distinct} experts", replace(cost, minimum_bytes=minimum))
 
     for batch in (*BATCH_SIZES, BLOCK):
-        topk_weights, topk_ids = _choices(batch, config)
+        topk_weights, topk_ids = random_choices(batch, config)
         yield row(experts_decode, f"batch {batch}", batch, topk_ids, *expert_slots(topk_ids, topk_weights, num_experts))
     for length in EXPERT_PROMPT_LENGTHS:
-        _, topk_ids = _choices(length, config)
+        _, topk_ids = random_choices(length, config)
         yield row(experts_prefill, f"length {length}", length, topk_ids, *expert_blocks(topk_ids, num_experts))
 
 
@@ -185,7 +185,7 @@ def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int
     return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)
 
 
-def _choices(tokens: int, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def random_choices(tokens: int, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and experts that random tokens choose."""
     logits = torch.rand(tokens, config.num_local_experts, generator=torch.Generator().manual_seed(0))
     return logits.topk(config.num_experts_per_tok)
