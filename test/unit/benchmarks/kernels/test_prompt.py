@@ -1,4 +1,4 @@
-"""The count of a piece of a prompt: its kernels compute what their steps do, and every byte and FLOP is counted once."""
+"""The count of a piece of a prompt: its kernels compute what their steps do, and each byte and FLOP counts once."""
 
 import pytest
 import torch
@@ -42,9 +42,8 @@ def test_bytes_and_flops():
     outputs = inner + channels + heads
     assert by_step["in_proj"].read == 2 * 256 * hidden * 2 + hidden * outputs * 2
     assert by_step["in_proj"].written == 256 * outputs * 2 and by_step["in_proj"].flops == 2 * 256 * hidden * outputs
-    assert by_step["gate, norm, out_proj"].flops == pytest.approx(
-        2 * 256 * inner * hidden, rel=2e-3
-    )  # and a copied row
+    flops = 2 * 256 * inner * hidden  # beside the copy of a row
+    assert by_step["gate, norm, out_proj"].flops == pytest.approx(flops, rel=2e-3)
     assert by_step["residual sum, norm"].flops < minimum.flops / 100
     total = prompt.totals(counts)
     assert minimum.bytes < total.once < total.read + total.written < 2 * minimum.bytes
