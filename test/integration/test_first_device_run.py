@@ -28,7 +28,6 @@ exit $status
 PYTHON = """#!/bin/sh
 case "$*" in
 -m\\ benchmarks.probe*|-m\\ benchmarks.first_run*) exec {python} "$@" --help ;;
--m\\ granite4_neuron.devices.neuron.inference_demo*) echo "$*" ;;
 benchmark_latency.py*) shift; exec benchmark_latency "$@" ;;
 *) exec {python} "$@" ;;
 esac

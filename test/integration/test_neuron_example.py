@@ -1,4 +1,4 @@
-"""NxD Inference's own generation: the examples of docs/trainium.md, and scores beside those that it expects."""
+"""NxD Inference's own generation: the examples of docs/nxdi-internals.md, and scores beside those that it expects."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from test.support import nxdi
 
 pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainium.md"
+PAGE = Path(__file__).parents[2] / "docs" / "nxdi-internals.md"
 CPU_MODE = {
     "tp_degree=4": "tp_degree=1, on_cpu=True",
     "torch.bfloat16": "torch.float32",

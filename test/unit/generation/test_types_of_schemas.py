@@ -1,4 +1,4 @@
-"""The table of docs/types.md says what happens to each type of pydantic."""
+"""The table of docs/measurements/types.md says what happens to each type of pydantic."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from benchmarks.structured_outputs.types import pydantic_schemas, table
 
 pytest.importorskip("email_validator", reason="email-validator is not installed")
 
-PAGE = Path(__file__).parents[3] / "docs/types.md"
+PAGE = Path(__file__).parents[3] / "docs/measurements/types.md"
 
 
 def test_the_page_has_the_table_of_pydantic():
