@@ -1,4 +1,4 @@
-"""Converts the types of pydantic and zod to JSON schemas, and prints what happens to each: the tables of docs/measurements/types.md.
+"""Converts the types of pydantic and zod to JSON schemas, and prints what happens to each: the tables of types.md.
 
 pip install email-validator
 npm install zod
