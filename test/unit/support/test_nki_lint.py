@@ -66,6 +66,22 @@ def test_kernels_are_clean(file):
     assert lint(file.read_text()) == []
 
 
+def test_kernels_of_the_benchmark_are_clean():
+    assert lint((Path(__file__).parents[3] / "benchmarks" / "kernels" / "projections.py").read_text()) == []
+
+
+@pytest.mark.parametrize("file", KERNEL_FILES, ids=lambda file: file.name)
+def test_kernels_are_described_as_in_nki_library(file):
+    """Each has the sections of AWS's kernels, in their order, and a definition in torch of the same arguments."""
+    functions = {each.name: each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
+    for name, function in functions.items():
+        if any(ast.unparse(decorator) == "nki.jit" for decorator in function.decorator_list):
+            sections = re.findall(r"^(\w+):$", ast.get_docstring(function), re.MULTILINE)
+            assert sections == ["Dimensions", "Args", "Returns", "Notes", "Pseudocode"]
+            kernel, definition = (functions[each].args.args for each in (name, f"{name}_torch"))
+            assert [each.arg for each in kernel] == [each.arg for each in definition]
+
+
 def test_clean_kernel():
     assert lint(KERNEL.format("scale(tile, factors[i])")) == []
 
