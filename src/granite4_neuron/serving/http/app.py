@@ -32,7 +32,7 @@ from granite4_neuron.serving.apis.chat.protocol import (
 from granite4_neuron.serving.apis.endpoints import API, BY_PATH, check_model
 from granite4_neuron.serving.apis.messages.body import PromptBody
 from granite4_neuron.serving.engine_thread import Batch, Generation
-from granite4_neuron.serving.errors import RequestError, json_response, to_json
+from granite4_neuron.serving.errors import RequestError, json_response, to_json, to_short_json
 from granite4_neuron.serving.http.adapter_routes import AdapterRoutes
 from granite4_neuron.serving.http.bodies import in_utf8, too_long
 from granite4_neuron.serving.http.connection import IS_EVENT_STREAM
@@ -274,8 +274,8 @@ async def _events(generation: Generation, answer: Answer) -> AsyncIterator[str]:
     client nor a proxy gives up.
     """
 
-    def events(index: int, outputs: list[Output]) -> str:
-        return "".join(map(str, answer.events(index, outputs)))
+    def events(index: int, outputs: list[Output], encode: Callable[[object], str]) -> str:
+        return "".join(event.text(encode) for event in answer.events(index, outputs))
 
     try:
         async for batch in generation:
@@ -283,9 +283,12 @@ async def _events(generation: Generation, answer: Answer) -> AsyncIterator[str]:
             if not batch:
                 yield answer.pause
             for index, outputs in answer.add(batch).items():
-                # A text's first event may have all of the prompt's log-probabilities.
-                is_long = outputs[0].prompt is not None
-                yield await asyncio.to_thread(events, index, outputs) if is_long else events(index, outputs)
+                # A text's first event may have all of the prompt's log-probabilities, and the last ones all of its own.
+                if outputs[0].prompt is not None:
+                    yield await asyncio.to_thread(events, index, outputs, to_json)
+                else:
+                    is_last = outputs[-1].finish_reason is not None
+                    yield events(index, outputs, to_json if is_last else to_short_json)
         yield "".join(map(str, answer.last_events()))
     except RequestError as error:
         yield str(answer.failure(error))

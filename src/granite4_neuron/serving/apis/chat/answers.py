@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,12 @@ class Event:
     name: str | None = None
 
     def __str__(self) -> str:
+        return self.text(to_json)
+
+    def text(self, encode: Callable[[object], str]) -> str:
+        """Return what is sent."""
         name = "" if self.name is None else f"event: {self.name}\n"
-        return f"{name}data: {self.data if isinstance(self.data, str) else to_json(self.data)}\n\n"
+        return f"{name}data: {self.data if isinstance(self.data, str) else encode(self.data)}\n\n"
 
 
 class Answer(ABC):
