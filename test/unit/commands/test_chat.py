@@ -358,7 +358,7 @@ class TestTerminal:
         terminal.wait_for(lambda screen: "message is set" in screen and is_ready(screen))
         terminal.type("C-d")
         terminal.wait_for("status 0")
-        terminal.type(" ".join(CHAT), "Enter")
+        terminal.type(shlex.join(CHAT), "Enter")
         terminal.wait_for(lambda screen: screen.count("/help lists") == 2 and is_ready(screen))
         terminal.type("Up")
         terminal.wait_for(lambda screen: screen.endswith("> /system Be brief."))
