@@ -8,6 +8,8 @@ until the others have compiled a graph too.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -36,12 +38,32 @@ from granite4_neuron.devices.torch.ranks import RankProcesses, ShardSpec, check_
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.runtime.interface import Decoded, Row, Verification, accepted_rows, check_verification
+from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
 from granite4_neuron.state.fingerprint import facts_digest
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot, check_chain
 
 _SECONDS_TO_END = 10  # ranks need less, unless they wait within a step or still load
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _on_every_rank(method: Method, answers: bool = False) -> Method:
+    """Return a method of `SplitRuntime` that calls this one of `TorchRuntime` on every rank, and has rank 0's result.
+
+    Args:
+        answers: see `SplitRuntime._run`.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def run(self: SplitRuntime, *arguments: Any, **options: Any) -> Any:
+        if options:
+            arguments = signature.bind(self, *arguments, **options).args[1:]
+        return self._run(method.__name__, partial(method, self), *arguments, answers=answers)[0]
+
+    return cast(Method, run)
 
 
 class SplitRuntime(TorchRuntime):
@@ -99,6 +121,12 @@ class SplitRuntime(TorchRuntime):
         # The states and verifications that are still in use, by the numbers that other ranks have for theirs.
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
+    allocate = _on_every_rank(TorchRuntime.allocate, answers=True)
+    warm_up = _on_every_rank(TorchRuntime.warm_up)
+    step = _on_every_rank(TorchRuntime.step)
+    decode = _on_every_rank(TorchRuntime.decode)
+    copy = _on_every_rank(TorchRuntime.copy)
+
     def with_model(self, model: HybridForCausalLM) -> NoReturn:
         """Refuse, because other ranks have no part of another model."""
         raise UserError("a model that is split over processes cannot be replaced by a part of it.")
@@ -110,43 +138,20 @@ class SplitRuntime(TorchRuntime):
         finally:
             self._end(_SECONDS_TO_END)
 
-    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """Implement `Runtime.allocate`, on every rank."""
-        states = self._on_every_rank("allocate", super().allocate, num_sequences, max_length, answers=True)
-        return states[0]
-
-    def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`, on every rank."""
-        self._on_every_rank("warm_up", super().warm_up, state, verified_tokens)
-
-    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Implement `Runtime.step`; every rank has the logits."""
-        [logits] = self._on_every_rank("step", super().step, state, rows, all_logits)
-        return logits
-
-    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
-        """Implement `Runtime.decode`; every rank chooses the same tokens."""
-        [decoded] = self._on_every_rank("decode", super().decode, state, rows)
-        return decoded
-
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """Implement `Runtime.verify`; each rank keeps its own inputs."""
         check_verification(self, rows)
-        [verification] = self._on_every_rank("verify", super().verify, state, rows)
+        [verification] = self._run("verify", super().verify, state, rows)
         return verification
 
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
         """Implement `Runtime.commit`, on every rank."""
         accepted_rows(verification.rows, accepted)
-        self._on_every_rank("commit", super().commit, state, verification, accepted)
-
-    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`, on every rank."""
-        self._on_every_rank("copy", super().copy, state, source, destination, length)
+        self._run("commit", super().commit, state, verification, accepted)
 
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
         """Implement `Runtime.snapshot`, with every rank's part: "rank1.layers.0.ssm_state"."""
-        parts = self._on_every_rank("snapshot", super().snapshot, state, slot, length, start, answers=True)
+        parts = self._run("snapshot", super().snapshot, state, slot, length, start, answers=True)
         return replace(parts[0], tensors=_joined([each.tensors for each in parts]))
 
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
@@ -156,7 +161,7 @@ class SplitRuntime(TorchRuntime):
             [replace(each, tensors=_part(each.tensors, rank)) for each in snapshots]
             for rank in range(self.model.parallel.degree)
         )
-        self._on_every_rank("restore", super().restore, state, parts, slot)
+        self._run("restore", super().restore, state, parts, slot)
 
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`; the ranks' parts have the same shapes."""
@@ -164,9 +169,9 @@ class SplitRuntime(TorchRuntime):
 
     def _digest_of_all(self, own: Callable[[], str]) -> str:
         """Return a digest of all ranks' weights; `own` returns the digest of this rank's weights."""
-        return facts_digest(*self._on_every_rank("weights_digest", own, answers=True))
+        return facts_digest(*self._run("weights_digest", own, answers=True))
 
-    def _on_every_rank(self, name: str, own: Callable[..., Any], *arguments: Any, answers: bool = False) -> list[Any]:
+    def _run(self, name: str, own: Callable[..., Any], *arguments: Any, answers: bool = False) -> list[Any]:
         """Run a method of `TorchRuntime` on every rank.
 
         Args:
