@@ -154,13 +154,17 @@ class NullSlotStep(Step):
 
 class PackedStep(NullSlotStep):
     """A step whose rows have different lengths and no padding: all tokens are side by side, as a batch of one. It is
-    for fused layers, which look up each row's tokens. It is made of numbers on the host, and not traced.
+    for fused layers, which look up each row's tokens. It is made of numbers on the host, and not traced. A step that is
+    one call takes these; the tensors, which take as long as a layer of a small model, are made when one is needed.
 
     Args:
         starts: the position of each row's first token.
         lengths, slots: of each row; no length is 0.
         kv_length: as for other steps.
         adapters: [rows], int64, or None.
+
+    Attributes:
+        on_host: starts, lengths and slots.
 
     Source: the layout of flash-attention's functions for sequences of varying length.
     """
@@ -174,16 +178,23 @@ class PackedStep(NullSlotStep):
         *,
         adapters: torch.Tensor | None = None,
     ):
-        ends = list(itertools.accumulate(lengths))
+        self.on_host = {"starts": starts, "lengths": lengths, "slots": slots}
+        self.kv_length, self.adapters = kv_length, adapters
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name.startswith("__") or "positions" in vars(self):  # the tensors are made
+            raise AttributeError(name)
+        self._make_tensors(**self.on_host)
+        return getattr(self, name)
+
+    def _make_tensors(self, starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int]) -> None:
+        *firsts, _ = itertools.accumulate(lengths, initial=0)
         read_slots = [slot if start else NULL_SLOT for slot, start in zip(slots, starts, strict=True)]
-        numbers = torch.tensor([starts, lengths, slots, read_slots, [0, *ends[:-1]]])
+        numbers = torch.tensor([starts, lengths, slots, read_slots, firsts])
         self._row_starts, row_lengths, row_slots, self._rows_read, self._first_tokens = numbers.unbind()
-        if ends[-1] == len(starts):  # a token of each row
-            positions = self._row_starts[None]
-        else:
-            rows = zip(starts, lengths, strict=True)
-            positions = torch.tensor([[place for start, length in rows for place in range(start, start + length)]])
-        super().__init__(positions, row_lengths, row_slots, kv_length, adapters=adapters)
+        rows = zip(starts, lengths, strict=True)
+        positions = torch.tensor([[place for start, length in rows for place in range(start, start + length)]])
+        super().__init__(positions, row_lengths, row_slots, self.kv_length, adapters=self.adapters)
 
     def _are_real(self) -> torch.Tensor:
         return torch.ones_like(self.positions, dtype=torch.bool)

@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -67,6 +68,11 @@ class HybridState:
     num_sequences: int
     max_length: int
     has_null_slot: bool
+
+    @cached_property
+    def mixer_tensors(self) -> list[tuple[torch.Tensor, ...]]:
+        """The tensors of each layer that has a state, as fused layers take them."""
+        return [tuple(vars(layer).values()) for layer in self.layers if not isinstance(layer, NoState)]
 
     @classmethod
     def allocate(

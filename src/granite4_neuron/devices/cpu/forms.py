@@ -18,7 +18,7 @@ from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.stack import LayersAsOne
 from granite4_neuron.model.step import PackedStep, Step
 from granite4_neuron.ops import Operators, Weight
-from granite4_neuron.state.hybrid_state import HybridState, NoState
+from granite4_neuron.state.hybrid_state import HybridState
 
 
 class FusedLayers(LayersAsOne):
@@ -84,7 +84,7 @@ class FusedLayers(LayersAsOne):
         cos, sin = (None, None) if rotary is None else (table.flatten(0, 1)[None] for table in rotary)
         results = self._decoder.step(
             hidden_states=hidden_states.flatten(0, 1),
-            states=_pairs(state),
+            states=state.mixer_tensors,
             slots=step.slots,
             adapters=step.adapters,
             cos=cos,
@@ -114,13 +114,9 @@ class FusedLayers(LayersAsOne):
 
     def forward_packed(self, input_ids: torch.Tensor, step: PackedStep, state: HybridState) -> torch.Tensor:
         """Implement `LayersAsOne.forward_packed`."""
-        return self._decoder.forward_packed(tokens=input_ids[0], states=_pairs(state), slots=step.slots, **step.rows())
+        return self._decoder.forward_packed(tokens=input_ids[0], states=state.mixer_tensors, **step.on_host)
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
         kept_inputs = [inputs.flatten(0, 1) for inputs in kept_inputs]
-        self._decoder.advance(kept_inputs=kept_inputs, states=_pairs(state), **step.rows())
-
-
-def _pairs(state: HybridState) -> list[tuple[torch.Tensor, ...]]:
-    return [tuple(vars(layer).values()) for layer in state.layers if not isinstance(layer, NoState)]
+        self._decoder.advance(kept_inputs=kept_inputs, states=state.mixer_tensors, **step.rows())

@@ -204,19 +204,17 @@ class Decoder(Protocol):
     def forward_packed(
         self,
         tokens: torch.Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
         states: Sequence[tuple[torch.Tensor, ...]],
-        offsets: torch.Tensor,
-        lengths: torch.Tensor,
-        read_slots: torch.Tensor,
-        write_slots: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
     ) -> torch.Tensor:
         """Return logits after each row's last token, [rows, vocab_size] in float32.
 
         Args:
-            tokens: [tokens], int64, of all rows, one row after another. Each row has a token.
-            slots: as for `step`.
+            tokens: [tokens], int64, of all rows, one row after another.
+            starts, lengths, slots: of each row the position of its first token, how many it has, at least one, and its
+                slot.
         """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -199,8 +200,9 @@ class CPURuntime(BoundModel):
         if not self.packs_rows:
             return _padded(rows, max(len(row.tokens) for row in rows), state)
         starts, lengths, slots = zip(*((row.start, len(row.tokens), row.slot) for row in rows), strict=True)
-        ids = torch.tensor([[token for row in rows for token in row.tokens]])
-        return ids, PackedStep(starts, lengths, slots, state.max_length, adapters=adapters_of(rows))
+        # Twice as fast as torch.tensor, which shows in the time of a small model's token.
+        ids = torch.frombuffer(array("q", [token for row in rows for token in row.tokens]), dtype=torch.int64)
+        return ids[None], PackedStep(starts, lengths, slots, state.max_length, adapters=adapters_of(rows))
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:

@@ -102,15 +102,29 @@ class Decoder : public torch::CustomClassHolder {
     return kept;
   }
 
-  // Logits after each row's last token, [rows, vocab_size] in float32. tokens: of all rows, one row after another;
-  // slots: of the caches, [rows].
+  // Logits after each row's last token, [rows, vocab_size] in float32. tokens: of all rows, one row after another.
+  // starts, lengths, slots: of each row the position of its first token, how many it has, and its slot.
   at::Tensor forward_packed(
-      const at::Tensor& tokens, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots) const {
+      const at::Tensor& tokens, at::IntArrayRef starts, at::IntArrayRef lengths, at::IntArrayRef slots,
+      const LayerStates& states) const {
     TORCH_CHECK(embedding_and_head_.has_value(), "the embedding and the head are not set");
+    TORCH_CHECK(starts.size() == lengths.size() && slots.size() == lengths.size(), "rows have one start and one slot");
     check_dense(tokens, "tokens", {-1}, at::kLong);
-    std::vector<int64_t> last = last_tokens(rows.tokens, tokens.numel());
-    at::Tensor hidden_states = step(embedding_and_head_->embed(tokens), states, rows, slots, {}, {}, false)[0];
-    return embedding_and_head_->predict(rows_of(hidden_states, last));
+    std::vector<int64_t> read_slots(slots.begin(), slots.end()), offsets, last;
+    int64_t end = 0;
+    for (size_t row = 0; row < lengths.size(); row++) {
+      TORCH_CHECK(lengths[row] > 0, "a row has length ", lengths[row], " and should have a token");
+      if (starts[row] == 0) read_slots[row] = 0;
+      offsets.push_back(end);
+      end += lengths[row];
+      last.push_back(end - 1);
+    }
+    at::Tensor write_slots = numbers(slots);
+    SlotRows rows{{numbers(offsets), numbers(lengths)}, numbers(read_slots), write_slots, numbers(starts)};
+    check_packed(rows.tokens, tokens.numel());
+    at::Tensor hidden_states = step(embedding_and_head_->embed(tokens), states, rows, write_slots, {}, {}, false)[0];
+    bool are_all = static_cast<int64_t>(last.size()) == tokens.numel();
+    return embedding_and_head_->predict(are_all ? hidden_states : rows_of(hidden_states, last));
   }
 
   // Advance the Mamba layers' states by inputs that a step kept.
@@ -131,15 +145,10 @@ class Decoder : public torch::CustomClassHolder {
   using Mamba = c10::intrusive_ptr<MambaLayer>;
   using Attention = c10::intrusive_ptr<AttentionLayer>;
 
-  // The number of each row's last token among all tokens.
-  static std::vector<int64_t> last_tokens(const PackedRows& rows, int64_t tokens) {
-    check_packed(rows, tokens);
-    std::vector<int64_t> last;
-    for (int64_t row = 0; row < rows.count(); row++) {
-      TORCH_CHECK(rows.length(row) > 0, "a row has length 0 and should have a token");
-      last.push_back(rows.offset(row) + rows.length(row) - 1);
-    }
-    return last;
+  static at::Tensor numbers(at::IntArrayRef values) {
+    at::Tensor tensor = empty({static_cast<int64_t>(values.size())}, at::TensorOptions(at::kLong));
+    std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
+    return tensor;
   }
   // Some rows of x [rows, columns], float32.
   static at::Tensor rows_of(const at::Tensor& x, const std::vector<int64_t>& chosen) {

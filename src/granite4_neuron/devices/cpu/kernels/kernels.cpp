@@ -195,15 +195,11 @@ inline void register_layers(torch::Library& library) {
            arg("logits_scaling")})
       .def(
           "forward_packed",
-          [](const intrusive_ptr<Decoder>& self, const Tensor& tokens, LayerStates states, const Tensor& offsets,
-             const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts,
-             const Tensor& slots) {
-            SlotRows rows{{offsets, lengths}, read_slots, write_slots, starts};
-            return self->forward_packed(tokens, states, rows, slots);
+          [](const intrusive_ptr<Decoder>& self, const Tensor& tokens, std::vector<int64_t> starts,
+             std::vector<int64_t> lengths, std::vector<int64_t> slots, LayerStates states) {
+            return self->forward_packed(tokens, starts, lengths, slots, states);
           },
-          "",
-          {arg("tokens"), arg("states"), arg("offsets"), arg("lengths"), arg("read_slots"), arg("write_slots"),
-           arg("starts"), arg("slots")})
+          "", {arg("tokens"), arg("starts"), arg("lengths"), arg("slots"), arg("states")})
       .def(
           "advance",
           [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,
