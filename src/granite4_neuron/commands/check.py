@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     logging.disable_progress_bar()  # of transformers' weights
+    what = "each layer" if options.layers else f"the logits of {options.tokens} tokens after each prompt"
+    print(f"Comparing {what} with transformers, prompts: {len(prompts)} ...", file=sys.stderr)
     with readable_by_transformers(checkpoint) as folder, ProgressBar("comparison", "parts") as progress:
         if isinstance(runtime, BoundModel) and options.layers:
             return _check_layers(options, folder, prompts, runtime, progress)

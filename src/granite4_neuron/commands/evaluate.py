@@ -221,7 +221,10 @@ def _table(evaluations: Sequence[Evaluation]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{evaluations[0].tokens:,} tokens, {evaluations[0].bytes:,} bytes")
-    table.caption = f"KL: divergence from {REFERENCE}, nats per token; prefill, decode: tokens/s"
+    table.caption = (
+        f"KL: divergence from {REFERENCE}, nats per token; weights: in memory, as the kernels read them (info: in the "
+        "checkpoint); prefill, decode: tokens/s"
+    )
     table.add_column("format")
     for column in ("perplexity", "per byte", "KL", "weights", "prefill", "decode"):
         table.add_column(column, justify="right")

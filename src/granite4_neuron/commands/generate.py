@@ -187,10 +187,15 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
     if options.prompt and options.file is not None:
         raise UserError("give the prompt either as an argument or with --file, not both.")
     check_chat(options)
-    if options.prompt:
-        return options.prompt
-    text = read_text(options.file, "there is no prompt; give one as an argument, with --file, or on standard input.")
-    return [text.removesuffix("\n")]  # the newline at the end of a text file
+    texts = options.prompt
+    if not texts:
+        text = read_text(
+            options.file, "there is no prompt; give one as an argument, with --file, or on standard input."
+        )
+        texts = [text.removesuffix("\n")]  # the newline at the end of a text file
+    if texts == [""] and not options.chat:
+        raise UserError("the prompt is empty; give at least one token of text.")
+    return texts
 
 
 def _print_stats(stats: GenerationStats, cache: PrefixCache | SlotPrefixCache | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
-from granite4_neuron.devices.neuron.sdk import COMPILED_STATE_DTYPES, INSTANCES, KERNELS
+from granite4_neuron.devices.neuron.sdk import COMPILED_STATE_DTYPES, INSTANCES, KERNELS, WITHOUT_TORCH_XLA
 from granite4_neuron.devices.neuron.stand_ins import SOURCES, why_not_importable
 from granite4_neuron.errors import UserError
 
@@ -87,6 +88,8 @@ def run(options: argparse.Namespace) -> int:
     if max(options.buckets) > options.max_length:
         raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
+    if options.backend == "xla" and importlib.util.find_spec("torch_xla") is None:
+        raise UserError(WITHOUT_TORCH_XLA)
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.planning.analysis.live_set import live_set, sbuf_bytes
 

@@ -60,6 +60,10 @@ def run(options: argparse.Namespace) -> int:
 
     require(runtime, "snapshot")
     longest = max_model_len(options, runtime)
+    print(
+        f"Measuring steps of up to {options.max_num_seqs} texts of up to {longest:,} tokens, which takes minutes ...",
+        file=sys.stderr,
+    )
     with ProgressBar("step times", "measured") as progress:
         measured = measure(
             runtime,

@@ -22,6 +22,7 @@ from granite4_neuron.config.published import published_name, published_names
 from granite4_neuron.devices.backends import BACKENDS, all_options
 from granite4_neuron.devices.neuron.sdk import KERNELS
 from granite4_neuron.devices.options import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
+from granite4_neuron.devices.torch.options import find_kind
 from granite4_neuron.errors import UserError, printable
 from granite4_neuron.runtime.declaration import Option
 
@@ -273,6 +274,8 @@ def load_runtime(
     Raises:
         UserError: as `load`.
     """
+    if options.backend == "torch" and (reason := find_kind(options.device).why_missing()):
+        raise UserError(reason)
     # Not at the top: it takes seconds to import, and so it waits until the checkpoint is open.
     from granite4_neuron.generation import load
 

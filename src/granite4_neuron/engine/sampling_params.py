@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import reprlib
 import secrets
@@ -221,6 +223,21 @@ class SamplingParams:
     constraint: Constraint | None = option(  # noqa: RUF009 (it is dataclasses.field)
         lambda value: hasattr(value, "fork") and hasattr(value, "mask"), "a constraint, with the methods of one"
     )
+
+    @classmethod
+    def of_keywords(cls, function: Callable[..., object], options: Mapping[str, Any]) -> SamplingParams:
+        """Return the options that `function` takes beside its own parameters.
+
+        Raises:
+            TypeError: there is no such option; the message names the nearest one.
+            UserError: an option is outside its range.
+        """
+        names = [each.name for each in fields(cls)]
+        for name in options:
+            if name not in names:
+                near = difflib.get_close_matches(name, [*names, *inspect.signature(function).parameters], 1)
+                raise TypeError(f"there is no option {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+        return cls(**options)
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -122,7 +122,7 @@ def stream_generate(
             such as with logits that are not finite. If some prompts are right, this comes after their last token.
     """
     check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
-    params = SamplingParams(**options)
+    params = SamplingParams.of_keywords(stream_generate, options)
     singles, _ = split(prompt)
     if tokenizer is None and not all(map(is_tokens, singles)):
         raise UserError(_NO_TOKENIZER)

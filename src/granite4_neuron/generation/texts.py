@@ -154,7 +154,8 @@ class _Each:
             raise UserError("progress is for prompts whose number is known; give a list, or leave it out.")
         if adapter is not None and not isinstance(adapter, str):
             raise UserError("prompts of an iterator share one adapter; give its name, or a list of prompts.")
-        params = sampling_params(runtime, tokenizer, ignore_eos, SamplingParams(**options))
+        own = SamplingParams.of_keywords(stream_generate, options)
+        params = sampling_params(runtime, tokenizer, ignore_eos, own)
         # A prompt of one token stands for those to come: what is wrong with an option is said at once.
         self._request = Request([0], max_tokens, adapter=adapter, **vars(params))
         self._request.check(runtime.config.vocab_size)

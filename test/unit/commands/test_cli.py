@@ -436,7 +436,10 @@ class TestCheck:
 WIDE_TABLES = {
     "info": (["--model", "h-small"], "attention heads, key heads, width, positions | 32, 8, 128, none"),
     "plan": (["--model", "h-small", "--latency"], "step | batch | bound, ms | predicted, ms"),
-    "graphs": (["--model", "h-small"], "context of many words | 3e+05 | 0.3 | x 1000000.00 | 4e+05 | 0.4 |"),
+    "graphs": (
+        ["--model", "h-small", "--backend", "torch"],
+        "context of many words | 3e+05 | 0.3 | x 1000000.00 | 4e+05 | 0.4 |",
+    ),
 }
 
 
@@ -548,6 +551,9 @@ NEED_NO_TORCH = [
     ("info",),
     ("sing",),
     ("generate", "--model", "h-350m", "x"),
+    ("generate", ""),
+    *([] if os.path.exists("/dev/nvidiactl") else [("generate", "--backend", "torch", "--device", "cuda", "A")]),
+    *([] if importlib.util.find_spec("torch_xla") else [("graphs", "--model", "h-350m")]),
     *[(command, "--help") for command in COMMANDS],
 ]
 

@@ -460,3 +460,14 @@ def test_rates_are_tokens_per_second():
     )
     assert (stats.prompt_tokens_per_second, stats.decode_tokens_per_second) == (15, 4)
     assert GenerationStats().decode_tokens_per_second == 0
+
+
+def test_an_unknown_option_is_named_with_the_nearest(texting):
+    for options, message in (
+        (dict(max_token=5), "there is no option 'max_token'; did you mean max_tokens?"),
+        (dict(temprature=1), "there is no option 'temprature'; did you mean temperature?"),
+        (dict(zzz=1), "there is no option 'zzz'$"),
+    ):
+        for prompts in ("A", iter(["A"])):
+            with pytest.raises(TypeError, match=re.escape(message).replace(r"\$", "$")):
+                generate(*texting, prompts, **options)

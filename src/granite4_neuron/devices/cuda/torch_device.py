@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from granite4_neuron.devices.torch_device import TorchDevice
+
+# What the drivers of NVIDIA, AMD and a WSL give to a machine with a GPU.
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def _why_missing() -> str | None:
-    import torch  # not at the top: options are declared without a framework
+    if sys.platform != "linux" or any(map(os.path.exists, _DEVICE_FILES)):
+        import torch  # not at the top: it takes seconds, and options are declared without a framework
 
-    if torch.cuda.is_available():
-        return None
+        if torch.cuda.is_available():
+            return None
     return "torch finds no GPU here; the device cuda needs one, and a torch that is built for it."
 
 

@@ -111,6 +111,7 @@ INSTALL_TORCH_XLA = (
     "install it, in an environment of its own, with: pip install 'torch==2.9.*' 'torch_xla==2.9.*' "
     "'transformers==4.57.*' 'jax==0.10.*'"
 )
+WITHOUT_TORCH_XLA = f"graphs are traced by torch_xla, which is not installed; {INSTALL_TORCH_XLA}."
 # The packages that lower and count the graphs of PyTorch devices; as in the extra dev.
 INSTALL_TORCH_MLIR = "install both with: pip install 'torch-mlir==20261001' 'jax==0.10.*'"
 

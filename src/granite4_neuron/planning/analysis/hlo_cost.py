@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from granite4_neuron.devices.neuron.sdk import INSTALL_TORCH_XLA
+from granite4_neuron.devices.neuron.sdk import WITHOUT_TORCH_XLA
 from granite4_neuron.errors import UserError
 from granite4_neuron.planning.analysis import hlo_lint
 from granite4_neuron.planning.analysis.fused_bytes import fused_bytes
@@ -60,7 +60,7 @@ def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
         import torch_xla
         from torch_xla.core.xla_builder import create_placeholder_tensor
     except ImportError:
-        raise ToolsMissing(f"graphs are traced by torch_xla, which is not installed; {INSTALL_TORCH_XLA}.") from None
+        raise ToolsMissing(WITHOUT_TORCH_XLA) from None
     torch_xla.device()  # starts the client that placeholders need
     return create_placeholder_tensor
 
