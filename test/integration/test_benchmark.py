@@ -56,7 +56,11 @@ def test_table_json_and_plot(tmp_path, lengths, compared):
     done = run(*SMALL, "--prompt-length", *lengths, "--batch-size", "2", *compared, *files)
     assert done.returncode == 0, done.stderr
     names = ("granite4-neuron", *compared[1:])
-    assert done.stdout.count("ratio") == (2 if compared else 0) and "prefill tok/s" in done.stdout
+    glances = done.stdout.splitlines()[: len(lengths)]
+    for length, line in zip(lengths, glances, strict=True):
+        assert f"2 prompts of {length}: " in line and " ms to the first token, " in line and " ms a token" in line
+        assert ("x the speed of transformers." in line) == bool(compared)
+    assert done.stdout.count("  ratio") == (6 if compared else 0) and "prefill tok/s" in done.stdout
     assert done.stdout.count("grows as prompt length ^") == (len(names) if len(lengths) > 1 else 0)
     record = json.loads((tmp_path / "numbers.json").read_text())
     points = [(r["implementation"], r["batch_size"], r["prompt_length"]) for r in record["results"]]
@@ -73,7 +77,7 @@ def test_quantized_weights_beside_busy_processes(tmp_path):
     options = ("--quantize", "int8", "--busy", "1", "--json", tmp_path / "numbers.json")
     done = run(*SMALL, "--prompt-length", "9", *options)
     assert done.returncode == 0 and "int8 weights" in done.stdout, done.stderr
-    assert done.stdout.count("│ granite4-neuron, 1 busy ") == 1
+    assert done.stdout.count("│ granite4-neuron, 1 busy ") == 3
     record = json.loads((tmp_path / "numbers.json").read_text())
     assert record["quantize"] == "int8"
     assert [(r["prompt_length"], r["busy_processes"]) for r in record["results"]] == [(9, 0), (9, 1)]
