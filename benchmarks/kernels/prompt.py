@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.kernels.command import PROGRAMS, experts_hbm_bytes, random_choices, require_emulator
+from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
 from test.support.nki_cases import conv_inputs, nbytes, scan_inputs
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(table, *mamba_layer(config, options.tp_degree, options.tokens))
     if config.num_local_experts:
         _add(table, *experts(config, options.tp_degree, options.tokens))
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    print_table(table)
     return 0
 
 
