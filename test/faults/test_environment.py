@@ -90,7 +90,15 @@ except UserError as error:
         assert f"not enough memory to map {tmp_path / 'x'}, which takes 0.54 GB of addresses" in done.stdout
         assert "raise its limit (ulimit -v), or store the weights in smaller shards." in done.stdout
 
-    @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")], ids=repr)
+    @pytest.mark.parametrize(
+        "error",
+        [
+            MemoryError(),
+            OSError(12, "Cannot allocate memory"),
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        ],
+        ids=repr,
+    )
     def test_running_out_of_memory_elsewhere_gives_a_sentence(self, texting_folder, refuses, monkeypatch, error):
         def fail(*_, **__):
             raise error

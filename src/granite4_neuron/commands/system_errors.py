@@ -18,7 +18,7 @@ def as_user_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (OSError, MemoryError, RuntimeError) as error:
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
         if available_memory.is_exhausted(error):
             raise UserError("there is not enough memory.") from None
         if not isinstance(error, OSError):

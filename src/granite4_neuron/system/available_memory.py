@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ def is_exhausted(error: Exception) -> bool:
     """Return whether an exception says that there is no more memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    if isinstance(error, ImportError):  # of a library
+        return "failed to map segment" in str(error) or os.strerror(errno.ENOMEM) in str(error)
     if isinstance(error, RuntimeError):
         return any(message in str(error) for message in _TORCH_MESSAGES)
     return isinstance(error, (MemoryError, OverflowError))  # OverflowError: more than a size can be
