@@ -223,8 +223,15 @@ class TestOnTheCPU:
                     assert ours.logprobs.rank == right.logprobs.rank
                     assert torch.equal(ours.logprobs.top, right.logprobs.top)
                     assert torch.allclose(ours.logprobs.values, right.logprobs.values, atol=1e-6)
-        for seed, place, size in ((0, 0, 1), (2**64 - 1, 99, 1013)):
-            assert torch.equal(cpu.exponentials(seed, place, size), sampling.exponentials(seed, place, size))
+
+    @pytest.mark.parametrize("spread", [0, 0.01, 1])
+    def test_the_edge_of_top_p(self, spread):
+        """Draws at many places show a token too many or too few."""
+        logits = spread * random_logits(70)
+        for share in (0.03, 0.3, 0.5, 0.97):
+            choices = [Choice(1.0, top_p=share, seed=1, place=place) for place in range(50)]
+            found, expected = (form.choose([logits] * 50, choices) for form in (cpu, sampling))
+            assert [each.token for each in found] == [each.token for each in expected]
 
     def test_reports_of_given_tokens(self):
         logits, tokens = torch.stack([random_logits(50, seed) for seed in range(3)]), [4, 0, 49]

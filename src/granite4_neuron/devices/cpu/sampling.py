@@ -73,19 +73,12 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) ->
     return [_report(*each, num_top) for each in zip(logprobs, about, strict=True)]
 
 
-def exponentials(seed: int, place: int, vocab_size: int) -> torch.Tensor:
-    """Compute `ops.sampling.exponentials`."""
-    numbers = torch.empty(vocab_size)
-    kernel("exponentials")(_signed(seed), place, numbers)
-    return numbers
-
-
 def _signed(seed: int) -> int:
     """Return the number whose two's complement has the 64 bits of a seed."""
     return seed if seed < 2**63 else seed - 2**64
 
 
 def _report(logprobs: torch.Tensor, about: torch.Tensor, num_top: int) -> Logprobs:
-    top = about[1 : 1 + num_top]
-    top = top[top >= 0]
-    return Logprobs(float(logprobs[0]), int(about[0]), top, logprobs[1 : 1 + len(top)])
+    rank, *top = about.tolist()
+    found = num_top - top[:num_top].count(-1)
+    return Logprobs(logprobs[0].item(), rank, about[1 : 1 + found], logprobs[1 : 1 + found])

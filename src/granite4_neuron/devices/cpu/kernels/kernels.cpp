@@ -251,7 +251,6 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "choose(Tensor[] logits, float[] reals, int[] wholes, Tensor[] masks, Tensor tokens, Tensor values, "
       "int[] offsets, int num_top) -> (int[] chosen, Tensor logprobs, Tensor about)");
   library.def("token_logprobs(Tensor logits, int[] tokens, int num_top) -> (Tensor logprobs, Tensor about)");
-  library.def("exponentials(int seed, int place, Tensor(a!) numbers) -> ()");
   library.def("profile(bool on) -> (str[] parts, float[] seconds, float[] busy_seconds)", &granite4_neuron::profile);
   granite4_neuron::register_layers(library);
 }
@@ -287,9 +286,6 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
       });
   library.impl("choose", &granite4_neuron::choose);
   library.impl("token_logprobs", &granite4_neuron::token_logprobs);
-  library.impl("exponentials", [](int64_t seed, int64_t place, Tensor numbers) {
-    granite4_neuron::exponentials(seed, place, numbers);
-  });
   library.impl(
       "fused_experts",
       [](const Tensor& hidden_states, const Tensor& w1, const Tensor& w2, const Tensor& topk_weights,

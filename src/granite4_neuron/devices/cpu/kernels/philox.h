@@ -9,6 +9,22 @@
 
 namespace granite4_neuron {
 
+#if defined(CPU_CAPABILITY_AVX512)
+using Lanes64 = __m512i;
+inline Lanes64 all_64(int64_t value) { return _mm512_set1_epi64(value); }
+inline Lanes64 all_32(uint32_t value) { return _mm512_set1_epi32(static_cast<int32_t>(value)); }
+inline Lanes64 product(Lanes64 a, Lanes64 b) { return _mm512_mul_epu32(a, b); }
+inline Lanes64 upper_half(Lanes64 a) { return _mm512_srli_epi64(a, 32); }
+inline Lanes64 xor_of(Lanes64 a, Lanes64 b, Lanes64 c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+#elif defined(CPU_CAPABILITY_AVX2)
+using Lanes64 = __m256i;
+inline Lanes64 all_64(int64_t value) { return _mm256_set1_epi64x(value); }
+inline Lanes64 all_32(uint32_t value) { return _mm256_set1_epi32(static_cast<int32_t>(value)); }
+inline Lanes64 product(Lanes64 a, Lanes64 b) { return _mm256_mul_epu32(a, b); }
+inline Lanes64 upper_half(Lanes64 a) { return _mm256_srli_epi64(a, 32); }
+inline Lanes64 xor_of(Lanes64 a, Lanes64 b, Lanes64 c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+#endif
+
 class Philox {
  public:
   static constexpr int64_t MAX_ROUNDS = 10;
@@ -23,20 +39,19 @@ class Philox {
     }
   }
 
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   // Replaces counters (a, b, c, d) by their words. There is one in each 64-bit lane of RUNS vectors, whose products
   // overlap; the upper halves hold arbitrary bits.
   template <int RUNS>
   [[gnu::always_inline]] void run(
-      __m512i (&a)[RUNS], __m512i (&b)[RUNS], __m512i (&c)[RUNS], __m512i (&d)[RUNS]) const {
-    const __m512i multiplier_a = _mm512_set1_epi64(MULTIPLIER_A), multiplier_c = _mm512_set1_epi64(MULTIPLIER_C);
-    constexpr int XOR = 0x96;
+      Lanes64 (&a)[RUNS], Lanes64 (&b)[RUNS], Lanes64 (&c)[RUNS], Lanes64 (&d)[RUNS]) const {
+    const Lanes64 multiplier_a = all_64(MULTIPLIER_A), multiplier_c = all_64(MULTIPLIER_C);
     for (int64_t round = 0; round < rounds_; round++) {
-      __m512i low = _mm512_set1_epi32(keys_[round][0]), high = _mm512_set1_epi32(keys_[round][1]);
+      Lanes64 low = all_32(keys_[round][0]), high = all_32(keys_[round][1]);
       for_each<RUNS>([&](auto run) {
-        __m512i product_a = _mm512_mul_epu32(a[run], multiplier_a), product_c = _mm512_mul_epu32(c[run], multiplier_c);
-        a[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(product_c, 32), b[run], low, XOR);
-        c[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(product_a, 32), d[run], high, XOR);
+        Lanes64 product_a = product(a[run], multiplier_a), product_c = product(c[run], multiplier_c);
+        a[run] = xor_of(upper_half(product_c), b[run], low);
+        c[run] = xor_of(upper_half(product_a), d[run], high);
         b[run] = product_c;
         d[run] = product_a;
       });

@@ -32,7 +32,7 @@ template <size_t COUNT>
   return std::bit_cast<float>((bits & 0x7fffff) | 0x3f800000);
 }
 
-// As `exponentials` of a word.
+// As `exponentials` of ops/sampling.py, of a word.
 [[gnu::always_inline]] inline float exponential(uint32_t word) {
   int32_t is_high = static_cast<int32_t>(word) >> 31;  // all bits or none
   float folded = static_cast<float>(static_cast<int32_t>(word) ^ is_high) + 0.5f;
@@ -51,18 +51,23 @@ template <size_t COUNT>
 
 // As `weights` of a block of logarithms. In three loops, so that each has values of one width.
 inline void write_weights(const float* logs, int64_t* weights) {
-  alignas(64) int32_t whole[BLOCK], fraction[BLOCK];
+  alignas(64) uint32_t whole[BLOCK], fraction[BLOCK];  // unsigned: AVX2 shifts 64 bits to the right without a sign
   alignas(64) float rest[BLOCK];
   for (int64_t i = 0; i < BLOCK; i++) {
     // Positive numbers are in the order of their bits, which a compiler can compare without branches.
     constexpr int32_t MOST = std::bit_cast<int32_t>(63.0f);
     float exponent = std::bit_cast<float>(std::min(std::bit_cast<int32_t>(-logs[i]), MOST));
-    whole[i] = static_cast<int32_t>(exponent);
-    rest[i] = exponent - static_cast<float>(whole[i]);
+    auto rounded = static_cast<int32_t>(exponent);
+    whole[i] = static_cast<uint32_t>(rounded);
+    rest[i] = exponent - static_cast<float>(rounded);
   }
-  for (int64_t i = 0; i < BLOCK; i++) fraction[i] = static_cast<int32_t>(polynomial(rest[i], EXP2) * 0x1p30f);
+  for (int64_t i = 0; i < BLOCK; i++) {
+    auto rounded = static_cast<int32_t>(polynomial(rest[i], EXP2) * 0x1p30f);
+    fraction[i] = static_cast<uint32_t>(rounded);
+  }
   for (int64_t i = 0; i < BLOCK; i++)
-    weights[i] = static_cast<int64_t>(fraction[i]) << (WEIGHT_BITS - 30) >> static_cast<int64_t>(whole[i]);
+    weights[i] = static_cast<int64_t>(
+        static_cast<uint64_t>(fraction[i]) << (WEIGHT_BITS - 30) >> static_cast<uint64_t>(whole[i]));
 }
 
 inline int64_t weight(float log) {
@@ -93,6 +98,25 @@ inline void random_words(const Philox& philox, uint32_t place, int64_t first, ui
     _mm512_storeu_si512(words + run * 32, _mm512_permutex2var_epi64(first_two, low, last_two));
     _mm512_storeu_si512(words + run * 32 + 16, _mm512_permutex2var_epi64(first_two, high, last_two));
   });
+#elif defined(CPU_CAPABILITY_AVX2)
+  constexpr int RUNS = 2;
+  for (int64_t i = 0; i < DRAWN_BLOCK; i += 16 * RUNS) {
+    __m256i a[RUNS], b[RUNS], c[RUNS], d[RUNS];
+    for_each<RUNS>([&](auto run) {
+      a[run] = _mm256_add_epi64(_mm256_set1_epi64x(counter + i / 4 + run * 4), _mm256_setr_epi64x(0, 1, 2, 3));
+      b[run] = _mm256_set1_epi32(static_cast<int32_t>(place));
+      c[run] = d[run] = _mm256_setzero_si256();
+    });
+    philox.run(a, b, c, d);
+    for_each<RUNS>([&](auto run) {
+      __m256i first_two = _mm256_blend_epi32(a[run], _mm256_slli_epi64(b[run], 32), 0xaa);
+      __m256i last_two = _mm256_blend_epi32(c[run], _mm256_slli_epi64(d[run], 32), 0xaa);
+      __m256i even = _mm256_unpacklo_epi64(first_two, last_two), odd = _mm256_unpackhi_epi64(first_two, last_two);
+      auto* to = reinterpret_cast<__m256i*>(words + i + run * 16);
+      _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+      _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+    });
+  }
 #else
   for (int64_t i = 0; i < DRAWN_BLOCK / 4; i++) {
     auto four = philox.words(static_cast<uint32_t>(counter + i), place, 0, 0);
@@ -115,11 +139,14 @@ inline float highest_of(const float* values, int64_t count) {
   return highest;
 }
 
+// The highest of values of which none is NaN.
 template <int64_t COUNT = BLOCK>
 inline float highest_of_block(const float* values) {
-  Vec most = Vec::loadu(values);
-  for (int64_t i = LANES; i < COUNT; i += LANES) most = at::vec::maximum(most, Vec::loadu(values + i));
-  return maximum(most);
+  // `clamp_min` is one instruction; `maximum` also looks for NaN.
+  Vec most[2] = {Vec::loadu(values), Vec::loadu(values + LANES)};
+  for (int64_t i = 2 * LANES; i < COUNT; i += 2 * LANES)
+    for_each<2>([&](auto part) { most[part] = at::vec::clamp_min(most[part], Vec::loadu(values + i + part * LANES)); });
+  return maximum(at::vec::clamp_min(most[0], most[1]));
 }
 
 inline int64_t first_equal(const float* values, int64_t count, float value) {
@@ -167,10 +194,7 @@ inline void compress(const T* from, uint64_t bits, T* to) {
     }
   }
 #else
-  for (int64_t i = 0; i < BLOCK; i++) {
-    *to = from[i];
-    to += bits >> i & 1;
-  }
+  for (; bits != 0; bits &= bits - 1) *to++ = from[std::countr_zero(bits)];
 #endif
 }
 
@@ -182,8 +206,38 @@ inline uint64_t bits_within(const uint32_t* values, uint32_t low, uint32_t high)
     __m512i above = _mm512_sub_epi32(_mm512_loadu_si512(values + i), _mm512_set1_epi32(low));
     bits = bits << 16 | _mm512_cmple_epu32_mask(above, _mm512_set1_epi32(high - low));
   }
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i least = _mm256_set1_epi32(static_cast<int32_t>(low));
+  const __m256i most = _mm256_set1_epi32(static_cast<int32_t>(high - low));
+  for (int64_t i = BLOCK - 8; i >= 0; i -= 8) {
+    __m256i above = _mm256_sub_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i)), least);
+    __m256i is_within = _mm256_cmpeq_epi32(_mm256_min_epu32(above, most), above);
+    bits = bits << 8 | static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(is_within)));
+  }
 #else
   for (int64_t i = 0; i < BLOCK; i++) bits |= static_cast<uint64_t>(values[i] - low <= high - low) << i;
+#endif
+  return bits;
+}
+
+// A bit for each value of a block that is above `low` and at most `high`.
+inline uint64_t bits_between(const float* values, float low, float high) {
+  uint64_t bits = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  for (int64_t i = BLOCK - 16; i >= 0; i -= 16) {
+    __m512 some = _mm512_loadu_ps(values + i);
+    __mmask16 is_above = _mm512_cmp_ps_mask(some, _mm512_set1_ps(low), _CMP_GT_OQ);
+    bits = bits << 16 | _mm512_mask_cmp_ps_mask(is_above, some, _mm512_set1_ps(high), _CMP_LE_OQ);
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  for (int64_t i = BLOCK - 8; i >= 0; i -= 8) {
+    __m256 some = _mm256_loadu_ps(values + i);
+    __m256 is_above = _mm256_cmp_ps(some, _mm256_set1_ps(low), _CMP_GT_OQ);
+    __m256 is_below = _mm256_cmp_ps(some, _mm256_set1_ps(high), _CMP_LE_OQ);
+    bits = bits << 8 | static_cast<uint32_t>(_mm256_movemask_ps(_mm256_and_ps(is_above, is_below)));
+  }
+#else
+  for (int64_t i = 0; i < BLOCK; i++) bits |= static_cast<uint64_t>((values[i] > low) & (values[i] <= high)) << i;
 #endif
   return bits;
 }
@@ -207,7 +261,7 @@ struct Edge {
 };
 
 // Finds the last key before which the mass, from the highest key down, is less than `limit`. It narrows the keys down
-// by their bits, 11 at a time, so that nothing is sorted; sums of whole numbers do not depend on an order.
+// by their bits, up to 11 at a time, so that nothing is sorted; sums of whole numbers do not depend on an order.
 // keys: [count], and room for a block; overwritten. masses: alike; null for a mass of 1 each.
 Edge find_edge(uint32_t* keys, int64_t* masses, int64_t count, int64_t limit, RowBuffers& scratch) {
   auto& histogram = scratch.histogram;
@@ -218,9 +272,11 @@ Edge find_edge(uint32_t* keys, int64_t* masses, int64_t count, int64_t limit, Ro
       high = std::max(high, keys[i]);
     }
     if (low == high) return {high, before};
-    int shift = std::max<int>(std::bit_width(low ^ high) - 11, 0);  // they agree in all higher bits
-    auto bucket_of = [shift](uint32_t key) { return key >> shift & 2047; };
-    histogram.fill(0);
+    int width = std::min<int>(std::bit_width(static_cast<uint64_t>(count)), 11);
+    uint32_t last = (1u << width) - 1;
+    int shift = std::max<int>(std::bit_width(low ^ high) - width, 0);  // they agree in all higher bits
+    auto bucket_of = [=](uint32_t key) { return key >> shift & last; };
+    std::fill_n(histogram.begin(), 4 * (last + 1), 0);
     // Four sums for each bucket: an addition waits for the one before it to the same place.
     auto add = [&](auto mass_of) {
       int64_t i = 0;
@@ -237,7 +293,7 @@ Edge find_edge(uint32_t* keys, int64_t* masses, int64_t count, int64_t limit, Ro
       before += more;
     }
     int64_t found = 0;
-    uint32_t least = ((high >> shift & ~2047u) | edge) << shift, most = least | ((1u << shift) - 1);
+    uint32_t least = ((high >> shift & ~last) | edge) << shift, most = least | ((1u << shift) - 1);
     for (int64_t first = 0; first < count; first += BLOCK) {
       uint64_t bits = bits_within(keys + first, least, most);
       if (first + BLOCK > count) bits &= (uint64_t{1} << (count - first)) - 1;
@@ -314,49 +370,64 @@ inline int64_t total_weight(const float* scores, int64_t count, float highest, f
 // Keeps the likeliest tokens with the probability top_p, of those with scores from kept.lowest on.
 inline Kept nucleus(
     const float* scores, int64_t count, float highest, float scale, double top_p, Kept kept, RowBuffers& scratch) {
-  int64_t total = total_weight(scores, count, highest, scale, kept.lowest);
-  int64_t limit = std::max<int64_t>(1, static_cast<int64_t>(top_p * static_cast<double>(total)));
-  // A token and those after it have at most `count` times its weight. If that is not enough to reach up to the limit,
-  // it is outside, and need not be looked at.
-  int64_t outside = (total - limit) / count;
-  float lowest_log = outside < 1 ? NO_WEIGHT : std::log2(static_cast<float>(outside)) - WEIGHT_BITS - 0.001f;
-  auto& [masked, adjusted, logs, highest_scores, keys, tokens, weights, histogram] = scratch;
-  keys.resize(count + 2 * BLOCK);
-  weights.resize(count + 2 * BLOCK);
-  int64_t found = 0;
+  auto& [masked, adjusted, logs, highest_logs, keys, tokens, weights, histogram] = scratch;
+  // The sums of the weights by eighths of a bit of their logarithms say in which eighth the edge is. A token and those
+  // after it have at most `count` times its weight. If that is less than what is outside, given the weights so far, it
+  // is outside too, and not in the sums.
+  constexpr float EIGHTHS = 8.0f;
+  float lowest_log = NO_WEIGHT;
+  int64_t total = 0;
+  std::fill_n(histogram.begin(), 4 * (static_cast<int64_t>(-NO_WEIGHT * EIGHTHS) + 1), 0);
+  highest_logs.clear();
   for_each_block(scores, count, [&](const float* block, int64_t) {
     alignas(64) float block_logs[BLOCK];
     write_logs(block, highest, scale, kept.lowest, block_logs);
-    if (highest_of_block(block_logs) <= lowest_log) return;
-    alignas(64) uint32_t of_block[BLOCK];
+    highest_logs.push_back(highest_of_block(block_logs));
+    if (highest_logs.back() <= NO_WEIGHT) return;
     alignas(64) int64_t block_weights[BLOCK];
-    for (int64_t i = 0; i < BLOCK; i++) of_block[i] = ordered(block[i]);
     write_weights(block_logs, block_weights);
-    alignas(64) uint32_t of_logs[BLOCK];
-    for (int64_t i = 0; i < BLOCK; i++) of_logs[i] = ordered(block_logs[i]);
-    uint64_t bits = bits_within(of_logs, ordered(lowest_log) + 1, UINT32_MAX);
-    compress(of_block, bits, keys.data() + found);
-    compress(block_weights, bits, weights.data() + found);
-    found += std::popcount(bits);
+    for (int64_t i = 0; i < BLOCK; i++) total += block_weights[i];
+    for (uint64_t bits = bits_between(block_logs, lowest_log, 0.0f); bits != 0; bits &= bits - 1) {
+      int64_t i = std::countr_zero(bits);
+      histogram[4 * static_cast<int64_t>(block_logs[i] * -EIGHTHS) + i % 4] += block_weights[i];
+    }
+    double outside = (1 - top_p) * static_cast<double>(total) / static_cast<double>(count);
+    constexpr double MANY = 1000;  // so that rounding does not matter
+    if (outside > MANY) lowest_log = std::log2(static_cast<float>(outside)) - WEIGHT_BITS - 0.001f;
   });
-  Edge edge = find_edge(keys.data(), weights.data(), found, limit, scratch);
+  auto sum_of = [&](int64_t eighth) {
+    const int64_t* sums = &histogram[4 * eighth];
+    return sums[0] + sums[1] + sums[2] + sums[3];
+  };
+  int64_t before = 0, eighth = 0;
+  int64_t limit = std::max<int64_t>(1, static_cast<int64_t>(top_p * static_cast<double>(total)));
+  for (; before + sum_of(eighth) < limit; eighth++) before += sum_of(eighth);
+
+  float most = static_cast<float>(eighth) / -EIGHTHS, least = static_cast<float>(eighth + 1) / -EIGHTHS;
+  logs.resize(count + 2 * BLOCK);
+  tokens.resize(count + 2 * BLOCK);
+  int64_t found = 0;
+  for_each_block(scores, count, [&](const float* block, int64_t first) {
+    if (highest_logs[first / BLOCK] <= least) return;
+    alignas(64) float block_logs[BLOCK];
+    write_logs(block, highest, scale, kept.lowest, block_logs);
+    for (uint64_t bits = bits_between(block_logs, least, most); bits != 0; bits &= bits - 1, found++) {
+      int64_t i = std::countr_zero(bits);
+      logs[found] = block_logs[i];
+      tokens[found] = static_cast<int32_t>(first + i);
+    }
+  });
+  keys.resize(found + 2 * BLOCK);
+  weights.resize(found + 2 * BLOCK);
+  for (int64_t i = 0; i < found; i += BLOCK) write_weights(&logs[i], &weights[i]);
+  for (int64_t i = 0; i < found; i++) keys[i] = ordered(scores[tokens[i]]);
+  Edge edge = find_edge(keys.data(), weights.data(), found, limit - before, scratch);
   float lowest = score_of(edge.key);
   int64_t its_weight = weight((lowest - highest) * scale);
-  int64_t number = (limit - edge.before + its_weight - 1) / its_weight;
-  Kept result{lowest};
-  for_each_block(scores, count, [&](const float* block, int64_t first) {
-    if (number <= 0) return;
-    alignas(64) uint32_t of_block[BLOCK];
-    for (int64_t i = 0; i < BLOCK; i++) of_block[i] = ordered(block[i]);
-    uint64_t bits = bits_within(of_block, edge.key, edge.key);
-    int64_t here = std::popcount(bits);
-    if (here >= number) {
-      for (int64_t passed = 1; passed < number; passed++) bits &= bits - 1;
-      result.last_of_lowest = static_cast<int32_t>(first + std::countr_zero(bits));
-    }
-    number -= here;
-  });
-  return result;
+  int64_t number = (limit - before - edge.before + its_weight - 1) / its_weight;
+  const int32_t* last = tokens.data();
+  for (;; last++)
+    if (scores[*last] == lowest && --number == 0) return {lowest, *last};
 }
 
 // As write_logs of tokens from number `first` on, with -inf for those that are not kept.
@@ -367,10 +438,9 @@ inline void write_kept_logs(
   if (first + COUNT > kept.last_of_lowest)
     for (int64_t i = 0; i < COUNT; i++)
       if (scores[i] == kept.lowest && first + i > kept.last_of_lowest) logs[i] = LOWEST;
-  for (int64_t i = 0; i < COUNT; i++) {
-    bool is_near = std::abs(logs[i] + kept.mean) <= kept.farthest;
-    logs[i] = (logs[i] >= kept.cutoff) & is_near ? logs[i] : LOWEST;
-  }
+  for (int64_t i = 0; i < COUNT; i++) logs[i] = logs[i] >= kept.cutoff ? logs[i] : LOWEST;
+  if (std::isinf(kept.farthest)) return;
+  for (int64_t i = 0; i < COUNT; i++) logs[i] = std::abs(logs[i] + kept.mean) <= kept.farthest ? logs[i] : LOWEST;
 }
 
 // Keeps of those tokens the ones nearest to the mean surprise with the probability typical_p.
@@ -464,6 +534,13 @@ inline void copy_allowed(const float* from, const uint8_t* bits, float* to, int6
     std::memcpy(&allowed, bits + i / 8, sizeof(allowed));
     _mm512_storeu_ps(to + i, _mm512_mask_loadu_ps(_mm512_set1_ps(LOWEST), allowed, from + i));
   }
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  for (; i + 8 <= count; i += 8) {
+    __m256i allowed = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits[i / 8]), each), each);
+    __m256 scores = _mm256_loadu_ps(from + i);
+    _mm256_storeu_ps(to + i, _mm256_blendv_ps(_mm256_set1_ps(LOWEST), scores, _mm256_castsi256_ps(allowed)));
+  }
 #endif
   for (; i < count; i++) to[i] = bits[i / 8] >> i % 8 & 1 ? from[i] : LOWEST;
 }
@@ -518,7 +595,7 @@ inline void report(
   top.clear();
   int64_t of_lowest = num_top - edge.before;  // the first ones
   for_each_block(logits, count, [&](const float* block, int64_t first) {
-    if (highest_of_block(block) < lowest) return;
+    if (scratch.highest[first / BLOCK] < lowest) return;
     for (int64_t i = 0; i < BLOCK; i++)
       if (block[i] > lowest || (block[i] == lowest && of_lowest-- > 0)) top.push_back(static_cast<int32_t>(first + i));
   });
@@ -645,18 +722,6 @@ std::tuple<at::Tensor, at::Tensor> token_logprobs(
     }
   });
   return {logprobs, about};
-}
-
-void exponentials(int64_t seed, int64_t place, at::Tensor& numbers) {
-  check_dense(numbers, "numbers", {-1}, at::kFloat);
-  auto* to = numbers.mutable_data_ptr<float>();
-  int64_t vocab_size = numbers.numel();
-  Philox philox(static_cast<uint64_t>(seed), Philox::MAX_ROUNDS);
-  for (int64_t first = 0; first < vocab_size; first += DRAWN_BLOCK) {
-    alignas(64) uint32_t words[DRAWN_BLOCK];
-    random_words(philox, static_cast<uint32_t>(place), first, words);
-    for (int64_t i = 0; i < std::min(DRAWN_BLOCK, vocab_size - first); i++) to[first + i] = exponential(words[i]);
-  }
 }
 
 }  // namespace granite4_neuron

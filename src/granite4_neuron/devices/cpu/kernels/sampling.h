@@ -21,7 +21,4 @@ std::tuple<std::vector<int64_t>, at::Tensor, at::Tensor> choose(
 std::tuple<at::Tensor, at::Tensor> token_logprobs(
     const at::Tensor& logits, at::IntArrayRef tokens, int64_t num_top);
 
-// Writes `exponentials` to numbers, [vocab_size] float32.
-void exponentials(int64_t seed, int64_t place, at::Tensor& numbers);
-
 }  // namespace granite4_neuron
