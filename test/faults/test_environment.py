@@ -32,6 +32,7 @@ from test.faults.conftest import sentence
 from test.support.checkpoints import small_config
 
 COMMAND = [sys.executable, "-m", "granite4_neuron"]
+NO_PROCESS = "no further process or thread can be started; raise the limit (ulimit -u, or a container's)."
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 needs_fused_kernels = pytest.mark.skipif(
     build.load_kernels() is not None, reason="the fused kernels need a C++ compiler"
@@ -91,25 +92,57 @@ except UserError as error:
         assert "raise its limit (ulimit -v), or store the weights in smaller shards." in done.stdout
 
     @pytest.mark.parametrize(
-        "error",
+        "error, expected",
         [
-            MemoryError(),
-            OSError(12, "Cannot allocate memory"),
-            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            (MemoryError(), "there is not enough memory."),
+            (OSError(12, "Cannot allocate memory"), "there is not enough memory."),
+            (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "there is not enough memory."),
+            (RuntimeError("can't start new thread"), NO_PROCESS),
+            (BlockingIOError(11, "Resource temporarily unavailable"), NO_PROCESS),
         ],
         ids=repr,
     )
-    def test_running_out_of_memory_elsewhere_gives_a_sentence(self, texting_folder, refuses, monkeypatch, error):
+    def test_running_out_of_what_the_system_has_gives_a_sentence(
+        self, texting_folder, refuses, monkeypatch, error, expected
+    ):
         def fail(*_, **__):
             raise error
 
         monkeypatch.setattr("granite4_neuron.generation.stream_generate", fail)
-        assert refuses("generate", "--model", texting_folder, "x") == "there is not enough memory."
+        assert refuses("generate", "--model", texting_folder, "x") == expected
 
     def test_available_memory_heeds_limits(self, monkeypatch):
         assert 10**6 < available_memory.available_bytes() < 10**14
         monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
         assert available_memory.available_bytes() == 0
+
+    @pytest.mark.parametrize(
+        "controllers, most, used, cached",
+        [
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ],
+    )
+    def test_available_memory_heeds_all_groups_that_it_is_in(
+        self, tmp_path, monkeypatch, controllers, most, used, cached
+    ):
+        """A job's group is within another, and a container may see a path that only its host has."""
+        job = tmp_path / "jobs/7"
+        job.mkdir(parents=True)
+        for folder, limit in ((job.parent, 5000), (job, 9000)):
+            (folder / most).write_text(f"{limit}\n")
+            (folder / used).write_text("3000\n")
+            (folder / "memory.stat").write_text(f"{cached} 400\n")
+        (tmp_path / most).write_text("max\n")
+        own = tmp_path / "own"
+        monkeypatch.setattr(available_memory, "_OWN_GROUPS", own)
+        monkeypatch.setitem(available_memory._VERSIONS, controllers, (tmp_path, most, used, f"{cached} "))
+        for place, available in (("/jobs/7", 2400), ("/jobs", 2400), ("/elsewhere", None), ("/", None)):
+            own.write_text(f"5:cpu,cpuacct:/jobs/7\n3:{controllers}:{place}\n")
+            assert available_memory._of_groups() == available
+        (job / most).write_text("3500\n")
+        own.write_text(f"3:{controllers}:/jobs/7\n")
+        assert available_memory.available_bytes() == 900
 
     def test_a_limit_counts_for_each_process(self, monkeypatch):
         monkeypatch.setattr(available_memory, "_of_limit", lambda: 10**6)

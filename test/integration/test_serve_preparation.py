@@ -4,6 +4,7 @@
 import json
 import re
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,34 @@ def test_a_compilation_ends_with_its_client(server, monkeypatch):
     left_waiting(server, COSTLY, 1)
     until(lambda: killed)
     assert post(server, prompt="x", structured_outputs={"choice": ["a"]}).status_code == 200
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(11, "Resource temporarily unavailable"), KeyError("x")], ids=repr)
+def test_a_failure_of_the_system_is_the_servers(server, monkeypatch, error):
+    """No process can be started, or something is wrong here: the answer says so in JSON."""
+
+    def fail(*_, **__):
+        raise error
+
+    server.service.maker.close()  # the processes that run
+    started = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    chat = dict(messages=[{"role": "user", "content": "x"}], max_tokens=2)
+    is_limit = isinstance(error, OSError)
+    said = "no further process or thread can be started" if is_limit else "the server failed at this request"
+    for path, body in (
+        ("/v1/completions", dict(prompt="x", response_format={"type": "json_object"})),
+        ("/v1/completions", dict(prompt="x", structured_outputs={"grammar": "start: /a+/"})),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", chat),
+    ):
+        answer = post(server, path, **body)
+        assert answer.status_code == (503 if is_limit else 500), answer.text
+        assert answer.json()["error"]["message"].startswith(said)
+        assert post(server, prompt="x", max_tokens=1).status_code == 200
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert post(server, "/v1/chat/completions", **chat).status_code == 200
+    assert post(server, prompt="x", structured_outputs={"choice": ["a"]}).json()["choices"][0]["text"] == "a"
 
 
 def test_prompts_wait_in_a_queue_too(server, pool, monkeypatch):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.system import available_memory
+from granite4_neuron.system.sandbox.limited_process import NoProcess, starting
 
 
 @contextmanager
@@ -15,9 +16,12 @@ def as_user_errors() -> Iterator[None]:
     pipe.
     """
     try:
-        yield
+        with starting():
+            yield
     except BrokenPipeError:
         raise
+    except NoProcess as error:
+        raise UserError(str(error)) from None
     except (OSError, MemoryError, RuntimeError, ImportError) as error:
         if available_memory.is_exhausted(error):
             raise UserError("there is not enough memory.") from None

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from granite4_neuron.serving.errors import too_many_requests
-from granite4_neuron.system.sandbox.limited_process import Stop
+from granite4_neuron.system.sandbox.limited_process import Stop, starting
 
 Result = TypeVar("Result")
 
@@ -38,13 +38,16 @@ class WorkQueue:
 
         Raises:
             RequestError: 429, it is full.
+            NoProcess: no thread can be started.
         """
         if self.num_requests >= self._most:
             raise too_many_requests(self._full)
         stop = Stop()
         self.num_requests += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work, stop)
+            with starting():
+                working = asyncio.get_running_loop().run_in_executor(self._executor, work, stop)
+            return await working
         finally:
             self.num_requests -= 1
             stop.set()

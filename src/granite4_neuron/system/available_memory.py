@@ -13,6 +13,18 @@ from granite4_neuron.errors import UserError
 
 # Parts of torch's messages, in a plain RuntimeError, when its allocator or mapping a file runs out of memory.
 _TORCH_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+# By the controllers that a line of that file names: where groups are, their limit, what they use, and what of it are
+# cached files. Without controllers it is version 2.
+_VERSIONS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file "),
+    "memory": (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file ",
+    ),
+}
 
 
 def available_bytes(processes: int = 1) -> int | None:
@@ -20,7 +32,7 @@ def available_bytes(processes: int = 1) -> int | None:
     the limit of each process; None if unknown.
     """
     limit = _of_limit()
-    sizes = _of_machine(), _of_container(), None if limit is None else processes * limit
+    sizes = _of_machine(), _of_groups(), None if limit is None else processes * limit
     known = [size for size in sizes if size is not None]
     return max(0, min(known)) if known else None
 
@@ -75,19 +87,25 @@ def _of_machine() -> int | None:
     return _field_of(Path("/proc/meminfo"), "MemAvailable:", 1024)
 
 
-def _of_container() -> int | None:
-    """Return the available memory of the control group that a container runs in. The group counts cached files as used,
-    but they can be dropped.
+def _of_groups() -> int | None:
+    """Return the available memory of the control groups that this process is in; each limits those within it. A group
+    counts cached files as used, but they can be dropped.
     """
-    for folder, most, used in (
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        limit, current = _number(folder / most), _number(folder / used)
-        if limit is not None and current is not None:
-            droppable = _field_of(folder / "memory.stat", "inactive_file ", 1) or 0
-            return limit - current + droppable
-    return None
+    left = []
+    for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.is_file() else ():
+        _, controllers, place = line.split(":", 2)
+        if (version := _VERSIONS.get(controllers)) is None:
+            continue
+        root, most, used, dropped = version
+        own = root / place.lstrip("/")
+        # A container may see its host's path of a group, which it does not have, and has its own group as the root.
+        for folder in (own, *own.parents):
+            limit, current = _number(folder / most), _number(folder / used)
+            if limit is not None and current is not None:
+                left.append(limit - current + (_field_of(folder / "memory.stat", dropped, 1) or 0))
+            if folder == root:
+                break
+    return min(left, default=None)
 
 
 def _of_limit() -> int | None:

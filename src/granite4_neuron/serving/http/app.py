@@ -41,7 +41,7 @@ from granite4_neuron.serving.http.request_log import HEADER, IGNORED_HEADER
 from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.page.page import MARKDOWN, page_files
 from granite4_neuron.serving.work_queue import WorkQueue
-from granite4_neuron.system.sandbox.limited_process import Stop
+from granite4_neuron.system.sandbox.limited_process import NoProcess, Stop
 from granite4_neuron.system.sandbox.markdown import MarkdownFailed
 
 Result = TypeVar("Result")
@@ -63,11 +63,10 @@ _NOT_SERVED = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Make the ASGI application. It starts and ends the engine's thread."""
+    """Make the ASGI application. It ends the engine's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
         try:
             yield
         finally:
@@ -78,7 +77,7 @@ def make_app(service: Service) -> ASGIApp:
 
     # No documentation pages: they would load scripts from other sites. No redirects: they would go where Host says.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    for kind in (RequestError, UserError, HTTPException, ClientDisconnect):
+    for kind in (RequestError, UserError, HTTPException, ClientDisconnect, NoProcess, Exception):
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
     app.add_route("/v1/models", routes.models, methods=["GET"])
@@ -385,6 +384,10 @@ async def _error_response(http: HTTPRequest, error: Exception) -> Response:
             if part in http.url.path:
                 wrong = f"this server answers texts with texts, and has no {what}"
         error = RequestError(error.status_code, f"{wrong}; there are {', '.join(PATHS)}.", None, error.headers)
-    elif not isinstance(error, RequestError):
+    elif isinstance(error, NoProcess):
+        error = RequestError(503, str(error))
+    elif isinstance(error, UserError):
         error = RequestError(400, str(error))
+    elif not isinstance(error, RequestError):
+        error = RequestError(500, "the server failed at this request; its log says why.")
     return error.response_for(http.url.path)

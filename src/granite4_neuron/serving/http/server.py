@@ -128,6 +128,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.engine.start()
         await super().startup(sockets)
         if self.started:
             self._on_start(self.servers[0].sockets[0].getsockname()[1])

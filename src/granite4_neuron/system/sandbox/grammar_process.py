@@ -29,7 +29,7 @@ from typing import Any
 
 import llguidance
 
-from granite4_neuron.system.sandbox.limited_process import Stop, Stopped
+from granite4_neuron.system.sandbox.limited_process import NoProcess, Stop, Stopped, starting
 
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -293,6 +293,7 @@ class GrammarProcess:
         Raises:
             GrammarFailed: it is not a grammar, or allows no text.
             GrammarTooCostly: it is nested too deep, or takes more than 4 seconds or 1 GiB.
+            NoProcess: none can be started to compile it.
             Stopped: `stop` was set.
         """
         stop = stop or Stop()
@@ -300,9 +301,10 @@ class GrammarProcess:
             if stop.is_set:
                 raise Stopped
             try:
-                self._compiling = worker = self._start().fork()
+                with starting():
+                    self._compiling = worker = self._start().fork()
             except WorkerEnded:
-                raise GrammarFailed("no process can be started to compile it") from None
+                raise NoProcess from None
             try:
                 with stop.over(worker):
                     return worker, worker.compile(kind, text)

@@ -25,6 +25,30 @@ _CODE = (
 )
 
 
+class NoProcess(Exception):
+    """The system starts no further process or thread."""
+
+    def __init__(self) -> None:
+        super().__init__("no further process or thread can be started; raise the limit (ulimit -u, or a container's).")
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Start processes and threads within the block.
+
+    Raises:
+        NoProcess: one cannot be started.
+    """
+    try:
+        yield
+    except BlockingIOError:
+        raise NoProcess from None
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":
+            raise
+        raise NoProcess from None
+
+
 class ProcessEnded(Exception):
     """A limit ended the process while it answered; the message names the limits."""
 
@@ -97,6 +121,7 @@ class LimitedProcess:
 
         Raises:
             ProcessEnded: it exceeds the limits.
+            NoProcess: it cannot be started.
             Stopped: `stop` was set.
         """
         with self._lock:
@@ -120,13 +145,14 @@ class LimitedProcess:
     def _ask(self, question: str, stop: Stop) -> dict[str, Any]:
         if stop.is_set:
             raise Stopped
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None  # both are pipes
-        # The limit in the process is on processor time. This one ends a process that only waits.
-        timer = threading.Timer(6 * self._seconds, process.kill)
-        timer.start()
+        with starting():
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+            process = self._process
+            assert process.stdin is not None and process.stdout is not None  # both are pipes
+            # The limit in the process is on processor time. This one ends a process that only waits.
+            timer = threading.Timer(6 * self._seconds, process.kill)
+            timer.start()
         answer = None
         try:
             with stop.over(process):
