@@ -75,6 +75,7 @@ class TestProcesses:
         assert step["message"] == "ended by SIGSEGV" and [each["what"] for each in step["findings"]] == ["before"]
         assert any("Segmentation fault" in line for line in step["last_lines"])
 
+    @pytest.mark.slow
     def test_errors_and_exit_codes(self, planted):
         steps = planted[1]
         assert steps["planted_probe is_wrong"]["message"] == "sum 5.0e-01: above 0.1"
