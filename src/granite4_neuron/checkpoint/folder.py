@@ -68,7 +68,7 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> str:
-        """Implement `Checkpoint.dtype`: the embedding's dtype."""
+        """The embedding's dtype."""
         return self.tensors.dtype()
 
     @property
@@ -105,7 +105,7 @@ class FolderCheckpoint(Checkpoint):
         }
 
     def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Implement `Checkpoint.remark_on`: weights that are quantized here stay quantized in memory."""
+        """Weights that are quantized here stay quantized in memory."""
         return left_out_remark(self.tensors.left_out)
 
     def check_plain(self, config: ModelConfig) -> None:

@@ -80,7 +80,7 @@ class GraniteMoeHybridConfig(ModelConfig):
         return self.position_embedding_type == "rope"
 
     def parts(self, layer_type: str) -> LayerParts:
-        """Implement `ModelConfig.parts`: a layer is named by its mixer."""
+        """A layer is named by its mixer."""
         return LayerParts(layer_type, self.shared_intermediate_size, self.num_local_experts > 0)
 
     @classmethod
@@ -111,7 +111,7 @@ class GraniteMoeHybridConfig(ModelConfig):
         return cls.from_dict(published_values(name), source=name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Implement `ModelConfig.to_dict`, for transformers 4.57 and 5.x."""
+        """The result is for transformers 4.57 and 5.x."""
         values = dataclasses.asdict(self)
         del values["time_step_limit"]
         if isinstance(self.eos_token_id, tuple):

@@ -162,8 +162,8 @@ class NemotronHConfig(ModelConfig):
         return replace(self, mtp_layer_types=())
 
     def stored_name(self, name: str) -> str:
-        """Implement `ModelConfig.stored_name`: a layer's part is its mixer, whatever it is. What is before and after
-        the layers for multi-token prediction is stored with the first and the last of them.
+        """A layer's part is its mixer, whatever it is. What is before and after the layers for multi-token prediction
+        is stored with the first and the last of them.
         """
         match = _LAYER.fullmatch(name)
         if match is None:
@@ -177,9 +177,7 @@ class NemotronHConfig(ModelConfig):
         return f"{'backbone' if where == 'model' else where}.layers.{number}.{stored}.{ending}"
 
     def published_name(self, stored_name: str) -> str:
-        """Implement `ModelConfig.published_name`: in memory transformers 5.x has another prefix, and in files of 5.3 to
-        5.17 the embedding has another name.
-        """
+        """In memory transformers 5.x has another prefix, and in files of 5.3 to 5.17 the embedding has another name."""
         name = stored_name.replace("model.", "backbone.", 1) if stored_name.startswith("model.") else stored_name
         return "backbone.embeddings.weight" if name == "backbone.embedding.weight" else name
 
@@ -248,7 +246,7 @@ class NemotronHConfig(ModelConfig):
         return super().time_step_limit_in(_with_defaults(values))
 
     def to_dict(self) -> dict[str, Any]:
-        """Implement `ModelConfig.to_dict`, for transformers 5.x."""
+        """The result is for transformers 5.x."""
         written = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         del written["time_step_limit"]
         mtp_layer_types = [_WRITTEN[kind] for kind in written.pop("mtp_layer_types")]

@@ -85,7 +85,6 @@ class BoundModel:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Implement `Runtime.fingerprint`."""
         state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
         machine = instruction_sets(), torch.__version__, _version()
         facts = self.numerics, self.prompt_cuts, self.model.kernel_layout, state_dtype, machine
@@ -99,47 +98,31 @@ class BoundModel:
         return other
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`: there is nothing to compile in advance."""
+        """There is nothing to compile in advance."""
 
     def step_with_hidden_states(
         self, state: HybridState, rows: Sequence[Row], all_logits: bool = False
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Implement `Runtime.step_with_hidden_states`.
-
-        Raises:
-            UserError: this runtime cannot.
-        """
+        """Raise UserError: this runtime cannot."""
         raise UserError(self.cannot["hidden_states"])
 
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
-        """Implement `Runtime.decode`.
-
-        Raises:
-            UserError: this runtime cannot.
-        """
+        """Raise UserError: this runtime cannot."""
         raise UserError(self.cannot["decode"])
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Implement `Runtime.load_adapter`.
-
-        Raises:
-            UserError: this runtime cannot.
-        """
+        """Raise UserError: this runtime cannot."""
         raise UserError(self.cannot["adapters"])
 
     def unload_adapter(self, name: str) -> None:
-        """Implement `Runtime.unload_adapter`.
-
-        Raises:
-            UserError: this runtime cannot.
-        """
+        """Raise UserError: this runtime cannot."""
         raise UserError(self.cannot["adapters"])
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
-        """Implement `Runtime.prepare_snapshot`: each snapshot allocates its own memory."""
+        """Each snapshot allocates its own memory."""
 
     def slot_layout(self, start: int, length: int) -> Layout:
-        """Implement `Runtime.slot_layout`, from a state that takes no memory."""
+        """Ask a state that takes no memory."""
         degree, positions = self.model.parallel.degree, length - start
         state = HybridState.allocate(
             self.config,

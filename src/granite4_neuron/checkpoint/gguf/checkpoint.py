@@ -50,12 +50,12 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> str:
-        """Implement `Checkpoint.dtype`: bfloat16 if weights are quantized."""
+        """It is bfloat16 if weights are quantized."""
         return stored_dtype(self._file)
 
     @property
     def stored_in(self) -> list[str]:
-        """Implement `Checkpoint.stored_in`: GGUF's names of the types."""
+        """GGUF's names of the types."""
         return sorted({one.type for one in self._file.tensors.values()})
 
     def with_mtp(self) -> NoReturn:
@@ -85,9 +85,7 @@ class GGUFCheckpoint(Checkpoint):
         return " ".join(remark for remark in remarks if remark is not None) or None
 
     def generation_config(self) -> dict[str, Any]:
-        """Implement `Checkpoint.generation_config`: GGUF's recommended sampling, under its own names where
-        generation_config.json has none.
-        """
+        """Return GGUF's recommended sampling, under its own names where generation_config.json has none."""
         return read_sampling(self._file)
 
     def copy_texts_to(self, folder: Path) -> None:

@@ -26,13 +26,11 @@ class FusedLayers(LayersAsOne):
 
     @staticmethod
     def why_not(parallel: Parallel, norm: nn.Module) -> str | None:
-        """Implement `LayersAsOne.why_not`."""
         if parallel.degree > 1:
             return f"they are for a whole model, and this is a part of {parallel.degree}"
         return why_not_fusible(norm)
 
     def why_not_one_call(self, embedding: Weight, head: Weight) -> str | None:
-        """Implement `LayersAsOne.why_not_one_call`."""
         if self._config.uses_rope:
             return "it makes no rotary positions"
         if not isinstance(embedding, torch.Tensor) and embedding is not head:
@@ -109,11 +107,9 @@ class FusedLayers(LayersAsOne):
         )
 
     def takes(self, step: PackedStep) -> bool:
-        """Implement `LayersAsOne.takes`."""
         return self._has_embedding_and_head and step.adapters is None
 
     def forward_packed(self, input_ids: torch.Tensor, step: PackedStep, state: HybridState) -> torch.Tensor:
-        """Implement `LayersAsOne.forward_packed`."""
         return self._decoder.forward_packed(tokens=input_ids[0], states=state.mixer_tensors, **step.on_host)
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:

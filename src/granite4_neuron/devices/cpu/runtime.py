@@ -115,24 +115,17 @@ class CPURuntime(BoundModel):
 
     @property
     def packs_rows(self) -> bool:
-        """Implement `Runtime.packs_rows`."""
         return self.model.is_fused
 
     @property
     def mtp(self) -> CPUMTPLayers | None:
-        """Implement `HasMTP.mtp`."""
         return None if self.model.mtp is None else CPUMTPLayers(self)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Implement `Runtime.load_adapter`.
-
-        Raises:
-            UserError: the layers are not fused.
-        """
+        """Add an adapter; raise UserError if the layers are not fused."""
         self._bind({**self.adapters, name: replace(adapter, number=next(self._numbers))})
 
     def unload_adapter(self, name: str) -> None:
-        """Implement `Runtime.unload_adapter`."""
         self._bind({each: adapter for each, adapter in self.adapters.items() if each != name})
 
     def _bind(self, adapters: Mapping[str, Adapter]) -> None:
@@ -141,7 +134,7 @@ class CPURuntime(BoundModel):
         self.adapters = dict(adapters)
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """Implement `Runtime.allocate`; the cache takes memory only as it is written."""
+        """The cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
         with available_memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
             return HybridState.allocate(
@@ -156,7 +149,6 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Implement `Runtime.step`."""
         if all_logits:
             longest = max(len(row.tokens) for row in rows)
             return self.model(*_padded(rows, longest, state), state, all_logits=True)
@@ -166,7 +158,6 @@ class CPURuntime(BoundModel):
     def step_with_hidden_states(
         self, state: HybridState, rows: Sequence[Row], all_logits: bool = False
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Implement `Runtime.step_with_hidden_states`."""
         lengths = [len(row.tokens) for row in rows]
         ids, step = _padded(rows, max(lengths), state) if all_logits else self.inputs(rows, state)
         hidden_states, _ = self.model.hidden_states(ids, step, state)
@@ -179,7 +170,6 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
-        """Implement `Runtime.verify`."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         # At least 2: a step of one token advances the state while it reads it, so it cannot leave the state unchanged.
@@ -190,7 +180,6 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
-        """Implement `Runtime.commit`."""
         rows = accepted_rows(verification.rows, accepted)
         _, step = _padded(rows, max(2, *(len(row.tokens) for row in verification.rows)), state)
         self.model.advance(verification.kept_inputs, step, state)
@@ -206,19 +195,16 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`."""
         state.copy(torch.tensor([source]), torch.tensor([destination]), length)
 
     @torch.inference_mode()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """Implement `Runtime.snapshot`."""
         memory = self._snapshot_memory.take(recurrent_state(state.slot_views(slot)))
         tensors = state.slot_tensors(torch.tensor([slot]), start, length, memory)
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 
     @torch.inference_mode()
     def prepare_snapshot(self, is_wanted: bool) -> None:
-        """Implement `Runtime.prepare_snapshot`."""
         if is_wanted:
             self._snapshot_memory.make_ready()
         else:
@@ -226,7 +212,6 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Implement `Runtime.restore`."""
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
         for snapshot in snapshots:
             state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
@@ -239,14 +224,12 @@ class CPUMTPLayers:
         self._runtime = runtime
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """Implement `MTPLayers.allocate`."""
         what = f"the cache for multi-token prediction of {num_sequences:,} sequences of up to {max_length:,} tokens"
         with available_memory.enough_for(what):
             return HybridState.allocate(self._layers.config, num_sequences, max_length, self._runtime.dtype)
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Implement `MTPLayers.step`."""
         ids, step = self._runtime.inputs(rows, state)
         if self._runtime.packs_rows:
             hidden = torch.cat(list(hidden_states))[None]
@@ -257,7 +240,6 @@ class CPUMTPLayers:
 
     @torch.inference_mode()
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Implement `MTPLayers.logits`."""
         return self._runtime.model.head(hidden_states)
 
     @property

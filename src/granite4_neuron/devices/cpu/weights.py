@@ -57,7 +57,7 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
 
 
 class Pack:
-    """Implement `ops.operators.Pack`: put tensors of the activations' dtype and quantized matrices into tiles.
+    """The fused kernels' `ops.operators.Pack`: puts quantized matrices and tensors of activations' dtype into tiles.
 
     Raises:
         UserError: the kernels do not have the format.

@@ -62,12 +62,11 @@ class DecodedOnDevice(NamedTuple):
     to_host: Callable[[torch.Tensor], torch.Tensor]
 
     def tokens(self) -> Sequence[int]:
-        """Implement `Decoded.tokens`."""
         chosen = self.chosen().tolist()
         return [chosen[entry] for entry in self.entries]
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """Implement `Decoded.logits`. A single row is copied alone."""
+        """A single row is copied alone."""
         entries = [self.entries[row] for row in rows]
         if len(entries) == 1:
             return self.to_host(self.by_slot[entries[0]])[None]
@@ -116,8 +115,8 @@ class GraphRuntime(BoundModel, ABC):
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """Implement `Runtime.allocate`, on the device. The cache's length is rounded up to a bucket, so that states of
-        different lengths share their graphs.
+        """Allocate on the device. The cache's length is rounded up to a bucket, so that states of different lengths
+        share their graphs.
         """
         return self._allocate(num_sequences, cache_length(max_length, self.config.max_position_embeddings))
 
@@ -136,7 +135,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Implement `Runtime.step`. Rows with one further token are decoded together; others are prefilled one by one.
+        """Rows with one further token are decoded together; others are prefilled one by one.
 
         The first token of a sequence is always prefilled, because the decode graph cannot start from zeros. The last
         token of a prompt is prefilled too, so that its numbers do not depend on where the prompt was cut before it.
@@ -151,7 +150,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
-        """Implement `Runtime.verify`, in one graph for all sequences; the kept inputs stay on the device."""
+        """One graph is for all sequences; the kept inputs stay on the device."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), bucket(longest, VERIFY_BUCKETS))
@@ -162,24 +161,24 @@ class GraphRuntime(BoundModel, ABC):
 
     @torch.no_grad()
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
-        """Implement `Runtime.commit`; nothing passes through the host."""
+        """Nothing passes through the host."""
         tokens = bucket(max(len(row.tokens) for row in verification.rows), VERIFY_BUCKETS)
         rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
         self._run_advance(state, verification.kept_inputs, graph_inputs(rows, tokens))
 
     @abstractmethod
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`, of the whole slot; nothing passes through the host."""
+        """Copy the whole slot; nothing passes through the host."""
 
     @torch.no_grad()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """Implement `Runtime.snapshot`, in the host's memory."""
+        """The snapshot is in the host's memory."""
         tensors = {name: tensor.cpu() for name, tensor in self._read_slot(state, slot).items()}
         return Snapshot(start, length, cut_keys_and_values(tensors, start, length), self.dtype, self.fingerprint)
 
     @torch.no_grad()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Implement `Runtime.restore`. Keys and values are padded to the state's length, so that one graph suffices."""
+        """Keys and values are padded to the state's length, so that one graph suffices."""
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
         tensors = padded_keys_and_values(snapshots, state.max_length)
         self._write_slot(state, {name: tensor.to(self.device) for name, tensor in tensors.items()}, slot)

@@ -147,7 +147,7 @@ class TorchRuntime(GraphRuntime):
         self._memories: list[_Memory] = []
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`. Afterwards a step that needs another graph raises a RuntimeError.
+        """Afterwards a step that needs another graph raises a RuntimeError.
 
         With graphs "model" it compiles, for a model with Mamba and attention layers:
 
@@ -177,7 +177,7 @@ class TorchRuntime(GraphRuntime):
         self._is_warm = True
 
     def with_model(self, model: HybridForCausalLM) -> Self:
-        """Implement `BoundModel.with_model`; the new runtime has compiled no graphs."""
+        """The new runtime has compiled no graphs."""
         other = super().with_model(model)
         other._graphs, other._memories, other._is_warm = {}, [], False
         return other
@@ -189,7 +189,7 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`. It copies the whole slot, because the slot's part of a tensor is contiguous."""
+        """Copy the whole slot, because the slot's part of a tensor is contiguous."""
         self._write_slot(state, state.slot_views(source), destination)
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:
@@ -215,7 +215,6 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
-        """Implement `Runtime.decode`."""
         inputs = decode_inputs(rows, state.num_sequences)
         logits, tokens = self._run_decode_and_choose(state, inputs, bucket_of_cache(rows, state))
         entries = [row.slot - 1 for row in rows]

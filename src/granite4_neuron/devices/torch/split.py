@@ -139,23 +139,23 @@ class SplitRuntime(TorchRuntime):
             self._end(_SECONDS_TO_END)
 
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
-        """Implement `Runtime.verify`; each rank keeps its own inputs."""
+        """Each rank keeps its own inputs."""
         check_verification(self, rows)
         [verification] = self._run("verify", super().verify, state, rows)
         return verification
 
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
-        """Implement `Runtime.commit`, on every rank."""
+        """It runs on every rank."""
         accepted_rows(verification.rows, accepted)
         self._run("commit", super().commit, state, verification, accepted)
 
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """Implement `Runtime.snapshot`, with every rank's part: "rank1.layers.0.ssm_state"."""
+        """The snapshot has every rank's part: "rank1.layers.0.ssm_state"."""
         parts = self._run("snapshot", super().snapshot, state, slot, length, start, answers=True)
         return replace(parts[0], tensors=_joined([each.tensors for each in parts]))
 
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Implement `Runtime.restore`, on every rank."""
+        """It runs on every rank."""
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
         parts = OfRank(
             [replace(each, tensors=_part(each.tensors, rank)) for each in snapshots]
@@ -164,7 +164,7 @@ class SplitRuntime(TorchRuntime):
         self._run("restore", super().restore, state, parts, slot)
 
     def slot_layout(self, start: int, length: int) -> Layout:
-        """Implement `Runtime.slot_layout`; the ranks' parts have the same shapes."""
+        """The ranks' parts have the same shapes."""
         return _joined([super().slot_layout(start, length)] * self.model.parallel.degree)
 
     def _digest_of_all(self, own: Callable[[], str]) -> str:

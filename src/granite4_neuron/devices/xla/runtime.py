@@ -71,7 +71,7 @@ class XLARuntime(GraphRuntime):
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
+        """Copy the whole slot, in a graph of its own; nothing passes through the host."""
         state.copy(self._slot(source), self._slot(destination), state.max_length)
         _run_graph([], state.tensors())
 

@@ -124,7 +124,7 @@ class MeasuredSteps:
         return self._restores(tokens)
 
     def copy(self, tokens: int) -> float:
-        """Implement `StepTimes.copy`: a copy reads and writes as much as a snapshot."""
+        """A copy reads and writes as much as a snapshot."""
         return self._snapshots(tokens)
 
 

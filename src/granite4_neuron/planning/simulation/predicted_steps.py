@@ -54,14 +54,13 @@ class PredictedSteps:
         self._pieces: dict[tuple[int, int], float] = {}
 
     def step(self, rows: Sequence[Row]) -> float:
-        """Implement `StepTimes.step`: prompts and single tokens have graphs of their own."""
+        """Prompts and single tokens have graphs of their own."""
         starts = [row.start for row in rows if len(row.tokens) == 1 and row.start > 0]
         prompts = [row for row in rows if len(row.tokens) > 1 or row.start == 0]
         decode = self.decode(starts, 1)[0] if starts else 0.0
         return decode + sum(map(self._prompt, prompts))
 
     def decode(self, starts: Sequence[int], steps: int) -> list[float]:
-        """Implement `StepTimes.decode`."""
         longest = max(starts) + 1
         seconds: list[float] = []
         while len(seconds) < steps:
@@ -72,15 +71,15 @@ class PredictedSteps:
         return seconds
 
     def snapshot(self, tokens: int) -> float:
-        """Implement `StepTimes.snapshot`: 0, because it is not known how fast the host reads the device."""
+        """Return 0, because it is not known how fast the host reads the device."""
         return 0.0
 
     def restore(self, tokens: int) -> float:
-        """Implement `StepTimes.restore`: 0, as for `snapshot`."""
+        """Return 0, as for `snapshot`."""
         return 0.0
 
     def copy(self, tokens: int) -> float:
-        """Implement `StepTimes.copy`: the time to copy a whole slot at the rate of HBM."""
+        """Return the time to copy a whole slot at the rate of HBM."""
         config, tp_degree, dtype = self._model
         moved = minimum_of_copy(config, tp_degree, dtype, self._cache_buckets[-1]).bytes_accessed
         return moved / hbm_bytes_per_second(self._chip)

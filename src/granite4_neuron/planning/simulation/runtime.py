@@ -123,14 +123,14 @@ class SimulatedRuntime:
         self.logits = cast(torch.Tensor, _Sized(config.vocab_size, _LOGIT_BYTES))
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
-        """Implement `Runtime.allocate`: nothing is needed."""
+        """Nothing is needed."""
         return None
 
     def warm_up(self, state: HybridState | None, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`: nothing is compiled."""
+        """Nothing is compiled."""
 
     def step(self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Implement `Runtime.step`: advance the clock by the time of these rows."""
+        """Advance the clock by the time of these rows."""
         self.clock += self.steps.step(rows)
         return cast(torch.Tensor, [self.logits] * len(rows))  # an engine only iterates over them
 
@@ -158,75 +158,47 @@ class SimulatedRuntime:
     def step_with_hidden_states(
         self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Implement `Runtime.step_with_hidden_states`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)
 
     def decode(self, state: HybridState | None, rows: Sequence[Row]) -> Decoded:
-        """Implement `Runtime.decode`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)
 
     def verify(self, state: HybridState | None, rows: Sequence[Row]) -> Verification:
-        """Implement `Runtime.verify`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)
 
     def commit(self, state: HybridState | None, verification: Verification, accepted: Sequence[int]) -> None:
-        """Implement `Runtime.commit`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)
 
     def copy(self, state: HybridState | None, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`: advance the clock by its time."""
+        """Advance the clock by its time."""
         self.clock += self.steps.copy(length)
 
     def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
-        """Implement `Runtime.snapshot`: advance the clock by its time; the tensors have only sizes."""
+        """Advance the clock by its time; the tensors have only sizes."""
         self.clock += self.steps.snapshot(length - start)
         key = cast(torch.Tensor, _Sized(length - start, self._token_bytes))
         tensors = {"layers.0.key": key, "layers.0.ssm_state": self._recurrent}
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
-        """Implement `Runtime.prepare_snapshot`: nothing to allocate."""
+        """There is nothing to allocate."""
 
     def slot_layout(self, start: int, length: int) -> Layout:
-        """Implement `Runtime.slot_layout`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)
 
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Implement `Runtime.restore`: advance the clock by its time."""
+        """Advance the clock by its time."""
         self.clock += self.steps.restore(snapshots[-1].length)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Implement `Runtime.load_adapter`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)
 
     def unload_adapter(self, name: str) -> None:
-        """Implement `Runtime.unload_adapter`.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: there is no model."""
         raise UserError(_WITHOUT_MODEL)

@@ -43,7 +43,7 @@ def mix(
     z: torch.Tensor | None,
     accepted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Implement `FusedMixer.mix`."""
+    """Compute `FusedMixer.mix`."""
     weight, bias = constants.weight, constants.bias
     taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
     A_D = torch.stack([constants.A, constants.D])

@@ -100,7 +100,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         *args: torch.Tensor,
         **kwargs: object,
     ) -> list[torch.Tensor]:
-        """Implement NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
+        """Return the tokens or logits, and the new value of each state tensor."""
         self.n_positions = attention_mask.shape[-1]  # the bucket's length; in CPU mode NxD Inference does not set it
         end = self._end(input_ids, attention_mask)
         position_ids = _positions(input_ids, end, position_ids, seq_ids)

@@ -117,11 +117,11 @@ class NeuronRuntime:
             )
 
     def warm_up(self, state: None, verified_tokens: int = 0) -> None:
-        """Implement `Runtime.warm_up`: every graph was loaded with the model."""
+        """Every graph was loaded with the model."""
 
     @torch.inference_mode()
     def step(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Implement `Runtime.step`. Single tokens are decoded together; the model cuts prompts itself.
+        """Decode single tokens together; the model cuts prompts itself.
 
         Raises:
             UserError: with `all_logits`.
@@ -137,7 +137,7 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def verify(self, state: None, rows: Sequence[Row]) -> Verification:
-        """Implement `Runtime.verify`, in one graph for all slots; its kept inputs stay on the device.
+        """One graph is for all slots; its kept inputs stay on the device.
 
         The graph takes only sequences that have begun. The first token of a new sequence runs as a prompt, which is
         safe because a row at position 0 starts from zeros whatever its slot holds.
@@ -159,7 +159,7 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def commit(self, state: None, verification: Verification, accepted: Sequence[int]) -> None:
-        """Implement `Runtime.commit`, on the device."""
+        """It runs on the device."""
         require(self, "verify")
         counts = torch.zeros(self.own_slots, dtype=torch.int64)
         for slot, (_, row_tokens) in _begun(accepted_rows(verification.rows, accepted)).items():
@@ -168,7 +168,7 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def copy(self, state: None, source: int, destination: int, length: int) -> None:
-        """Implement `Runtime.copy`, of the whole slot, on the device."""
+        """Copy the whole slot, on the device."""
         require(self, "copy")
         self.model.copy(source - 1, destination - 1)
 
