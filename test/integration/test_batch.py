@@ -268,13 +268,14 @@ def test_the_command_reports_lines_and_errors(run, tmp_path, capsys, monkeypatch
 
 def test_an_inputs_own_columns_are_kept(run, tmp_path):
     """Also where they have the names of a result's, as in the output of another batch."""
-    rows = [{"prompt": "One", "error": None, "generated_text": "first", "input_error": 3}, {"prompt": "Two", "n": 1}]
+    before = {"error": None, "generated_text": "first", "input_error": 3, "input_input_error": 4}
+    rows = [{"prompt": "One", **before}, {"prompt": "Two", "n": 1}]
     given = write_lines(tmp_path / "in.jsonl", rows)
     assert run(given, tmp_path / "out.jsonl") == 0
     first, second = results_of(tmp_path / "out.jsonl")
-    assert first.keys() - rows[0].keys() == {"finish_reason", "input_generated_text", "input_input_error"}
-    assert first["input_generated_text"] == "first" and first["error"] is first["input_input_error"] is None
-    assert first["generated_text"] != "first" and first["input_error"] == 3
+    assert first.keys() - rows[0].keys() == {"finish_reason", "input_generated_text", "input_input_input_error"}
+    assert first["input_generated_text"] == "first" and first["error"] is first["input_input_input_error"] is None
+    assert first["generated_text"] != "first" and (first["input_error"], first["input_input_error"]) == (3, 4)
     assert second.keys() == {"prompt", "n", "generated_text", "finish_reason", "error"}
 
 

@@ -154,6 +154,10 @@ REFUSED = {
         dict(structured_outputs={"disable_any_whitespace": True}),
         "structured_outputs: it must have one of",
     ),
+    "nothing beside a format": (
+        dict(structured_outputs={}, response_format={"type": "json_object"}),
+        "structured_outputs: it must have one of",
+    ),
     "whitespace in words": (
         dict(structured_outputs={"json": {}, "disable_any_whitespace": "no"}),
         "structured_outputs: disable_any_whitespace is true or false",

@@ -183,6 +183,9 @@ class TestCalls:
         [choice] = client.chat.completions.create(model=MODEL, seed=1, **narrow, **ending).choices
         assert bool(choice.message.tool_calls) == (mode == "required")
         check_calls(choice.message.tool_calls or ())
+        [one] = requests_of(server, {**body, "tool_choice": {"type": "function", "function": {"name": "time"}}})
+        call = spelled("time", {})
+        assert allows(byte_model, one, call) and not allows(byte_model, one, call + "\n" + call)
 
     @pytest.mark.parametrize(
         "parameters",

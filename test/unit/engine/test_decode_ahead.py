@@ -12,6 +12,7 @@ from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.scheduler import Scheduler
+from granite4_neuron.runtime.interface import MOST_STOPS
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 from test.unit.engine.test_failures import Interrupt
@@ -112,6 +113,13 @@ def test_a_stop_token_ends_a_text_and_is_not_run(model, alone):
     request = Request(PROMPTS[0], NEW, stop_token_ids=[text[4]])
     assert generate_one(Engine(runtime, 1), request) == text[: text.index(text[4]) + 1]
     assert runtime.stopped == 1
+    others = [token for token in range(VOCAB) if token not in text]
+    for number in (MOST_STOPS, MOST_STOPS + 1):  # a cache keeps the state, which the device cannot leave for more
+        runtime = Runtime(model)
+        engine = Engine(runtime, 1, prefix_cache=PrefixCache(runtime, None, None))
+        request = Request(PROMPTS[0], NEW, stop_token_ids=[*others[: number - 1], text[4]])
+        assert generate_one(engine, request) == text[: text.index(text[4]) + 1]
+        assert bool(runtime.ahead) == (number == MOST_STOPS)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED["from all"]], ids=["greedy", "sampled"])

@@ -216,6 +216,14 @@ class TestRandomNumbers:
         assert [sampler.fork()(logits, range(place)) for place in places] == tokens
         assert [Sampler(SamplingParams(temperature=1, seed=12), 1)(logits, range(place)) for place in places] != tokens
 
+    def test_a_fork_counts_for_itself(self):
+        """A drafter's choices are no tokens of the sequence, whose penalties do not count them."""
+        logits = torch.tensor([0.0, 1.0, 0.9, 0.8])
+        sampler = Sampler(SamplingParams(temperature=0, frequency_penalty=0.15), 1)
+        assert sampler(logits, [0, 1]) == 2
+        assert sampler.fork()(logits, [0, 1, 2, 2, 2]) == 1
+        assert sampler(logits, [0, 1, 2]) == 1
+
     def test_a_request_without_a_seed_reports_the_one_that_it_gets(self, runtime):
         def first_output(**options):
             engine = Engine(runtime, 1)
