@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = [encode(tokenizer, text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
+    accuracy.longest_of(prompts, options.tokens, runtime)  # before it says what it compares
     logging.disable_progress_bar()  # of transformers' weights
     what = "each layer" if options.layers else f"the logits of {options.tokens} tokens after each prompt"
     print(f"Comparing {what} with transformers, prompts: {len(prompts)} ...", file=sys.stderr)

@@ -88,6 +88,8 @@ def run(options: argparse.Namespace) -> int:
     if max(options.buckets) > options.max_length:
         raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
+    if options.backend != "nxdi":
+        _check_has_none_of_nxdi(options)
     if options.backend == "xla" and importlib.util.find_spec("torch_xla") is None:
         raise UserError(WITHOUT_TORCH_XLA)
     # Not at the top: these imports take seconds, and --help does not need them.
@@ -115,6 +117,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_has_none_of_nxdi(options: argparse.Namespace) -> None:
+    chosen = [(kernels_of(options, name), options.state_dtype) for name in options.kernels]
+    if any(each != (KERNELS["torch"], COMPILED_STATE_DTYPES[0]) for each in chosen):
+        raise UserError(
+            "--kernels, --prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi here."
+        )
+    if options.experts_decode == "kernel":
+        raise UserError("--experts-decode kernel is counted with --backend nxdi only, where kernels have their costs.")
+
+
 def _reports(
     options: argparse.Namespace, kernels: Mapping[str, str], config: ModelConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
@@ -122,16 +134,6 @@ def _reports(
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     if options.backend != "nxdi":
-        if (kernels, options.state_dtype) != (KERNELS["torch"], COMPILED_STATE_DTYPES[0]):
-            raise UserError(
-                "--kernels, --prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi "
-                "here."
-            )
-        if options.experts_decode == "kernel":
-            raise UserError(
-                "--experts-decode kernel is counted with --backend nxdi only, where kernels have their costs."
-            )
-
         def trace(graph: graphs.Graph) -> graphs.Traced:
             graph = replace(graph, experts_decode=options.experts_decode)
             if options.backend == "xla":
