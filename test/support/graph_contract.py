@@ -301,7 +301,9 @@ class DecodeContract:
 
 
 class SlotContract:
-    """Copy, snapshot and restore run over poisoned memory, and a sequence continues with the original's bits."""
+    """Copy, snapshot and restore run over poisoned memory and keep each bit, and a sequence continues as the original.
+    On some processors a row's place among others changes how its sums are rounded, so logits have a tolerance.
+    """
 
     LENGTH = 37
 
@@ -320,9 +322,15 @@ class SlotContract:
     def go_on(self, runtime, state, slot):
         steps = [[3] * 5, [4], [5]]
         starts = [self.LENGTH, self.LENGTH + 5, self.LENGTH + 6]
-        return [runtime.step(state, [Row(slot, *step)]) for step in zip(starts, steps, strict=True)]
+        return torch.cat([runtime.step(state, [Row(slot, *step)]) for step in zip(starts, steps, strict=True)])
+
+    def check_has(self, runtime, state, slot, snapshot):
+        tensors = runtime.snapshot(state, slot, self.LENGTH).tensors
+        assert tensors.keys() == snapshot.tensors.keys()
+        assert all(torch.equal(tensor, snapshot.tensors[name]) for name, tensor in tensors.items())
 
     def test_copy(self, backend, runtime, begun):
+        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
         runtime.copy(begun, 2, 3, self.LENGTH)
         runtime.copy(begun, 1, 1, self.LENGTH)
         before = backend.compilations(runtime)
@@ -330,7 +338,8 @@ class SlotContract:
         assert backend.compilations(runtime) == before, "one graph for all slots"
         expected = self.go_on(runtime, begun, 2)
         for slot in (3, 1):
-            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
+            self.check_has(runtime, begun, slot, snapshot)
+            assert (self.go_on(runtime, begun, slot) - expected).abs().max() <= backend.tolerance
 
     def test_snapshot_and_restore(self, backend, runtime, begun):
         snapshot = runtime.snapshot(begun, 2, self.LENGTH)
@@ -339,7 +348,8 @@ class SlotContract:
         backend.poison(begun)
         for slot, snapshots in ((3, [snapshot]), (1, chain)):
             runtime.restore(begun, snapshots, slot)
-            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
+            self.check_has(runtime, begun, slot, snapshot)
+            assert (self.go_on(runtime, begun, slot) - expected).abs().max() <= backend.tolerance
 
     def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
         """Snapshots have the CPU's layout. The CPU refuses them, because other kernels made their numbers."""
