@@ -27,7 +27,7 @@ pytestmark = [
     ],
 )
 def test_kernels(module, chosen):
-    run_tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", chosen]
+    run_tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [*run_tests, Path(__file__).parents[3] / module]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
