@@ -193,8 +193,8 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
             options.file, "there is no prompt; give one as an argument, with --file, or on standard input."
         )
         texts = [text.removesuffix("\n")]  # the newline at the end of a text file
-    if texts == [""] and not options.chat:
-        raise UserError("the prompt is empty; give at least one token of text.")
+        if texts == [""] and not options.chat:
+            raise UserError("the prompt is empty; give at least one token of text.")
     return texts
 
 

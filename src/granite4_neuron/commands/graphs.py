@@ -134,6 +134,7 @@ def _reports(
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     if options.backend != "nxdi":
+
         def trace(graph: graphs.Graph) -> graphs.Traced:
             graph = replace(graph, experts_decode=options.experts_decode)
             if options.backend == "xla":

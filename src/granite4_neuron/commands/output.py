@@ -87,11 +87,11 @@ def fitted(table: Table, console: Console) -> Table:
         return table
     if len(table.columns) <= 2:
         return table
-    block = Table(show_header=False, box=table.box, title=table.title)
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
+    block = Table(show_header=False, box=table.box, title=table.title, caption=table.caption)
+    for row, *cells in zip(table.rows, *(column.cells for column in table.columns), strict=True):
         for column, cell in zip(table.columns, cells, strict=True):
             if cell:
-                block.add_row(column.header, cell)
+                block.add_row(column.header, cell, style=row.style)
         block.add_section()
     return fitted(block, console)
 

@@ -149,7 +149,7 @@ class SearchedTexts:
         return self._next[place].get(character, 0)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)  # the choices of a request have the same
 def _searched(texts: tuple[str, ...]) -> SearchedTexts:
     return SearchedTexts(texts)
 

@@ -253,6 +253,11 @@ class AnswerFormat:
     call_rules: Callable[[int, Tool, bool], Iterable[str]]
     thoughts: ThoughtMarks | None
 
+    @property
+    def ends_thought(self) -> str:
+        """The mark with which a thought ends, as the model writes it first of all."""
+        return (self.thoughts or ThoughtMarks()).end[0]
+
     def is_thinking_after(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
         """Return whether an answer to a prompt begins within a thought."""
         if self.thoughts is None:

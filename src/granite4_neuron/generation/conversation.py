@@ -29,7 +29,7 @@ class Turn:
     """A user's message and the model's answer.
 
     system: the system message at that time.
-    answer: its text, with the thought and `END_THOUGHT` before it if the model thinks.
+    answer: its text, with the thought and its end before it if the model thinks.
     prompt: all tokens of the conversation up to the answer.
     generated: the tokens of the answer, with the stop token that ended it, if any.
     finish_reason: "stop" (a stop token or stop string), "length", or "interrupted".

@@ -195,7 +195,7 @@ class ConversationEncoder:
         if not is_thinking or not isinstance(request.constraint, GrammarConstraint):
             return request
         if self._waiting is None or self._waiting[0] is not request.constraint:
-            self._waiting = request.constraint, request.constraint.after_thought(END_THOUGHT)
+            self._waiting = request.constraint, request.constraint.after_thought(self.format.ends_thought)
         return replace(request, constraint=self._waiting[1])
 
     def shows(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:

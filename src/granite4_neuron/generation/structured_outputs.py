@@ -339,6 +339,8 @@ def schema_text(schema: Mapping[str, Any] | str, name: str, *, disable_any_white
         closed = close_objects(equal_schema(plain))
     except TooManyMembers as error:
         raise UserError(f"{name} has {error}.") from None
+    except UserError:  # a ValueError too
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON ({error}).") from None
     if has_endless_reference(plain):

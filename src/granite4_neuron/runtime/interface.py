@@ -199,7 +199,7 @@ class Runtime(Protocol[State]):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Distinguishes its states from states of other weights or of other kernels."""
+        """Distinguishes its states from states of other weights, kernels or options."""
 
     def allocate(self, num_sequences: int, max_length: int) -> State:
         """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each.

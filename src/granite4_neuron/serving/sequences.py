@@ -12,7 +12,6 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
-from granite4_neuron.generation.answer_formats import END_THOUGHT
 from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
@@ -134,7 +133,7 @@ class RequestBuilder:
         tokens, which = self._truncated(self.chat_tokens(body), body, asked), body.called("messages")
         max_tokens = self._max_tokens(len(tokens), which, asked)
         is_thinking = self._encoder.is_thinking_after(tokens)
-        ends_thought = END_THOUGHT if is_thinking else None
+        ends_thought = self._encoder.format.ends_thought if is_thinking else None
         structure = self._chat_structure(body, ends_thought)
         options = self._options(body, structure)
         shows_marks = self._encoder.shows_special_tokens(is_thinking, body.may_call_tools)

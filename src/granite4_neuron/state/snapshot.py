@@ -335,7 +335,9 @@ def _check_fingerprint(what: str, its_own: Fingerprint, fingerprint: Fingerprint
             f"{what} was made with another checkpoint, or with other weights or adapters of it; make it again."
         )
     if difference == "numerics":
-        raise UserError(f"{what} was made with other kernels, or another version of this package; make it again.")
+        raise UserError(
+            f"{what} was made with other kernels or options, or another version of this package; make it again."
+        )
 
 
 def _state_dtype(layout: Layout) -> torch.dtype | str | None:

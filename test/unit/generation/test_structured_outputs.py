@@ -291,6 +291,11 @@ REFUSED = {
     "very deep": ("json", "[" * 60_000, "the JSON schema is not JSON"),
     "multiples of a large number": ("json", {"type": "integer", "multipleOf": 99_999_989}, "takes more than 4 seconds"),
     "too long": ("regex", "a" * 2**17, "the regular expression has 131,072 characters, and may have 65,536"),
+    "too long a schema": (
+        "json",
+        {"enum": ["a" * 2**16]},
+        "the JSON schema has 65,550 characters, and may have 65,536",
+    ),
     "not an expression": ("regex", "a(", "the regular expression cannot be used"),
     "no choices": ("choice", [], "must have at least one string"),
     "not choices": ("choice", [1], "must have at least one string"),

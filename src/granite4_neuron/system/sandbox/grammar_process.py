@@ -304,7 +304,7 @@ class GrammarProcess:
                 with starting():
                     self._compiling = worker = self._start().fork()
             except WorkerEnded:
-                raise NoProcess from None
+                raise NoProcess("") from None
             try:
                 with stop.over(worker):
                     return worker, worker.compile(kind, text)

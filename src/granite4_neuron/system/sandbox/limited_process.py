@@ -28,8 +28,8 @@ _CODE = (
 class NoProcess(Exception):
     """The system starts no further process or thread."""
 
-    def __init__(self) -> None:
-        super().__init__("no further process or thread can be started; raise the limit (ulimit -u, or a container's).")
+    def __init__(self, way_out: str = "; raise the limit (ulimit -u, or a container's)"):
+        super().__init__(f"no further process or thread can be started{way_out}.")
 
 
 @contextmanager
@@ -41,7 +41,9 @@ def starting() -> Iterator[None]:
     """
     try:
         yield
-    except BlockingIOError:
+    except BlockingIOError as error:
+        if hasattr(error, "characters_written"):  # by a write to a pipe that is full
+            raise
         raise NoProcess from None
     except RuntimeError as error:
         if str(error) != "can't start new thread":
