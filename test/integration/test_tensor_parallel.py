@@ -308,7 +308,7 @@ import psutil
 from granite4_neuron import load
 from granite4_neuron.runtime.interface import Row
 
-runtime, _ = load(backend="torch", tp_degree=2)
+runtime, _ = load(backend="torch", tp_degree=2, compiler="eager")
 state = runtime.allocate(1, 60)
 runtime.step(state, [Row(1, 0, [3])])
 [rank] = [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
@@ -324,7 +324,7 @@ import os, signal
 from granite4_neuron import load
 from granite4_neuron.runtime.interface import Row
 
-runtime, _ = load(backend="torch", tp_degree=2)
+runtime, _ = load(backend="torch", tp_degree=2, compiler="eager")
 state = runtime.allocate(1, 60)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
