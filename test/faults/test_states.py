@@ -166,7 +166,7 @@ STATES = {
     "too few tokens": (says(tokens=[5]), "has 1 tokens and the state after"),
     "no tokens": (says(tokens=[]), "was not made from a prefix cache"),
     "a fingerprint that is a number": (says(fingerprint=3), "fingerprint is 3"),
-    "a fingerprint of nothing": (says(fingerprint=""), "was made with other kernels, or another version"),
+    "a fingerprint of nothing": (says(fingerprint=""), "was made with other kernels or options, or another"),
     "a fingerprint of other weights": (
         lambda tensors, about: about.update(fingerprint="0" * 32 + about["fingerprint"][32:]),
         "was made with another checkpoint, or with other weights or adapters of it",

@@ -87,6 +87,7 @@ class TestProcesses:
         assert steps["planted_probe raises"]["last_lines"][-1] == "has given up"
         assert steps["planted_probe exits"]["message"] == "exit code 3, without a finding of its own"
 
+    @pytest.mark.slow
     def test_versions(self, planted):
         step = planted[1]["device versions"]
         numbers = step["findings"][0]["numbers"]

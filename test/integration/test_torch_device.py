@@ -78,7 +78,7 @@ class TestSteps(OnLayers, StepContract):
     def test_a_sequence_of_nan_stays_alone(self, backend):
         super().test_a_sequence_of_nan_stays_alone(backend)
 
-    @pytest.mark.slow_cases
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
     def test_a_step_leaves_other_slots_alone(self, backend, dtype):
         super().test_a_step_leaves_other_slots_alone(backend, dtype)

@@ -28,7 +28,8 @@ def shown(table, width):
     return text.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("width", [60, 80])
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2, 12).flatmap(lambda columns: st.lists(st.tuples(*[CELLS] * columns), min_size=2, max_size=4)))
 def test_every_word_is_there_whole(width, rows):
