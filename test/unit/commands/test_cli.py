@@ -551,7 +551,7 @@ NEED_NO_TORCH = [
     ("info",),
     ("sing",),
     ("generate", "--model", "h-350m", "x"),
-    ("generate", ""),
+    ("generate",),
     *([] if os.path.exists("/dev/nvidiactl") else [("generate", "--backend", "torch", "--device", "cuda", "A")]),
     *([] if importlib.util.find_spec("torch_xla") else [("graphs", "--model", "h-350m")]),
     *[(command, "--help") for command in COMMANDS],
@@ -571,7 +571,9 @@ except SystemExit:
     pass
 print("imported:", *(name for name in sys.modules if "." not in name))
 """
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     imported = set(done.stdout.splitlines()[-1].partition("imported: ")[2].split())
     assert "granite4_neuron" in imported
     heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib", "prompt_toolkit"}
