@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
 from granite4_neuron.serving.text_times import TextTimes
-from granite4_neuron.serving.work_queue import Preparation
+from granite4_neuron.serving.work_queue import WorkQueues
 
 _OWN, _VLLM = "granite4_neuron", "vllm:"
 _LABELS = ("model_name", "engine")
@@ -35,7 +35,7 @@ class Metrics:
 
     Args:
         engine, cache: the engine and its prefix cache.
-        preparation: the queues before the engine.
+        queues: those before the engine.
         model: the name that clients use, a label of vLLM's metrics.
     """
 
@@ -43,13 +43,13 @@ class Metrics:
         self,
         engine: Engine,
         cache: PrefixCache | SlotPrefixCache | None,
-        preparation: Preparation,
+        queues: WorkQueues,
         model: str,
     ):
         self._registry = CollectorRegistry()
         self._labels = (model, _ENGINE)
         self._registry.register(_EngineCollector(engine, cache, self._labels))
-        self._registry.register(_PreparationCollector(preparation))
+        self._registry.register(_WaitingCollector(queues))
         self._answers = Counter(
             f"{_OWN}_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
         )
@@ -226,16 +226,16 @@ class _EngineCollector(Collector):
         return family
 
 
-class _PreparationCollector(Collector):
+class _WaitingCollector(Collector):
     """Reads at each scrape how many requests the engine does not have yet."""
 
-    def __init__(self, preparation: Preparation):
-        self._preparation = preparation
+    def __init__(self, queues: WorkQueues):
+        self._queues = queues
 
     def collect(self) -> Iterator[Metric]:
-        tokenizing = self._preparation.prompts.num_requests + self._preparation.tokenize.num_requests
+        tokenizing = self._queues.prompts.num_requests + self._queues.tokenize.num_requests
         yield _own_gauge("num_requests_waiting_for_tokenizing", "Requests being parsed and tokenized.", tokenizing)
-        grammars = self._preparation.grammars.num_requests
+        grammars = self._queues.grammars.num_requests
         yield _own_gauge(
             "num_requests_waiting_for_grammar", "Requests whose grammar waits or is being compiled.", grammars
         )

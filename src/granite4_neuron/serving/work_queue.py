@@ -1,8 +1,10 @@
-"""Work for requests that is done beside the event loop and the engine, before the engine gets them."""
+"""Work for requests that is done beside the event loop and the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -17,15 +19,27 @@ class WorkQueue:
     """Threads for one kind of work, for which a limited number of requests may wait. Call all methods from the event
     loop.
 
+    All threads start at once: a pool whose threads start with the work keeps work for which it could start none.
+
     Args:
         name: of the threads.
         threads: how many.
-        most: how many requests may be in it, waiting or being worked on.
+        most: how many requests may be in it, waiting or being worked on; any number if this is not given.
         full: the message to further ones.
+
+    Raises:
+        NoProcess: the threads cannot be started.
     """
 
-    def __init__(self, name: str, threads: int, most: int, full: str):
+    def __init__(self, name: str, threads: int, most: float = math.inf, full: str = ""):
         self._executor = ThreadPoolExecutor(threads, name)
+        started = threading.Event()
+        try:
+            with starting():
+                for _ in range(threads):  # each takes one, because none ends before all have started
+                    self._executor.submit(started.wait)
+        finally:
+            started.set()
         self._most = most
         self._full = full
         self.num_requests = 0  # in it, waiting or being worked on
@@ -38,16 +52,13 @@ class WorkQueue:
 
         Raises:
             RequestError: 429, it is full.
-            NoProcess: no thread can be started.
         """
         if self.num_requests >= self._most:
             raise too_many_requests(self._full)
         stop = Stop()
         self.num_requests += 1
         try:
-            with starting():
-                working = asyncio.get_running_loop().run_in_executor(self._executor, work, stop)
-            return await working
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, stop)
         finally:
             self.num_requests -= 1
             stop.set()
@@ -57,16 +68,18 @@ class WorkQueue:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-class Preparation:
-    """The queues of requests that the engine does not have yet.
+class WorkQueues:
+    """The queues of all kinds of work.
 
     prompts: parsing and tokenizing for completions and chats.
     tokenize: the same for requests that only ask for tokens or their text.
     grammars: compiling, one at a time.
+    answers: encoding what may be long.
     markdown: parsing answers for the page, one at a time.
+    adapters: reading one to load.
 
     Args:
-        most: how many requests may be in each.
+        most: how many requests may be in each but the queues of answers and adapters: an answer was admitted before.
     """
 
     def __init__(self, most: int):
@@ -74,8 +87,10 @@ class Preparation:
         self.prompts = WorkQueue("prompts", 4, most, busy.format("tokenizing"))
         self.tokenize = WorkQueue("tokenize", 2, most, busy.format("tokenizing"))
         self.grammars = WorkQueue("grammars", 1, most, busy.format("their grammar"))
+        self.answers = WorkQueue("answers", 4)
         self.markdown = WorkQueue("markdown", 1, most, busy.format("their Markdown"))
+        self.adapters = WorkQueue("adapters", 1)
 
     def close(self) -> None:
-        for queue in (self.prompts, self.tokenize, self.grammars, self.markdown):
+        for queue in (self.prompts, self.tokenize, self.grammars, self.answers, self.markdown, self.adapters):
             queue.close()

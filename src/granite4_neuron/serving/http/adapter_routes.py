@@ -58,7 +58,8 @@ class AdapterRoutes:
             if name == self._service.model or name in engine.adapters:
                 message = f"there already is a model {name}; choose another name, or unload the adapter first."
                 raise RequestError(400, message, "lora_name")
-            adapter = await asyncio.to_thread(read_adapter, body.lora_path, maker.config)
+            adapters = self._service.queues.adapters
+            adapter = await adapters.run(lambda _: read_adapter(body.lora_path, maker.config))
             await engine.load_adapter(name, adapter)
             maker.adapters = (*maker.adapters, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

@@ -71,7 +71,7 @@ def make_app(service: Service) -> ASGIApp:
             yield
         finally:
             service.engine.close()
-            service.preparation.close()
+            service.queues.close()
             service.maker.close()
             service.markdown.close()
 
@@ -149,8 +149,8 @@ class _Routes:
         return json_response({"version": metadata.version("granite4-neuron")})
 
     async def load(self, _: HTTPRequest) -> Response:
-        preparation = self._service.preparation
-        waiting = preparation.prompts.num_requests + preparation.grammars.num_requests
+        queues = self._service.queues
+        waiting = queues.prompts.num_requests + queues.grammars.num_requests
         return json_response({"server_load": waiting + self._service.engine.num_requests})
 
     async def metrics(self, _: HTTPRequest) -> Response:
@@ -165,13 +165,13 @@ class _Routes:
     async def generated(self, api: API, http: HTTPRequest) -> Response:
         content, engine = await self.read(http), self._service.engine
         with engine.preparing():
-            prompts, make = self._service.preparation.prompts, partial(api.requests, self._service.maker)
+            prompts, make = self._service.queues.prompts, partial(api.requests, self._service.maker)
             body, prepared = await self._prepared(http, prompts, content, api.body, make)
         requests = prepared.requests
         self._service.prompt_logprobs.check(requests)
         if prepared.structure is not None:
             engine.check_room(len(requests))
-            compiling = self._service.preparation.grammars.run(partial(self._service.maker.constrained, prepared))
+            compiling = self._service.queues.grammars.run(partial(self._service.maker.constrained, prepared))
             requests = await _unless_gone(http.receive, compiling)
         name = body.model or self._service.model
         return await self._answer(http, body, api.answer(self._service.texts, name, requests, body), requests)
@@ -184,7 +184,7 @@ class _Routes:
 
     async def _only_prepared(self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], Response]) -> Response:
         content = await self.read(http)
-        _, response = await self._prepared(http, self._service.preparation.tokenize, content, kind, make)
+        _, response = await self._prepared(http, self._service.queues.tokenize, content, kind, make)
         return response
 
     def _tokenized(self, body: TokenizeBody) -> Response:
@@ -212,7 +212,7 @@ class _Routes:
             except MarkdownFailed as error:
                 raise RequestError(400, f"the text's Markdown cannot be parsed: {error}.", "text") from None
 
-        return await _unless_gone(http.receive, self._service.preparation.markdown.run(parsed))
+        return await _unless_gone(http.receive, self._service.queues.markdown.run(parsed))
 
     async def _prepared(
         self, http: HTTPRequest, queue: WorkQueue, content: bytes, kind: type[Body], make: Callable[[Body], Result]
@@ -259,21 +259,22 @@ class _Routes:
             if not body.stream:
                 text = await _unless_gone(http.receive, self._whole(generation, answer))
                 return _LongText(text, on_end=at_end.pop_all().close)
-            return _EventStream(_events(generation, answer), on_end=at_end.pop_all().close)
+            events = _events(generation, answer, self._service.queues.answers)
+            return _EventStream(events, on_end=at_end.pop_all().close)
 
     async def _whole(self, generation: Generation, answer: Answer) -> str:
         async for batch in generation:
             _raise_errors(batch)
             answer.add(batch)
-        return await asyncio.to_thread(lambda: to_json(answer.whole()))
+        return await self._service.queues.answers.run(lambda _: to_json(answer.whole()))
 
 
-async def _events(generation: Generation, answer: Answer) -> AsyncIterator[str]:
+async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> AsyncIterator[str]:
     """Yield the events of a stream, of a step together; an error is the last one. A pause is said, so that neither the
     client nor a proxy gives up.
     """
 
-    def events(index: int, outputs: list[Output], encode: Callable[[object], str]) -> str:
+    def events(index: int, outputs: list[Output], encode: Callable[[object], str], _: Stop | None = None) -> str:
         return "".join(event.text(encode) for event in answer.events(index, outputs))
 
     try:
@@ -284,7 +285,7 @@ async def _events(generation: Generation, answer: Answer) -> AsyncIterator[str]:
             for index, outputs in answer.add(batch).items():
                 # A text's first event may have all of the prompt's log-probabilities, and the last ones all of its own.
                 if outputs[0].prompt is not None:
-                    yield await asyncio.to_thread(events, index, outputs, to_json)
+                    yield await queue.run(partial(events, index, outputs, to_json))
                 else:
                     is_last = outputs[-1].finish_reason is not None
                     yield events(index, outputs, to_json if is_last else to_short_json)

@@ -24,7 +24,7 @@ from granite4_neuron.serving.http.listener import Listener
 from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, RequestBuilder
-from granite4_neuron.serving.work_queue import Preparation
+from granite4_neuron.serving.work_queue import WorkQueues
 
 LAST_WORDS_SECONDS = 1
 KEEP_ALIVE_SECONDS = 5
@@ -72,13 +72,13 @@ class Server(uvicorn.Server):
         aliases: Sequence[str] = (),
         keep_alive: int = KEEP_ALIVE_SECONDS,
     ):
-        preparation = Preparation(limits.num_sequences)
-        metrics = Metrics(engine, cache, preparation, model)
+        queues = WorkQueues(limits.num_sequences)
+        metrics = Metrics(engine, cache, queues, model)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = RequestBuilder(runtime, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
         may = has_page, updates_adapters
-        self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, *may)
+        self.service = Service(model, thread, queues, maker, texts, metrics, *limits_of_clients, *may)
         self.service.aliases = aliases
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start

@@ -10,7 +10,7 @@ from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
 from granite4_neuron.serving.sequences import RequestBuilder
-from granite4_neuron.serving.work_queue import Preparation
+from granite4_neuron.serving.work_queue import WorkQueues
 from granite4_neuron.system.sandbox.markdown import MarkdownProcess
 
 
@@ -33,7 +33,7 @@ class Service:
 
     model: str
     engine: EngineThread
-    preparation: Preparation
+    queues: WorkQueues
     maker: RequestBuilder
     texts: TokenTexts
     metrics: Metrics
