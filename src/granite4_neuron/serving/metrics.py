@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -128,46 +128,40 @@ class Metrics:
 
     def stepped(self, tokens: int) -> None:
         """Record a step of the engine, with its tokens of prompts and texts."""
-        self._step_tokens.labels(*self._labels).observe(tokens)
+        self._step_tokens.observe(tokens)
 
     def first_token(self, times: TextTimes) -> None:
         """Record a text's first token."""
-        self._observe({self._first_token: times.first - times.arrived})
+        self._first_token.observe(times.first - times.arrived)
 
     def next_tokens(self, seconds: float) -> None:
         """Record further tokens of a text, so long after the ones before."""
-        self._observe({self._between_tokens: seconds})
+        self._between_tokens.observe(seconds)
 
     def ended(self, reason: str, times: TextTimes | None) -> None:
         """Record the end of a text; without times if it had no token, or did not come to its end."""
         self._ends.labels(*self._labels, reason).inc()
         if times is None:
             return
-        self._observe(
-            {
-                self._prompt_tokens: times.prompt_tokens,
-                self._computed_tokens: times.prompt_tokens - times.cached_tokens,
-                self._generated_tokens: times.tokens,
-                self._asked_tokens: times.max_tokens,
-                self._latency: times.latest - times.arrived,
-                self._queue: times.started - times.queued,
-                self._prefill: times.first - times.started,
-                self._decode: times.latest - times.first,
-                self._inference: times.latest - times.started,
-                self._per_token: (times.latest - times.first) / max(1, times.tokens - 1),
-            }
-        )
+        self._prompt_tokens.observe(times.prompt_tokens)
+        self._computed_tokens.observe(times.prompt_tokens - times.cached_tokens)
+        self._generated_tokens.observe(times.tokens)
+        self._asked_tokens.observe(times.max_tokens)
+        self._latency.observe(times.latest - times.arrived)
+        self._queue.observe(times.started - times.queued)
+        self._prefill.observe(times.first - times.started)
+        self._decode.observe(times.latest - times.first)
+        self._inference.observe(times.latest - times.started)
+        self._per_token.observe((times.latest - times.first) / max(1, times.tokens - 1))
 
     def answered_prompt(self, texts: Sequence[int]) -> None:
         """Record that all texts of a prompt have ended, with so many tokens each."""
-        self._observe({self._choices: len(texts), self._most_tokens: max(texts)})
+        self._choices.observe(len(texts))
+        self._most_tokens.observe(max(texts))
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"{_VLLM}{name}", what, _LABELS, buckets=buckets, registry=self._registry)
-
-    def _observe(self, values: Mapping[Histogram, float]) -> None:
-        for histogram, value in values.items():
-            histogram.labels(*self._labels).observe(value)
+        histogram = Histogram(f"{_VLLM}{name}", what, _LABELS, buckets=buckets, registry=self._registry)
+        return histogram.labels(*self._labels)
 
 
 class _EngineCollector(Collector):
