@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,15 +19,16 @@ from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
 from granite4_neuron.system.stack import with_stack
 
-Batch = list[tuple[int, Output]]
+Batch = dict[int, list[Output]]  # new outputs by the number of a sequence, from 0
 PAUSE_SECONDS = 5
 
 
 class Generation:
     """The running sequences of one request to the server. It belongs to the event loop.
 
-    Iterating over it gives the outputs of each engine step: pairs of a sequence's number, from 0, and its output; and
-    none, if none has come for `PAUSE_SECONDS`. It raises the error if the engine refuses the request.
+    Iterating over it gives the outputs that have come since the last time, of one engine step or of several if the
+    reader is slow; and none, if none has come for `PAUSE_SECONDS`. It raises the error if the engine refuses the
+    request.
 
     Args:
         requests: the sequences, `choices` for each prompt.
@@ -44,20 +45,53 @@ class Generation:
         self.ids: list[int] = []  # from `Engine.add`; only the engine's thread uses them
         self.first_time: float | None = None  # when the first token of any came
         self.times = times
-        self.batches: asyncio.Queue[Batch | Exception] = asyncio.Queue()
+        self._latest = self.started  # when outputs came
+        self._batch: Batch = {}
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
+        self._pause()
 
-    async def __aiter__(self) -> AsyncIterator[Batch]:
-        ended = 0
-        while ended < len(self.requests):
-            pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self.batches.put_nowait, [])
-            try:
-                batch = await self.batches.get()
-            finally:
-                pause.cancel()
-            if isinstance(batch, Exception):
-                raise batch
-            ended += sum(output.finish_reason is not None for _, output in batch)
-            yield batch
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Batch:
+        if not self.unfinished and not self._batch:
+            raise StopAsyncIteration
+        await self._has_news.wait()
+        batch, self._batch = self._batch, {}
+        if self._error is None:
+            self._has_news.clear()
+        elif not batch:
+            raise self._error
+        return batch
+
+    def add(self, batch: Batch, now: float) -> None:
+        """Add outputs that have come now."""
+        self.first_time = self.first_time or now
+        self._latest = now
+        for index, outputs in batch.items():
+            self.unfinished -= outputs[-1].finish_reason is not None
+            if index in self._batch:
+                self._batch[index] += outputs
+            else:
+                self._batch[index] = outputs
+        self._has_news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the iteration with an error, after the outputs that have come."""
+        self._error = error
+        self._has_news.set()
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        self._pausing.cancel()
+
+    def _pause(self) -> None:
+        left = self._latest + PAUSE_SECONDS - time.perf_counter()
+        if left <= 0:
+            self._has_news.set()
+            left = PAUSE_SECONDS
+        self._pausing = asyncio.get_running_loop().call_later(left, self._pause)
 
 
 class EngineThread:
@@ -165,6 +199,7 @@ class EngineThread:
 
     def end(self, generation: Generation) -> None:
         """Cancel what still runs of it, before the engine's next step."""
+        generation.close()
         if generation in self._live:
             self._live.remove(generation)
             self._inbox.put(partial(self._cancel, generation))
@@ -239,7 +274,7 @@ class EngineThread:
         batches: dict[Generation, Batch] = {}
         for output in outputs:
             generation, index = self._generations[output.id]
-            batches.setdefault(generation, []).append((index, output))
+            batches.setdefault(generation, {}).setdefault(index, []).append(output)
             if output.finish_reason is not None:
                 del self._generations[output.id]
         if batches:
@@ -250,10 +285,8 @@ class EngineThread:
         for generation, batch in batches.items():
             if generation not in self._live:
                 continue
-            generation.first_time = generation.first_time or now
             self._measure(generation, batch, now)
-            generation.unfinished -= sum(output.finish_reason is not None for _, output in batch)
-            generation.batches.put_nowait(batch)
+            generation.add(batch, now)
             if not generation.unfinished:
                 self._live.remove(generation)
                 for choices in _grouped(range(len(generation.requests)), generation.choices):
@@ -263,8 +296,7 @@ class EngineThread:
 
     def _measure(self, generation: Generation, batch: Batch, now: float) -> None:
         """Record the times of new tokens, in seconds."""
-        for index in dict.fromkeys(index for index, _ in batch):
-            outputs = [output for each, output in batch if each == index]
+        for index, outputs in batch.items():
             times = generation.times.get(index)
             if times is not None:
                 self._metrics.next_tokens(now - times.latest)
@@ -280,7 +312,7 @@ class EngineThread:
                 self._metrics.ended(reason, times)
 
     def _fail(self, generation: Generation, error: Exception) -> None:
-        generation.batches.put_nowait(error)
+        generation.fail(error)
         self._live.discard(generation)
 
     def _ended(self) -> None:

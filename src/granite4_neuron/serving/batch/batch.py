@@ -103,7 +103,8 @@ class LineJob(Job):
                 return
         with self._same_ids():
             answer = self._answer()
-            answer.add(self._outputs)
+            for index, output in self._outputs:
+                answer.add(index, [output])
             self._end(self._form.success(answer.whole()), has_failed=False)
 
     def _fail(self, error: RequestError) -> None:

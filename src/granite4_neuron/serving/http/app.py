@@ -31,11 +31,11 @@ from granite4_neuron.serving.apis.chat.protocol import (
 )
 from granite4_neuron.serving.apis.endpoints import API, BY_PATH, check_model
 from granite4_neuron.serving.apis.messages.body import PromptBody
-from granite4_neuron.serving.engine_thread import Batch, Generation
+from granite4_neuron.serving.engine_thread import Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json, to_short_json
 from granite4_neuron.serving.http.adapter_routes import AdapterRoutes
 from granite4_neuron.serving.http.bodies import in_utf8, too_long
-from granite4_neuron.serving.http.connection import IS_EVENT_STREAM
+from granite4_neuron.serving.http.connection import IS_EVENT_STREAM, WRITE, Write
 from granite4_neuron.serving.http.middleware import LOG, PATHS, Middleware
 from granite4_neuron.serving.http.request_log import HEADER, IGNORED_HEADER
 from granite4_neuron.serving.http.service import Service
@@ -264,14 +264,15 @@ class _Routes:
 
     async def _whole(self, generation: Generation, answer: Answer) -> str:
         async for batch in generation:
-            _raise_errors(batch)
-            answer.add(batch)
+            for index, outputs in batch.items():
+                _raise_error(outputs[-1])
+                answer.add(index, outputs)
         return await self._service.queues.answers.run(lambda _: to_json(answer.whole()))
 
 
 async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> AsyncIterator[str]:
-    """Yield the events of a stream, of a step together; an error is the last one. A pause is said, so that neither the
-    client nor a proxy gives up.
+    """Yield the events of a stream, those together that are there together; an error is the last one. A pause is said,
+    so that neither the client nor a proxy gives up.
     """
 
     def events(index: int, outputs: list[Output], encode: Callable[[object], str], _: Stop | None = None) -> str:
@@ -279,25 +280,29 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
 
     try:
         async for batch in generation:
-            _raise_errors(batch)
-            if not batch:
-                yield answer.pause
-            for index, outputs in answer.add(batch).items():
+            parts = [] if batch else [answer.pause]
+            for index, outputs in batch.items():
+                last = outputs[-1]
+                if last.error is not None:
+                    outputs.pop()
+                answer.add(index, outputs)
                 # A text's first event may have all of the prompt's log-probabilities, and the last ones all of its own.
-                if outputs[0].prompt is not None:
-                    yield await queue.run(partial(events, index, outputs, to_json))
-                else:
-                    is_last = outputs[-1].finish_reason is not None
-                    yield events(index, outputs, to_json if is_last else to_short_json)
+                if outputs and outputs[0].prompt is not None:
+                    parts.append(await queue.run(partial(events, index, outputs, to_json)))
+                elif outputs:
+                    parts.append(events(index, outputs, to_short_json if last.finish_reason is None else to_json))
+                if last.error is not None:
+                    yield "".join(parts)
+                    _raise_error(last)
+            yield "".join(parts)
         yield "".join(map(str, answer.last_events()))
     except RequestError as error:
         yield str(answer.failure(error))
 
 
-def _raise_errors(batch: Batch) -> None:
-    for _, output in batch:
-        if output.error is not None:
-            raise RequestError(400 if output.is_requests_fault else 500, output.error)
+def _raise_error(output: Output) -> None:
+    if output.error is not None:
+        raise RequestError(400 if output.is_requests_fault else 500, output.error)
 
 
 class _LongText(Response):
@@ -336,18 +341,17 @@ class _EventStream(Response):
         scope[IS_EVENT_STREAM] = True
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _unless_gone(receive, self._send_all(send))
+            await _unless_gone(receive, self._send_all(scope[WRITE]))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientDisconnect:
             pass  # no client is left to tell
         finally:
             self._on_end()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, write: Write) -> None:
         async for events in self._events:
             if events:
-                await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
-            await asyncio.sleep(0)  # the loop learns of a lost connection before more is written to it
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await write(events.encode())
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -18,7 +19,10 @@ ENDING_SECONDS = 5  # for each of them, once the server is ending
 # How long after a client's end of sending the server first makes sure that the client still reads; then ten times that.
 PROBE_SECONDS = 0.05
 
-IS_EVENT_STREAM = "granite4_neuron.is_event_stream"  # of an answer, in its request's scope
+# In a request's scope: whether its answer is a stream of events, and what writes a part of the answer's body.
+IS_EVENT_STREAM = "granite4_neuron.is_event_stream"
+WRITE = "granite4_neuron.write"
+Write = Callable[[bytes], Awaitable[None]]
 
 READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many in chunks of one byte
 
@@ -55,6 +59,21 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:
+            self.scope[WRITE] = self._write  # type: ignore[literal-required]
+
+    async def _write(self, part: bytes) -> None:
+        """Write a part of a body without a Content-Length, as ASGI's `send` does in ten times the time: h11 keeps no
+        state between such parts, and only frames them.
+        """
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.cycle.disconnected:
+            is_framed = self.scope["http_version"] != "1.0"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_framed else part)
 
     # uvicorn's returns nothing; asyncio asks for what this one says.
     def eof_received(self) -> bool:  # type: ignore[override]

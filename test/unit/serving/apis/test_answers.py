@@ -62,11 +62,11 @@ def test_all_answers_are_strict_json(texts, call, arguments):
         whole, streamed = (
             api.answer(texts, "m", [Request([5], 9)], api.body.model_validate_json(json.dumps(body))) for _ in range(2)
         )
-        whole.add((0, output) for output in outputs)
+        whole.add(0, outputs)
         answer = strict(to_json(whole.whole()))
         events = []
         for output in outputs:
-            streamed.add([(0, output)])
+            streamed.add(0, [output])
             events += streamed.events(0, [output])
         data = "".join(map(str, [*events, *streamed.last_events()]))
         said = [strict(line[6:]) for line in data.splitlines() if line.startswith("data: {")]

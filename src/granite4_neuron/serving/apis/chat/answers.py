@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,14 +117,9 @@ class Answer(ABC):
         self.times: dict[int, TextTimes] = {}
         self._outputs: list[list[Output]] = [[] for _ in requests]
 
-    def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
-        """Add the outputs of a step; return the new outputs by sequence."""
-        new: dict[int, list[Output]] = {}
-        for index, output in batch:
-            new.setdefault(index, []).append(output)
-        for index, outputs in new.items():
-            self._outputs[index] += outputs
-        return new
+    def add(self, index: int, outputs: Sequence[Output]) -> None:
+        """Add new outputs of a sequence."""
+        self._outputs[index] += outputs
 
     @abstractmethod
     def whole(self) -> Mapping[str, Any]:

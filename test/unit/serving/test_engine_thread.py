@@ -1,0 +1,27 @@
+"""What a reader of a request's outputs gets."""
+
+import asyncio
+
+import pytest
+
+from granite4_neuron.engine import Output, Request
+from granite4_neuron.serving.engine_thread import Generation
+
+
+def test_a_slow_reader_gets_several_steps_together_and_an_error_behind_them():
+    async def read():
+        generation = Generation([Request([1], 9)] * 2, 2, 0.0, {})
+        for step in {0: "a", 1: "b"}, {1: "c"}:
+            generation.add({index: [Output(index, 5, text)] for index, text in step.items()}, 1.0)
+        yield await anext(generation)
+        generation.add({0: [Output(0, 5, "d", "stop")]}, 2.0)
+        generation.fail(ValueError("failed"))
+        yield await anext(generation)
+        with pytest.raises(ValueError, match="failed"):
+            await anext(generation)
+        generation.close()
+
+    async def texts():
+        return [{index: [each.text for each in outputs] for index, outputs in got.items()} async for got in read()]
+
+    assert asyncio.run(texts()) == [{0: ["a"], 1: ["b", "c"]}, {0: ["d"]}]
