@@ -158,4 +158,4 @@ def test_long_answers_are_written_outside_the_event_loop(server, monkeypatch, st
     monkeypatch.setattr(CompletionAnswer, "_logprobs", logprobs)
     body = {"prompt": ["The import", "A class"], "max_tokens": 3, "echo": True, "logprobs": 2, "stream": stream}
     assert httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).status_code == 200
-    assert threads and all(name.startswith("asyncio") for name in threads)
+    assert threads and all(name.startswith("answers") for name in threads)
