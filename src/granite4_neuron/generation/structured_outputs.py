@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
@@ -32,7 +33,7 @@ from granite4_neuron.system.sandbox.grammar_process import (
     Vocabulary,
     WorkerEnded,
 )
-from granite4_neuron.system.sandbox.limited_process import Stop
+from granite4_neuron.system.sandbox.limited_process import NoProcess, Stop
 from granite4_neuron.system.stack import in_large_stack
 
 Result = TypeVar("Result")
@@ -160,7 +161,7 @@ class GrammarConstraint:
 class Grammars:
     """Makes constraints for the tokens of one model. Several threads may share one.
 
-    A vocabulary of 100,000 tokens takes a second to read.
+    A vocabulary of 100,000 tokens takes a second to read. The process that compiles grammars reads it at the same time.
 
     Args:
         tokenizer: the model's.
@@ -175,8 +176,14 @@ class Grammars:
             if tokenizer.eos_token_id is None:  # llguidance would guess one
                 raise ValueError("it has no end-of-sequence token")
             self._vocabulary = Vocabulary(_definition(tokenizer), vocab_size, tokenizer.eos_token_id)
-            self._tokenizer = self._vocabulary.read()
             self._process = GrammarProcess(self._vocabulary)
+            with suppress(NoProcess):  # the first grammar says so
+                self._process.start()
+            try:
+                self._tokenizer = self._vocabulary.read()
+            except ValueError:
+                self._process.close()
+                raise
         except ValueError as error:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."
 

@@ -371,6 +371,13 @@ def test_a_tokenizer_that_grammars_cannot_use(tokenizer, vocab_size, end, reason
         grammars.constraint("choice", ["a"])
 
 
+def test_the_first_grammar_starts_no_process(tokenizer, monkeypatch):
+    """The process that compiles it has the vocabulary by then."""
+    with closing(Grammars(tokenizer, VOCAB)) as grammars:
+        monkeypatch.setattr(subprocess, "Popen", None)
+        grammars.constraint("choice", ["a"])
+
+
 def test_a_long_text_is_cut(runtime, tokenizer, grammars):
     long = grammars.constraint("regex", "a{50}")
     assert generate(runtime, tokenizer, "x", constraint=long, max_tokens=7) == "a" * 7

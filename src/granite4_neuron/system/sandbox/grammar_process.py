@@ -269,7 +269,7 @@ class GrammarWorker:
 class GrammarProcess:
     """Starts processes for grammars. Several threads may share it; one grammar is compiled at a time.
 
-    It starts with the first grammar, and stays until it is closed.
+    Its first process stays until it is closed.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -278,6 +278,15 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._first: GrammarWorker | None = None
         self._compiling: GrammarWorker | None = None
+
+    def start(self) -> None:
+        """Let the first process read the vocabulary beside what the caller does next; otherwise a grammar waits for it.
+
+        Raises:
+            NoProcess: it cannot be started.
+        """
+        with self._lock, starting():
+            self._start()
 
     def compile(self, kind: str, text: str, stop: Stop | None = None) -> tuple[GrammarWorker, str]:
         """Compile a grammar.
@@ -335,23 +344,25 @@ class GrammarProcess:
         """Return the first process; start it if it does not run."""
         if self._first is None or self._process is None or self._process.poll() is not None:
             ours, theirs = socket.socketpair()
-            with theirs:
+            # A socket would hold so much only when the process reads.
+            with theirs, open(os.memfd_create("vocabulary"), "w+") as vocabulary:
+                json.dump(asdict(self._vocabulary), vocabulary)
+                vocabulary.seek(0)
                 command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), str(theirs.fileno())]
                 self._process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=vocabulary,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
                 )
             self._first = GrammarWorker(ours)
-            self._first._send(asdict(self._vocabulary))
         return self._first
 
 
 def main(descriptor: int) -> None:
-    """Serve a `GrammarProcess` over a connection."""
+    """Serve a `GrammarProcess` over a connection; standard input has the vocabulary."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     _limit_stack(_STACK_BYTES)
@@ -360,8 +371,10 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     connection = socket.socket(fileno=descriptor)
+    with sys.stdin:
+        vocabulary = Vocabulary(**json.load(sys.stdin))
     with suppress(EOFError, ConnectionError):  # the other side has ended
-        _serve(connection, Vocabulary(**_receive(connection)[0]))
+        _serve(connection, vocabulary)
 
 
 def _serve(connection: socket.socket, vocabulary: Vocabulary) -> None:
