@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,15 +38,22 @@ class Checkpoint(ABC):
     """An open checkpoint: its config has been read, everything else is read on demand.
 
     path: the folder or the GGUF file.
-    folder: the folder, for libraries that read one; None for a GGUF file.
-    quantization: how the weights are quantized; None if they are not. The weights in a GGUF file count as not
-        quantized: they are read dequantized, in any dtype.
+    quantization: how the weights are quantized; None if they are not. The weights in a GGUF file and encoded ones count
+        as not quantized: they are read as floats, in any dtype.
     """
 
     path: Path
-    folder: Path | None
     config: ModelConfig
     quantization: StoredQuantization | None
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """The folder, for libraries that read one; None for a GGUF file, and for weights that they do not read.
+
+        Raises:
+            UserError: the weights are incomplete or damaged.
+        """
 
     @property
     @abstractmethod
@@ -102,13 +109,13 @@ class Checkpoint(ABC):
         """
 
     @abstractmethod
-    def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Return a sentence on weights that are quantized here but not in memory, and on weights that the model does
-        not have; None if there are neither.
+    def remark_on(self, quantized: dict[str, StoredWeight], held_in: str) -> str | None:
+        """Return a sentence on weights that are in another format here than in memory, and on tensors that are not
+        used; None if there are neither.
 
         Args:
             quantized: as `quantized_weights` returns them.
-            dtype: the other weights' dtype in memory.
+            held_in: the other weights' format or dtype in memory.
         """
 
     @abstractmethod
@@ -142,6 +149,21 @@ class Checkpoint(ABC):
     def _read_tokenizer(self) -> PreTrainedTokenizerFast: ...
 
 
+def converted_remark(path: Path, stored_in: Sequence[str], held_in: str) -> str | None:
+    """Return a sentence on the weights that are in other formats in memory; None if there are none.
+
+    Args:
+        stored_in: their formats in the checkpoint.
+        held_in: their format or dtype in memory.
+    """
+    if not stored_in:
+        return None
+    how = f"{path} has weights in {', '.join(stored_in)}, which are kept in {held_in} here"
+    if held_in == "float32":
+        return f"{how}, with the same values."
+    return f"{how} and rounded where it does not hold their values; float32 does."
+
+
 def left_out_remark(left_out: Mapping[str, int]) -> str | None:
     """Return a sentence on the tensors that are not loaded; None if there are none.
 
@@ -154,15 +176,31 @@ def left_out_remark(left_out: Mapping[str, int]) -> str | None:
     return f"{what} are left out; only --speculate mtp uses them."
 
 
+def unused_remark(unused: Mapping[str, int]) -> str | None:
+    """Return a sentence on scales that no weight has; None if there are none.
+
+    Args:
+        unused: their number, by their purpose.
+    """
+    if not unused:
+        return None
+    what = " and ".join(f"{number:,} scales of {purpose}" for purpose, number in unused.items())
+    return f"{what} are not used: nothing but weights is quantized here."
+
+
+def joined_remarks(*remarks: str | None) -> str | None:
+    return " ".join(remark for remark in remarks if remark is not None) or None
+
+
 def require_folder(checkpoint: Checkpoint) -> Path:
     """Return the folder of a checkpoint.
 
     Raises:
-        UserError: it is a GGUF file.
+        UserError: other libraries do not read it.
     """
     if checkpoint.folder is None:
         raise UserError(
-            f"{checkpoint.path} is a GGUF file, which compiled graphs of NxD Inference are not made from; "
-            "granite4-neuron convert writes a checkpoint folder of it."
+            f"{checkpoint.path} has weights in {', '.join(checkpoint.stored_in)}, and compiled graphs of NxD Inference "
+            "are not made from such a file; granite4-neuron convert writes a checkpoint folder of it."
         )
     return checkpoint.folder

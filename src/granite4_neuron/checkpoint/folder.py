@@ -9,7 +9,15 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
+from granite4_neuron.checkpoint.checkpoint import (
+    Checkpoint,
+    StoredWeight,
+    converted_remark,
+    joined_remarks,
+    left_out_remark,
+    require_folder,
+    unused_remark,
+)
 from granite4_neuron.checkpoint.folder_contents import (
     CONFIG,
     GENERATION_CONFIG,
@@ -27,7 +35,6 @@ from granite4_neuron.config.quantization import not_read_quantized, quantization
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.model.causal_lm import HybridForCausalLM
@@ -45,26 +52,29 @@ class FolderCheckpoint(Checkpoint):
         UserError: there is no config.json, or it is not one of a Granite model or of weights that this package reads.
     """
 
-    folder: Path
-
     def __init__(self, folder: Path):
-        self.path = self.folder = folder
+        self.path = folder
         file = folder / CONFIG
         if not file.exists():
             raise UserError(f"{file} does not exist; a checkpoint folder holds a {CONFIG}.{what_else_is_in(folder)}")
         values = read_object(file)
         self.config = config_from_dict(values, source=str(file))
-        self.quantization = quantization_in(values)
-        if self.quantization is None and (folder / MODELOPT).exists():
+        self._stored = quantization_in(values)
+        if self._stored is None and (folder / MODELOPT).exists():
             raise not_read_quantized(_modelopt(folder / MODELOPT))
+        self.quantization = self._stored if self._stored is not None and self._stored.is_kept else None
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.has_weights and self.tensors.encoded_in else self.path
 
     @cached_property
     def tensors(self) -> StoredTensors:
-        return StoredTensors(self.folder, self.config)
+        return StoredTensors(self.path, self.config, self._stored)
 
     @property
     def has_weights(self) -> bool:
-        return any((self.folder / name).exists() for name in (WEIGHTS, INDEX))
+        return any((self.path / name).exists() for name in (WEIGHTS, INDEX))
 
     @property
     def dtype(self) -> str:
@@ -73,16 +83,19 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def stored_in(self) -> list[str]:
-        return [] if self.quantization is None else [self.quantization.name]
+        if self._stored is None:
+            return []
+        encoded_in = self.tensors.encoded_in if self.has_weights else []
+        return [f"{encoding} ({self._stored.name})" for encoding in encoded_in] or [self._stored.name]
 
     def with_mtp(self) -> FolderCheckpoint:
-        file = self.folder / CONFIG
+        file = self.path / CONFIG
         try:
             config = self.config.with_mtp(read_object(file))
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
         if not self.tensors.left_out:  # a copy of a checkpoint may lack what its config has
-            raise UserError(f"{self.folder}: {NO_MTP}")
+            raise UserError(f"{self.path}: {NO_MTP}")
         other = copy.copy(self)
         other.__dict__.pop("tensors")
         other.config = config
@@ -90,7 +103,7 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def has_tokenizer(self) -> bool:
-        return (self.folder / TOKENIZER).is_file()
+        return (self.path / TOKENIZER).is_file()
 
     def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         # Not at the top: config, names and sizes need no torch.
@@ -104,9 +117,13 @@ class FolderCheckpoint(Checkpoint):
             for name, each in found.items()
         }
 
-    def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
-        """Weights that are quantized here stay quantized in memory."""
-        return left_out_remark(self.tensors.left_out)
+    def remark_on(self, quantized: dict[str, StoredWeight], held_in: str) -> str | None:
+        """Weights that are quantized here stay quantized in memory, and encoded ones do not."""
+        return joined_remarks(
+            left_out_remark(self.tensors.left_out),
+            converted_remark(self.path, self.tensors.encoded_in, held_in),
+            unused_remark(self.tensors.unused),
+        )
 
     def check_plain(self, config: ModelConfig) -> None:
         """Check, without reading them, that the tensors are a model's with this config, and not quantized.
@@ -116,26 +133,27 @@ class FolderCheckpoint(Checkpoint):
         """
         if self.quantization is not None:
             raise UserError(
-                f"the weights in {self.folder} are in {self.quantization.name}, which is for the backend cpu."
+                f"the weights in {self.path} are in {self.quantization.name}, which is for the backend cpu."
             )
+        require_folder(self)
         self.tensors.check(config)
 
     def generation_config(self) -> dict[str, Any]:
-        file = self.folder / GENERATION_CONFIG
+        file = self.path / GENERATION_CONFIG
         return read_object(file) if file.exists() else {}
 
     def copy_texts_to(self, folder: Path) -> None:
-        named_templates = (str(file.relative_to(self.folder)) for file in self.folder.glob(NAMED_TEMPLATES))
+        named_templates = (str(file.relative_to(self.path)) for file in self.path.glob(NAMED_TEMPLATES))
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *named_templates):
-            if (self.folder / name).is_file():
+            if (self.path / name).is_file():
                 (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(self.folder / name, folder / name)
+                shutil.copyfile(self.path / name, folder / name)
 
     def _read_tokenizer(self) -> PreTrainedTokenizerFast:
         # Not at the top: it imports transformers.
         from granite4_neuron.checkpoint.tokenizer import read_tokenizer
 
-        return read_tokenizer(self.folder)
+        return read_tokenizer(self.path)
 
 
 def _modelopt(file: Path) -> str:

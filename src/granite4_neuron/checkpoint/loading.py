@@ -50,7 +50,8 @@ def load_model(
     convolutions, norms and biases are not. The format decides about a head that is tied to the embedding.
 
     A quantized checkpoint is read as it is if it was written by `save_model` from a quantized model, or by
-    compressed-tensors in one of the schemes of `quantization_config.WeightScheme`.
+    compressed-tensors in one of the schemes of `quantization.WeightScheme`. Weights in an encoding of another tool are
+    read as floats, see `checkpoint.encodings`.
 
     Args:
         checkpoint: an open checkpoint, or an argument of `open_checkpoint`.
@@ -81,7 +82,7 @@ def load_model(
         model = model_of(checkpoint.config, parallel)
     quantized = checkpoint.quantized_weights(model, keep=keep_quantized and not quantize and not adapters)
     dtype = _dtype(checkpoint, dtype, quantize)
-    if (sentence := checkpoint.remark_on(quantized, dtype)) is not None:
+    if (sentence := checkpoint.remark_on(quantized, quantize or str(dtype).removeprefix("torch."))) is not None:
         remark(sentence)
     formats = {name: each.format for name, each in quantized.items()} or formats_for(model, quantize)
     plan = WeightPlan(model, dtype, formats, operators)

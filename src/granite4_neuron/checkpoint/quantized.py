@@ -13,7 +13,7 @@ from torch.nn import functional
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.checkpoint.weight_plan import formats_for, model_format
 from granite4_neuron.config.choices import INT4_GROUP
-from granite4_neuron.config.quantization import COMPRESSED_TENSORS, StoredQuantization, WeightScheme
+from granite4_neuron.config.quantization import StoredQuantization, WeightScheme
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.linear import Matrix
@@ -114,21 +114,20 @@ def quantized_weights(
     """
     if quantization is None:
         return {}
-    is_native = quantization.name != COMPRESSED_TENSORS
     choices: list[StoredFormat] = []
-    if is_native:
+    if quantization.is_native:
         choices += map(NativeFormat, FORMATS.values())
     else:
         choices += map(CompressedFormat, quantization.schemes)
     # Two formats may have the same tensors, so the one that the config implies is tried first.
-    implied = formats_for(model, quantization.name) if is_native else {}
+    implied = formats_for(model, quantization.name) if quantization.is_native else {}
     found = {}
     for name, shape in _matrix_shapes(model).items():
         first = [NativeFormat(implied[name])] if name in implied else []
         if (stored_format := _stored_format(name, shape, [*first, *choices], stored)) is not None:
             found[name] = stored_format
     formats = {name: each.format for name, each in found.items()}
-    if is_native and (not found or model_format(formats).name != quantization.name):
+    if quantization.is_native and (not found or model_format(formats).name != quantization.name):
         raise UserError(
             f"the weights in {stored.folder} do not fit its config.json, which says that they are {quantization.name}."
         )

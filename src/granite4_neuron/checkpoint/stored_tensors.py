@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from granite4_neuron.checkpoint.encodings import Encoding, encodings, unused_purpose
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, StoredNames
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.config.json_files import read_object
+from granite4_neuron.config.quantization import StoredQuantization
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, NORM, parameters
 from granite4_neuron.system import available_memory
@@ -36,68 +38,93 @@ _SHAPE = ".weight_shape"  # a packed weight's shape, as compressed-tensors store
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _InFile(NamedTuple):
     """A tensor in a file."""
 
     name: str
-    part: Part
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """What is stored for a tensor of the model or for a part of it.
+
+    tensors: in files; for an encoded matrix by the endings of their names, otherwise one.
+    shape, dtype: once read.
+    encoding: makes one tensor of several; None for a tensor that is stored as it is.
+    """
+
+    part: Part
+    tensors: Mapping[str, _InFile]
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: Encoding | None = None
+
+    @property
+    def first(self) -> _InFile:
+        return next(iter(self.tensors.values()))
+
+
 class StoredTensors:
-    """The tensors of a checkpoint folder, by the model's names. A tensor that is stored in parts is read as one.
+    """The tensors of a checkpoint folder, by the model's names. A tensor that is stored in parts is read as one, and an
+    encoded one is read in float32.
 
     left_out: the number of tensors that the model does not have, by their purpose.
+    unused: the number of scales that no weight has, by their purpose.
+    encoded_in: the names of the encodings.
+
+    Args:
+        quantization: from the config.
 
     Raises:
         UserError: there are none, a file is damaged, a tensor is stored twice or lacks a part, or the index contradicts
             the files.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig):
+    def __init__(self, folder: Path, config: ModelConfig, quantization: StoredQuantization | None = None):
         self.folder = folder
         self.left_out: Counter[str] = Counter()
+        self.unused: Counter[str] = Counter()
         self._names = StoredNames(config)
-        self._files: dict[str, Path] = {}  # each tensor's file, by the tensor's name in it
+        self._quantization = quantization
+        self._files: dict[str, _InFile] = {}  # by name
         self._parts: dict[str, list[_Stored]] = {}
         index = None if (folder / WEIGHTS).is_file() else _read_index(folder)
         for file in [folder / WEIGHTS] if index is None else _shards(folder, index):
             self._add(file)
         if index is not None:
             self._compare(index)
+        self._place()
         for name, parts in self._parts.items():
             parts.sort(key=lambda one: one.part.number)
             self._check_parts(name, parts)
         self._shapes = {name: _joined_shape(name, parts) for name, parts in self._parts.items()}
         self._dtypes = {name: parts[0].dtype for name, parts in self._parts.items()}
+        found = (one.encoding.name for parts in self._parts.values() for one in parts if one.encoding is not None)
+        self.encoded_in = sorted(set(found))
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor. The file is opened for each read, so that earlier reads do not stay mapped in memory."""
+        """Read one tensor. Files are opened for each read, so that earlier reads do not stay mapped in memory."""
         parts = self._parts[name]
         is_expert = parts[0].part.is_expert
-        if is_expert and not name.endswith(_SHAPE):
-            return self._read_experts(name)
-        tensors = []
-        for one in parts:
-            with open_tensors(one.file, framework="pt") as file:
-                tensors.append(file.get_tensor(one.name))
+        with ExitStack() as stack:
+            paths = dict.fromkeys(tensor.file for one in parts for tensor in one.tensors.values())
+            files = {path: stack.enter_context(open_tensors(path, framework="pt")) for path in paths}
+            if is_expert and not name.endswith(_SHAPE):
+                return self._read_experts(name, files)
+            tensors = [_read(one, files) for one in parts]
         return tensors[0] if len(tensors) == 1 else _joined(name, tensors, is_expert)
 
-    def _read_experts(self, name: str) -> torch.Tensor:
-        """Read a tensor that is stored expert by expert, each expert into its place; open every file once."""
+    def _read_experts(self, name: str, files: Mapping[Path, safe_open]) -> torch.Tensor:
+        """Read a tensor that is stored expert by expert, each expert into its place."""
         # Not at the top: names and shapes need no torch.
         import torch
 
-        parts = self._parts[name]
         stacked = torch.empty(self._shapes[name], dtype=getattr(torch, _QUANTIZED_DTYPES[self._dtypes[name]]))
-        for path in dict.fromkeys(one.file for one in parts):
-            with open_tensors(path, framework="pt") as file:
-                for one in parts:
-                    if one.file == path:
-                        stacked[one.part.number] = file.get_tensor(one.name)
+        for one in self._parts[name]:
+            stacked[one.part.number] = _read(one, files)
         return stacked
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
@@ -106,9 +133,10 @@ class StoredTensors:
 
     def dtype(self) -> str:
         """Return the dtype of the embedding, and so of the model: one of `config.dtypes.DTYPES`. If the embedding is
-        stored quantized, return the final norm's dtype.
+        quantized or encoded, return the final norm's dtype.
         """
-        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else NORM
+        is_encoded = any(one.encoding is not None for one in self._parts.get(EMBEDDING, ()))
+        name = NORM if is_encoded or f"{EMBEDDING}_scale" in self._dtypes else EMBEDDING
         if self._dtypes.get(name) not in STORED_DTYPES:
             raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(STORED_DTYPES)}.")
         return STORED_DTYPES[self._dtypes[name]]
@@ -132,7 +160,10 @@ class StoredTensors:
         strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if not _is_of(dtype, dtypes.get(name))]
         missing = sorted(map(self._names.published, expected.keys() - self._shapes.keys()))
         surplus = sorted(
-            one.name for name in self._shapes.keys() - expected.keys() - may_be_there for one in self._parts[name]
+            tensor.name
+            for name in self._shapes.keys() - expected.keys() - may_be_there
+            for one in self._parts[name]
+            for tensor in one.tensors.values()
         )
         wrong = [
             f"{self._names.published(name)} is {list(self._shapes[name])} instead of {list(shape)}"
@@ -158,24 +189,62 @@ class StoredTensors:
                 raise UserError(
                     f"the weights in {file} are in MLX's format, which is not read; take the model that MLX converted."
                 )
-            for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
-                self._files[stored_name] = file.relative_to(self.folder)
-                if (purpose := self._names.purpose_of_left_out(stored_name)) is not None:
-                    self.left_out[purpose] += 1
-                    continue
-                part = self._names.part_of(stored_name)
-                parts = self._parts.setdefault(part.name, [])
-                twin = next((one for one in parts if one.part.number == part.number), None)
-                if twin is not None:
-                    raise UserError(
-                        f"the weights in {self.folder} hold one tensor twice: as {twin.name} in {twin.file.name} and "
-                        f"as {stored_name} in {file.name}."
-                    )
-                about = tensors.get_slice(stored_name)
-                parts.append(_Stored(stored_name, part, file, tuple(about.get_shape()), about.get_dtype()))
+            for name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
+                about = tensors.get_slice(name)
+                one = _InFile(name, file, tuple(about.get_shape()), about.get_dtype())
+                if name in self._files:
+                    raise self._twice(self._files[name], one)
+                self._files[name] = one
+
+    def _place(self) -> None:
+        """Find the place in the model of everything that is stored."""
+        placed: set[str] = set()
+        for name, tensor in self._files.items():
+            if (purpose := self._names.purpose_of_left_out(name)) is not None:
+                self.left_out[purpose] += 1
+                placed.add(name)
+            elif (purpose := unused_purpose(name, self._quantization)) is not None:
+                self.unused[purpose] += 1
+                placed.add(name)
+            elif (one := self._encoded(tensor)) is not None:
+                self._add_part(one)
+                placed.update(each.name for each in one.tensors.values())
+        for name, tensor in self._files.items():
+            if name not in placed:
+                self._add_part(_Stored(self._names.part_of(name), {"": tensor}, tensor.shape, tensor.dtype))
+
+    def _encoded(self, numbers: _InFile) -> _Stored | None:
+        """Return the encoded matrix that these are the numbers of; None if they are not."""
+        module, _, ending = numbers.name.rpartition(".")
+        for encoding in encodings(module, self._quantization):
+            if ending != next(iter(encoding.tensors)):
+                continue
+            there = {part: self._files.get(f"{module}.{part}") for part in encoding.tensors}
+            tensors = {part: one for part, one in there.items() if one and one.dtype in encoding.tensors[part]}
+            if len(tensors) < len(encoding.tensors):
+                continue
+            shape = encoding.shape({part: one.shape for part, one in tensors.items()})
+            if shape is None:
+                listed = " and ".join(f"{one.name} is {list(one.shape)}" for one in tensors.values())
+                raise UserError(f"the weights in {self.folder} do not fit their format, {encoding.name}: {listed}.")
+            return _Stored(self._names.part_of(f"{module}.weight"), tensors, shape, "F32", encoding)
+        return None
+
+    def _add_part(self, new: _Stored) -> None:
+        parts = self._parts.setdefault(new.part.name, [])
+        twin = next((one for one in parts if one.part.number == new.part.number), None)
+        if twin is not None:
+            raise self._twice(twin.first, new.first)
+        parts.append(new)
+
+    def _twice(self, first: _InFile, second: _InFile) -> UserError:
+        return UserError(
+            f"the weights in {self.folder} hold one tensor twice: as {first.name} in {first.file.name} and as "
+            f"{second.name} in {second.file.name}."
+        )
 
     def _check_parts(self, name: str, parts: Sequence[_Stored]) -> None:
-        there = _listed(one.name for one in parts)
+        there = _listed(one.first.name for one in parts)
         if any(one.part.of != len(parts) for one in parts):
             raise UserError(f"the weights in {self.folder} lack a part of {name}: they have only {there}.")
         if len({(one.shape, one.dtype) for one in parts}) > 1:
@@ -184,7 +253,7 @@ class StoredTensors:
             )
 
     def _compare(self, index: dict[str, str]) -> None:
-        stored = self._files
+        stored = {name: one.file.relative_to(self.folder) for name, one in self._files.items()}
         wrong = [
             f"{name} is in {stored.get(name, 'no shard')}, and by the index in {index.get(name, 'none')}"
             for name in sorted(index.keys() | stored.keys())
@@ -201,13 +270,26 @@ def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
     )
 
 
+def _read(one: _Stored, files: Mapping[Path, safe_open]) -> torch.Tensor:
+    tensors = {ending: files[tensor.file].get_tensor(tensor.name) for ending, tensor in one.tensors.items()}
+    return one.encoding.decode(tensors) if one.encoding is not None else tensors[""]
+
+
 def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:
     shape = parts[0].shape
     if name.endswith(_SHAPE):
         return (shape[0] + 1,) if parts[0].part.is_expert and shape else shape
     if parts[0].part.is_expert:
         return (len(parts), *shape)
-    return (*(len(parts) * rows for rows in shape[:1]), *shape[1:])
+    if not shape:
+        return shape
+    rows = _rows_axis(len(shape))
+    return (*shape[:rows], len(parts) * shape[rows], *shape[rows + 1 :])
+
+
+def _rows_axis(dimensions: int) -> int:
+    """Return the axis of a vector's or a matrix's rows, where the matrix may be one of several."""
+    return max(dimensions - 2, 0)
 
 
 def _joined(name: str, tensors: list[torch.Tensor], are_experts: bool) -> torch.Tensor:
@@ -219,7 +301,7 @@ def _joined(name: str, tensors: list[torch.Tensor], are_experts: bool) -> torch.
         if are_experts:
             return torch.cat([tensors[0].new_tensor([len(tensors)]), tensors[0]])
         return tensors[0] * torch.tensor([len(tensors), 1])
-    return torch.cat(tensors)
+    return torch.cat(tensors, _rows_axis(tensors[0].dim()))
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -39,6 +39,16 @@ class StoredQuantization:
     name: str
     schemes: tuple[WeightScheme, ...] = ()
 
+    @property
+    def is_native(self) -> bool:
+        """Whether this package wrote them."""
+        return self.name in QUANTIZATIONS
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether weights stay quantized in memory."""
+        return self.is_native or bool(self.schemes)
+
 
 def quantization_config(name: str) -> dict[str, str]:
     """Return the entry in config.json for weights that this package wrote, in one of `choices.QUANTIZATIONS`."""

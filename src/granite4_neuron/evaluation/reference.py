@@ -19,7 +19,9 @@ from granite4_neuron.config.aliases import time_step_limit_in
 
 @contextmanager
 def readable_by_transformers(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Provide a checkpoint as a folder; for a GGUF file a temporary one with its values in float32."""
+    """Provide a checkpoint as a folder that transformers reads; for any other a temporary one, with the values in
+    float32.
+    """
     if checkpoint.folder is not None:
         yield checkpoint.folder
         return

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, left_out_remark
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight, joined_remarks, left_out_remark
 from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
 from granite4_neuron.checkpoint.gguf.file import open_gguf
@@ -15,7 +15,6 @@ from granite4_neuron.checkpoint.gguf.sampling import read_sampling
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
@@ -78,11 +77,10 @@ class GGUFCheckpoint(Checkpoint):
             for name, each in found.items()
         }
 
-    def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
+    def remark_on(self, quantized: dict[str, StoredWeight], held_in: str) -> str | None:
         from granite4_neuron.checkpoint.gguf.kept import remark_on
 
-        remarks = left_out_remark(self.tensors.left_out), remark_on(self.tensors, quantized, dtype)
-        return " ".join(remark for remark in remarks if remark is not None) or None
+        return joined_remarks(left_out_remark(self.tensors.left_out), remark_on(self.tensors, quantized, held_in))
 
     def generation_config(self) -> dict[str, Any]:
         """Return GGUF's recommended sampling, under its own names where generation_config.json has none."""

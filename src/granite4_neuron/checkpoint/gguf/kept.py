@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from granite4_neuron.checkpoint.checkpoint import converted_remark
 from granite4_neuron.checkpoint.gguf.tensors import FLOAT_TYPES, GGUFTensors
 from granite4_neuron.checkpoint.weight_plan import formats_for
 from granite4_neuron.model.causal_lm import HybridForCausalLM
@@ -91,18 +92,12 @@ def _partner(name: str) -> str:
     return f"{layer}{experts}{other}_linear.weight" if experts else name
 
 
-def remark_on(stored: GGUFTensors, kept: Collection[str], dtype: torch.dtype) -> str | None:
-    """Return a sentence on the weights that are quantized in the file but not in memory; None if there are none.
+def remark_on(stored: GGUFTensors, kept: Collection[str], held_in: str) -> str | None:
+    """Return a sentence on the weights that are quantized in the file but not kept so; None if there are none.
 
     Args:
-        kept: the names of the weights that are quantized in memory.
-        dtype: the other weights' dtype in memory.
+        kept: the names of the weights that are quantized in memory as in the file.
+        held_in: the other weights' format or dtype in memory.
     """
-    types = sorted(stored.types(name for name in stored.names() if name not in kept) - {*FLOAT_TYPES})
-    if not types:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    how = f"{stored.path} has weights in {', '.join(types)}, which are kept in {name} here"
-    if dtype == torch.float32:
-        return f"{how}, with the same values."
-    return f"{how} and rounded where it does not hold their values; float32 does."
+    types = stored.types(name for name in stored.names() if name not in kept) - {*FLOAT_TYPES}
+    return converted_remark(stored.path, sorted(types), held_in)
