@@ -251,7 +251,10 @@ FAULTS = {
         values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}),
         "are quantized by 'gptq', and only",
     ),
-    "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized by 'fp8', and only"),
+    "fp8 in blocks of one size": (
+        values_of(CONFIG, quantization_config={"quant_method": "fp8", "weight_block_size": 128}),
+        "blocks have the size 128, and must have a number of rows and columns",
+    ),
     "compressed-tensors, and no more": (
         values_of(CONFIG, quantization_config='"compressed-tensors"'),
         "quantized by compressed-tensors with no config_groups that say how",
@@ -268,8 +271,8 @@ FAULTS = {
     ),
     "MLX in bfloat16": (of_mlx, f"{WEIGHTS} are in MLX's format, which is not read; take the model that MLX converted"),
     "ModelOpt": (
-        values_of("hf_quant_config.json", quantization={"quant_algo": "FP8", "exclude_modules": ["lm_head"]}),
-        "are quantized by NVIDIA's ModelOpt in FP8, and only",
+        values_of("hf_quant_config.json", quantization={"quant_algo": "W4A16_AWQ", "exclude_modules": ["lm_head"]}),
+        "are quantized by NVIDIA's ModelOpt in 'W4A16_AWQ', and only",
     ),
     "ModelOpt, and no more": (text_of("hf_quant_config.json", "{}"), "are quantized by NVIDIA's ModelOpt, and only"),
     # Tokenizers

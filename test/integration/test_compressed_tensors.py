@@ -214,8 +214,8 @@ class TestCommands:
 
 
 REFUSED = {
-    "float8": (dict(format="float-quantized"), "with the format 'float-quantized'; only symmetric weights are read"),
-    "the format of a group": (dict(group=dict(format="nvfp4-pack-quantized")), "the format 'nvfp4-pack-quantized'"),
+    "float8": (dict(format="float-quantized"), "with weights of type 'int'; only symmetric weights are read"),
+    "the format of a group": (dict(group=dict(format="mxfp8-quantized")), "the format 'mxfp8-quantized'"),
     "dense": (dict(format="dense"), "with the format 'dense'"),
     "no format": (dict(format=None), "with the format None"),
     "floating weights": (dict(weights=dict(type="float")), "with weights of type 'float'"),
@@ -227,9 +227,12 @@ REFUSED = {
     "groups of text": (dict(weights=dict(group_size="32")), "group_size '32'"),
     "int8 in groups": (dict(weights=dict(num_bits=8)), "with 8 bits, strategy 'group', group_size 32"),
     "three bits": (dict(weights=dict(num_bits=3, strategy="channel")), "with 3 bits, strategy 'channel'"),
+    "floats in large groups": (
+        dict(format="mxfp4-pack-quantized", weights=dict(type="float", group_size=64)),
+        "with 4 bits, strategy 'group', group_size 64, in mxfp4-pack-quantized",
+    ),
     "one scale": (dict(weights=dict(strategy="tensor")), "with 4 bits, strategy 'tensor'"),
     "int4 not packed": (dict(format="int-quantized"), "with 4 bits, strategy 'group', group_size 32, in int-quantized"),
-    "a cache": (dict(kv_cache_scheme=dict(num_bits=8)), "with a kv_cache_scheme"),
     "rotations": (dict(transform_config=dict(config_groups={"u": {}})), "with a transform_config"),
     "sparsity": (dict(sparsity_config=dict(format="sparse-24-bitmask")), "with a sparsity_config"),
     "no groups": (dict(config_groups={}), "with no config_groups that say how"),
@@ -258,7 +261,12 @@ def test_other_schemes_are_refused(changes, words):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(weights=dict(actorder="static")), dict(sparsity_config=dict(format="dense")), dict(quantization_status="x")],
+    [
+        dict(weights=dict(actorder="static")),
+        dict(sparsity_config=dict(format="dense")),
+        dict(quantization_status="x"),
+        dict(kv_cache_scheme=dict(num_bits=8)),
+    ],
 )
 def test_settings_without_effect_are_accepted(changes):
     GraniteMoeHybridConfig.from_dict(config_with(changes))

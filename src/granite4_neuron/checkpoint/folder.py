@@ -31,7 +31,7 @@ from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS, StoredTens
 from granite4_neuron.config import ModelConfig, config_from_dict
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import NO_MTP
-from granite4_neuron.config.quantization import not_read_quantized, quantization_in
+from granite4_neuron.config.quantization import modelopt_in, quantization_in
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FolderCheckpoint(Checkpoint):
         self.config = config_from_dict(values, source=str(file))
         self._stored = quantization_in(values)
         if self._stored is None and (folder / MODELOPT).exists():
-            raise not_read_quantized(_modelopt(folder / MODELOPT))
+            self._stored = modelopt_in(read_object(folder / MODELOPT))
         self.quantization = self._stored if self._stored is not None and self._stored.is_kept else None
 
     @property
@@ -154,10 +154,3 @@ class FolderCheckpoint(Checkpoint):
         from granite4_neuron.checkpoint.tokenizer import read_tokenizer
 
         return read_tokenizer(self.path)
-
-
-def _modelopt(file: Path) -> str:
-    """Return what the file says of the quantization, as a part of a sentence."""
-    about = read_object(file).get("quantization")
-    algorithm = about.get("quant_algo") if isinstance(about, dict) else None
-    return "NVIDIA's ModelOpt" + (f" in {algorithm}" if isinstance(algorithm, str) else "")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from granite4_neuron.checkpoint.encodings.fp4 import MXFP4, NVFP4
+from granite4_neuron.checkpoint.encodings.fp8 import FP8
 from granite4_neuron.config.quantization import StoredQuantization
 
 if TYPE_CHECKING:
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+# Where ModelOpt says "weight", compressed-tensors says "weight_packed", and it divides by the scale of the matrix.
+_FP4 = (
+    NVFP4("weight", "weight_scale_2", divides=False),
+    NVFP4("weight_packed", "weight_global_scale", divides=True),
+    MXFP4("weight"),
+    MXFP4("weight_packed"),
+)
 # Scales of what this package does not quantize, by the endings of their names.
 _UNUSED = {
     "input_scale": "activations",
@@ -47,7 +56,10 @@ class Encoding(Protocol):
 
 def encodings(module: str, quantization: StoredQuantization | None) -> Sequence[Encoding]:
     """Return the encodings that the weight of a module may have."""
-    return ()
+    if quantization is None or quantization.is_native:
+        return ()
+    blocks = quantization.blocks
+    return FP8("weight_scale", blocks), FP8("weight_scale_inv", blocks), *_FP4
 
 
 def unused_purpose(name: str, quantization: StoredQuantization | None) -> str | None:

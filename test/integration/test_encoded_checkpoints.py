@@ -1,0 +1,160 @@
+"""Checkpoints in the encodings of other tools: every number is what the encoding's definition says."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from granite4_neuron.checkpoint.encodings import encodings
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.names import StoredNames
+from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
+from granite4_neuron.commands import cli
+from granite4_neuron.config.quantization import quantization_in
+from granite4_neuron.errors import UserError
+from test.support.checkpoints import CASES, NemotronCase
+from test.support.encoded import fp8, mxfp4, nvfp4, write_encoded
+
+GRANITE, NEMOTRON = CASES[0], NemotronCase("nemotron")
+
+
+def weights_of(format, num_bits=8, strategy="channel", **more):
+    numbers = dict(num_bits=num_bits, type="float", symmetric=True, strategy=strategy, dynamic=False, **more)
+    return {"targets": ["Linear"], "format": format, "weights": numbers, "input_activations": {"num_bits": num_bits}}
+
+
+GROUPS = [
+    weights_of("float-quantized"),
+    weights_of("float-quantized", strategy="tensor"),
+    weights_of("float-quantized", strategy="block", block_structure=[24, 40]),
+    weights_of("nvfp4-pack-quantized", 4, "tensor_group", group_size=16),
+    weights_of("mxfp4-pack-quantized", 4, "group", group_size=32),
+]
+COMPRESSED_TENSORS = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {f"group_{number}": group for number, group in enumerate(GROUPS)},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+}
+MODELOPT = {
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_quant_algo": "FP8",
+    "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}},
+}
+IN_COMPRESSED_TENSORS = {
+    "in_proj": fp8("weight_scale", rows=1, dtype=torch.bfloat16),
+    "out_proj": fp8("weight_scale"),
+    "q_proj": fp8("weight_scale", 24, 40),
+    "o_proj": nvfp4("weight_packed", "weight_global_scale"),
+    "shared_mlp.input": mxfp4("weight_packed"),
+    "shared_mlp.output": fp8("weight_scale", 24, 40),
+    "sparse_moe.input": nvfp4("weight_packed", "weight_global_scale"),
+    "sparse_moe.output": fp8("weight_scale", rows=1),
+}
+IN_MODELOPT = {
+    "in_proj": fp8("weight_scale"),
+    "out_proj": nvfp4("weight", "weight_scale_2"),
+    "q_proj": fp8("weight_scale", rows=1),
+    "shared_experts.up": mxfp4("weight"),
+    "experts.": nvfp4("weight", "weight_scale_2"),
+    "mixer.up_proj": fp8("weight_scale_inv", 128, 128),
+}
+
+
+@pytest.fixture
+def granite(random_checkpoints, tmp_path):
+    """Write a Granite model as compressed-tensors does; return its folder and meaning."""
+    more = {f"model.layers.1.self_attn.{which}_scale": torch.ones(1) for which in ("k", "v")}
+    more["model.layers.0.mamba.in_proj.input_scale"] = torch.ones(1)
+    folder, about = tmp_path / "granite", {"quantization_config": COMPRESSED_TENSORS}
+    return folder, write_encoded(random_checkpoints(GRANITE), folder, IN_COMPRESSED_TENSORS, about, more)
+
+
+@pytest.fixture
+def nemotron(random_checkpoints, tmp_path):
+    """Write a Nemotron model as ModelOpt does, with a file of its own beside config.json."""
+    folder = tmp_path / "nemotron"
+    more = {"backbone.layers.3.mixer.k_proj.k_scale": torch.ones(())}
+    meaning = write_encoded(random_checkpoints(NEMOTRON), folder, IN_MODELOPT, {}, more)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": MODELOPT}))
+    return folder, meaning
+
+
+def read(folder, **options):
+    """Return the tensors that are loaded, by published name."""
+    model = load_model(folder, **options)
+    names = StoredNames(model.config)
+    return {name: each for key, weight in model.named_weights() for name, each in names.stored(key, weight)}
+
+
+@pytest.mark.parametrize("family", ["granite", "nemotron"])
+def test_every_number_is_read(family, request):
+    folder, meaning = request.getfixturevalue(family)
+    remarks = []
+    loaded = read(folder, dtype=torch.float32, remark=remarks.append)
+    different = [name for name in meaning if not torch.equal(loaded[name].view(meaning[name].shape), meaning[name])]
+    assert not different
+    assert "has weights in FP8, MXFP4, NVFP4, which are kept in float32 here, with the same values." in remarks[0]
+    unused = {"granite": "1 scales of activations and 2 scales of the KV cache", "nemotron": "1 scales of the KV cache"}
+    assert f"{unused[family]} are not used" in remarks[0]
+
+
+def test_commands_treat_them_as_floats(granite, capsys, tmp_path):
+    """`info` names the encodings, and `convert` writes a checkpoint of ours."""
+    folder, meaning = granite
+    assert cli.main(["info", "--model", str(folder)]) == 0
+    assert "FP8 (compressed-tensors), MXFP4 (compressed-tensors), NVFP4 (compressed-tensors)" in capsys.readouterr().out
+    ours = tmp_path / "ours"
+    assert cli.main(["convert", "--model", str(folder), "--dtype", "bfloat16", "--output", str(ours)]) == 0
+    assert "which are kept in bfloat16 here and rounded" in capsys.readouterr().err
+    assert open_checkpoint(folder).folder is None and open_checkpoint(ours).folder == ours
+    written = load_file(ours / WEIGHTS)
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in meaning.items())
+    model = load_model(folder, quantize="int8")
+    assert model.is_quantized
+
+
+def test_weights_that_do_not_fit_their_scales_are_refused(random_checkpoints, tmp_path):
+    def encode(shape):
+        tensors, meaning = fp8("weight_scale", rows=1)(shape)
+        return tensors | {"weight_scale": tensors["weight_scale"][1:]}, meaning
+
+    about = {"quantization_config": COMPRESSED_TENSORS}
+    write_encoded(random_checkpoints(GRANITE), tmp_path / "model", {"in_proj": encode}, about)
+    with pytest.raises(
+        UserError, match=r"not fit their format, FP8: .*in_proj.weight is \[296, 64\] and .*is \[295, 1\]"
+    ):
+        load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group['format']}-{group['weights']['strategy']}")
+def test_the_library_reads_the_same(group):
+    """compressed-tensors itself writes a matrix, and reads the same as this package."""
+    library = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    scheme = library.quantization.QuantizationScheme(**{**group, "input_activations": None})
+    compressor = library.compressors.BaseCompressor.get_value_from_registry(group["format"])
+    weight = torch.randn(72, 160)
+    args = scheme.weights
+    size = {"channel": (1, 160), "tensor": (72, 160), "block": (24, 40)}.get(args.strategy, (1, args.group_size))
+    scale = weight.abs().unflatten(0, (-1, size[0])).unflatten(-1, (-1, size[1])).amax((1, 3)) / (
+        6 if args.num_bits == 4 else 448
+    )
+    module = {"weight": weight, "weight_scale": scale.reshape(1) if args.strategy == "tensor" else scale}
+    if args.strategy == "tensor_group":
+        module |= {"weight_scale": scale * 100, "weight_global_scale": torch.tensor([100.0])}
+    written = compressor.compress(module, scheme)
+    expected = compressor.decompress(dict(written), scheme)["weight"]
+    about = quantization_in({"quantization_config": COMPRESSED_TENSORS})
+    dtypes = {
+        ending: {"torch.uint8": "U8", "torch.float8_e4m3fn": "F8_E4M3"}.get(str(tensor.dtype), "F32")
+        for ending, tensor in written.items()
+    }
+    [encoding] = [
+        one
+        for one in encodings("", about)
+        if one.tensors.keys() == dtypes.keys() and all(dtypes[ending] in among for ending, among in one.tensors.items())
+    ]
+    assert encoding.shape({ending: tuple(tensor.shape) for ending, tensor in written.items()}) == (72, 160)
+    assert torch.equal(encoding.decode(written).to(expected.dtype), expected) and (expected - weight).abs().max() < 2
