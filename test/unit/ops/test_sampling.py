@@ -233,6 +233,20 @@ class TestOnTheCPU:
             found, expected = (form.choose([logits] * 50, choices) for form in (cpu, sampling))
             assert [each.token for each in found] == [each.token for each in expected]
 
+    def test_an_unlikely_token_wins_by_a_rare_number(self):
+        """A block of tokens is drawn from however far behind its likeliest one is."""
+        size = 384
+        numbers = -sampling._log2(torch.stack([sampling.exponentials(1, place, size) for place in range(200)]))
+        place, token = divmod(int(numbers[:, size // 2 :].argmax()), size // 2)
+        token += size // 2
+        difference = float(numbers[place, token] - numbers[place, 0])
+        assert difference > 13
+        for ahead, expected in ((0.1, token), (-0.1, 0)):
+            logits = torch.full((size,), -math.inf)
+            logits[0], logits[token] = 0, (ahead - difference) * math.log(2)
+            choice = Choice(1.0, seed=1, place=place)
+            assert [form.choose([logits], [choice])[0].token for form in forms()] == [expected] * 2
+
     def test_reports_of_given_tokens(self):
         logits, tokens = torch.stack([random_logits(50, seed) for seed in range(3)]), [4, 0, 49]
         expected = (logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)).log()

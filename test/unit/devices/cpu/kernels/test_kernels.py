@@ -613,13 +613,15 @@ class TestAttention:
         kv_heads=st.sampled_from([1, 2, 4]),
         head_dim=st.sampled_from([8, 32, 64, 80]),
         seed=st.integers(0, 1000),
+        poisoned=st.integers(0, 1),
     )
-    def test_equals_the_definition(self, dtype, rows, tokens, kv_heads, head_dim, seed):
-        """Each row is (tokens in the cache already, new ones). Everything else is NaN."""
+    def test_equals_the_definition(self, dtype, rows, tokens, kv_heads, head_dim, seed, poisoned):
+        """Each row is (tokens in the cache already, new ones). Everything else is NaN, and so are `poisoned` rows."""
         torch.manual_seed(seed)
         rows = [(start, min(new, tokens)) for start, new in rows]
         slots = torch.randperm(len(rows)) + 1
         keys, values = (torch.randn(len(rows), 205, kv_heads, head_dim).to(dtype) for _ in range(2))
+        keys[:poisoned], values[:poisoned] = math.nan, math.nan
         caches = [torch.full((len(rows) + 1, kv_heads, 210, head_dim), math.nan, dtype=dtype) for _ in range(2)]
         positions = torch.tensor([start for start, _ in rows])[:, None] + torch.arange(tokens)
         lengths = torch.tensor([new for _, new in rows])
@@ -632,8 +634,8 @@ class TestAttention:
             cpu.write_cache(cache, fresh, *where)
         query = torch.randn(len(rows), tokens, 4, head_dim).to(dtype)
         output = cpu.cached_attention(query, *caches, *where, 0.2, kv_length=205)
-        assert output.dtype == dtype and torch.isfinite(output).all()
-        for row, (start, new) in enumerate(rows):
+        assert output.dtype == dtype and torch.isfinite(output[poisoned:]).all()
+        for row, (start, new) in enumerate(rows[poisoned:], start=poisoned):
             for t in range(new):
                 seen = start + t + 1
                 exact = oracles.attention(query[row, t], keys[row, :seen], values[row, :seen], 0.2)
