@@ -48,7 +48,7 @@ def run(*arguments):
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="--compare needs transformers 5")
 @pytest.mark.parametrize(
-    ("lengths", "compared"), [([9], ()), pytest.param([9, 20], ("--compare", "transformers"), marks=pytest.mark.slow)]
+    ("lengths", "compared"), [([9, 20], ()), pytest.param([9], ("--compare", "transformers"), marks=pytest.mark.slow)]
 )
 def test_table_json_and_plot(tmp_path, lengths, compared):
     pytest.importorskip("matplotlib")

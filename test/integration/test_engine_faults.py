@@ -5,7 +5,7 @@ import pytest
 from benchmarks.engine.faults import fuzz
 
 
-@pytest.mark.parametrize("number", [120, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [120, pytest.param(800, marks=pytest.mark.exhaustive)])
 def test_a_fault_changes_no_other_text(number):
     report = fuzz(number)
     assert not report.wrong, report.wrong[:3]
@@ -15,15 +15,15 @@ def test_a_fault_changes_no_other_text(number):
 
 @pytest.mark.slow
 def test_a_fault_changes_no_other_text_on_an_asynchronous_device():
-    report = fuzz(250, on_device=True)
+    report = fuzz(120, on_device=True)
     assert not report.wrong, report.wrong[:3]
-    assert report.compared > 100 and report.ahead > 800 and report.stopped > 5, report
-    assert report.drawn > 300 and report.undecided > 50, report
+    assert report.compared > 200 and report.ahead > 400 and report.stopped > 5, report
+    assert report.drawn > 200 and report.undecided > 40, report
 
 
 @pytest.mark.slow
 def test_a_fault_changes_no_other_text_with_multi_token_prediction():
-    report = fuzz(600, mtp=True)
+    report = fuzz(250, mtp=True)
     assert not report.wrong, report.wrong[:3]
-    assert report.compared > 200 and report.drafted > 1000 and report.accepted > 100, report
-    assert sum(count for place, count in report.faults.items() if "MTP" in place) > 5, report.faults
+    assert report.compared > 200 and report.drafted > 150 and report.accepted > 25, report
+    assert sum(count for place, count in report.faults.items() if "MTP" in place) > 2, report.faults

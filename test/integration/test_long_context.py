@@ -76,7 +76,7 @@ class TestErrors:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        pytest.param(MAMBA, torch.float32, id="mamba-float32"),
+        pytest.param(MAMBA, torch.float32, marks=pytest.mark.exhaustive, id="mamba-float32"),
         pytest.param(MAMBA, torch.bfloat16, id="mamba-bfloat16"),
         pytest.param(ATTENTION, torch.float32, id="attention-float32"),
         pytest.param(ATTENTION, torch.bfloat16, marks=pytest.mark.exhaustive, id="attention-bfloat16"),

@@ -96,7 +96,7 @@ class TestSplitRuntime:
     def split(cls, request, tmp_path_factory):
         folder = tmp_path_factory.mktemp("split") / "model"
         save_model(random_model(cls.CONFIG), folder)
-        options = dict(prefill_buckets=BUCKETS, compiler="aot_eager" if request.param == "cpu" else None)
+        options = dict(prefill_buckets=BUCKETS, compiler="eager" if request.param == "cpu" else None)
         runtime = SplitRuntime(
             folder, torch.float32, GenerationConfig(top_k=None), tp_degree=2, device=request.param, **options
         )
@@ -246,23 +246,26 @@ class _Recorded:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
+    ("degree", "config"),
     [
-        pytest.param(small_config(layer_types=("mamba", "attention")), id="granite"),
+        pytest.param(2, granite := small_config(layer_types=("mamba", "attention")), id="2-granite"),
+        pytest.param(4, granite, id="4-granite", marks=pytest.mark.exhaustive),
         pytest.param(
+            4,
             nemotron_config(layer_types=("mamba", "moe", "attention", "mlp")),
-            id="nemotron",
+            id="4-nemotron",
             marks=pytest.mark.exhaustive,
         ),
     ],
 )
-def test_four_ranks_with_speculation_snapshots_and_a_prefix_cache(tmp_path, config):
+def test_speculation_snapshots_and_a_prefix_cache(tmp_path, degree, config):
     """Logits are those of one process, in each step of prompts that share a prefix, and in verifications."""
     model, drafter = random_model(config), KnownText()
     save_model(model, tmp_path)
     cpu = CPURuntime(model, GenerationConfig(top_k=None), cpu_kernels="torch")
     options = dict(prefill_buckets=(16,), compiler="eager")
-    split = SplitRuntime(tmp_path, torch.float32, GenerationConfig(top_k=None), tp_degree=4, device="cpu", **options)
+    generation = GenerationConfig(top_k=None)
+    split = SplitRuntime(tmp_path, torch.float32, generation, tp_degree=degree, device="cpu", **options)
     try:
         cache = PrefixCache(split, None, None, at_branches=True)
         engine = Engine(split, 1, max_length=100, prefix_cache=cache, drafter=drafter, draft_tokens=3)

@@ -192,6 +192,7 @@ def test_texts_of_replicas_are_greedy(folder, tmp_path):
     assert "no data parallelism with experts on a CPU; start a server for each replica" in results["experts"]["error"]
 
 
+@pytest.mark.exhaustive
 def test_vllm_without_this_package_would_be_seen(folder, greedy, prompts, tmp_path):
     """vLLM's own mixer in place of ours gives wrong text or an error, so these tests can fail."""
     wrong = {name: OPTIONS[name] for name in ("n-gram", "prefix caching", "prefix caching, n-gram")}

@@ -121,6 +121,7 @@ def register():
 """
 
 
+@pytest.mark.exhaustive
 def test_layers_of_another_plugin_are_kept(folder, greedy, prompts, tmp_path):
     """vLLM keeps that plugin's layers, with this package's mixer in them, and one line says so."""
     engine = dict(model=folder, options=dict(enable_prefix_caching=True, speculative_config=NGRAM))
