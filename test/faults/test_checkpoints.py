@@ -85,15 +85,6 @@ def tensors(change):
     return damage
 
 
-def of_mlx(folder):
-    """Damage: store the weights as MLX does, with another axis for the taps of convolutions."""
-    stored = load_file(folder / WEIGHTS)
-    for name in stored:
-        if name.endswith("conv1d.weight"):
-            stored[name] = stored[name].transpose(1, 2).contiguous()
-    save_file(stored, folder / WEIGHTS, {"format": "mlx"})
-
-
 def shards(change_index=None, change_folder=None):
     """Damage a checkpoint of several shards: `change_index` edits the weight_map, `change_folder` the folder."""
 
@@ -166,7 +157,6 @@ def swapped(weight_map):
         weight_map[name] = {names[0]: names[1], names[1]: names[0]}.get(file, file)
 
 
-MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
 TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
@@ -264,12 +254,12 @@ FAULTS = {
         f"the weights' quantization_config has the format None, and must have one of {', '.join(QUANTIZATIONS)}.",
     ),
     "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized by 'yes', and only"),
-    "MLX": (values_of(CONFIG, quantization=MLX, quantization_config=MLX), "are quantized by MLX, and only"),
+    "MLX in 3 bits": (values_of(CONFIG, quantization={"bits": 3}), "by MLX in 3 bits for groups of 64, and only"),
+    "MLX in MXFP4": (values_of(CONFIG, quantization={"mode": "mxfp4"}), "by MLX in the mode 'mxfp4', and only"),
     "a tool without a name": (
         values_of(CONFIG, quantization_config={"bits": 4}),
         "are quantized by a tool that config.json does not name, and only",
     ),
-    "MLX in bfloat16": (of_mlx, f"{WEIGHTS} are in MLX's format, which is not read; take the model that MLX converted"),
     "ModelOpt": (
         values_of("hf_quant_config.json", quantization={"quant_algo": "W4A16_AWQ", "exclude_modules": ["lm_head"]}),
         "are quantized by NVIDIA's ModelOpt in 'W4A16_AWQ', and only",

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from granite4_neuron.checkpoint.encodings import encodings
+from granite4_neuron.checkpoint.encodings.mlx import Affine
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.names import StoredNames
 from granite4_neuron.checkpoint.opening import open_checkpoint
@@ -15,7 +16,7 @@ from granite4_neuron.commands import cli
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
 from test.support.checkpoints import CASES, NemotronCase
-from test.support.encoded import fp8, mxfp4, nvfp4, write_encoded
+from test.support.encoded import affine, fp8, mxfp4, nvfp4, write_encoded, write_mlx
 
 GRANITE, NEMOTRON = CASES[0], NemotronCase("nemotron")
 
@@ -94,18 +95,43 @@ def test_every_number_is_read(family, request):
     folder, meaning = request.getfixturevalue(family)
     remarks = []
     loaded = read(folder, dtype=torch.float32, remark=remarks.append)
-    different = [name for name in meaning if not torch.equal(loaded[name].view(meaning[name].shape), meaning[name])]
-    assert not different
+    assert all_equal(loaded, meaning)
     assert "has weights in FP8, MXFP4, NVFP4, which are kept in float32 here, with the same values." in remarks[0]
     unused = {"granite": "1 scales of activations and 2 scales of the KV cache", "nemotron": "1 scales of the KV cache"}
     assert f"{unused[family]} are not used" in remarks[0]
+
+
+def all_equal(loaded, meaning):
+    return all(torch.equal(loaded[name].view(tensor.shape), tensor) for name, tensor in meaning.items())
+
+
+@pytest.mark.parametrize("case", [GRANITE, NEMOTRON], ids=lambda case: case.name)
+def test_files_of_mlx_are_read(case, random_checkpoints, tmp_path):
+    """In a file of 4 bits mlx-lm gives a router 8. Its names and axes are others than the published ones."""
+    routers = [f"model.layers.{number}.block_sparse_moe.router.layer" for number in range(6)]
+    eight = {"group_size": 32, "bits": 8}
+
+    def encode_of(name):
+        if "norm" in name or not name.endswith(".weight") or "conv1d" in name or "mixer.gate" in name:
+            return None
+        return affine(8, 32) if "router" in name else affine(4, 8)
+
+    about = {"quantization": {"group_size": 8, "bits": 4, "mode": "affine"} | dict.fromkeys(routers, eight)}
+    about["quantization_config"] = about["quantization"]
+    folder = random_checkpoints(case)
+    meaning = write_mlx(folder, tmp_path / "quantized", encode_of, about)
+    assert all_equal(read(tmp_path / "quantized", dtype=torch.float32), meaning)
+    assert open_checkpoint(tmp_path / "quantized").stored_in[0] == "MLX's 4 bits"
+    meaning = write_mlx(folder, tmp_path / "plain", lambda name: None, {})
+    assert all_equal(read(tmp_path / "plain"), meaning)
+    assert open_checkpoint(tmp_path / "plain").stored_in == ["MLX's layout"]
 
 
 def test_commands_treat_them_as_floats(granite, capsys, tmp_path):
     """`info` names the encodings, and `convert` writes a checkpoint of ours."""
     folder, meaning = granite
     assert cli.main(["info", "--model", str(folder)]) == 0
-    assert "FP8 (compressed-tensors), MXFP4 (compressed-tensors), NVFP4 (compressed-tensors)" in capsys.readouterr().out
+    assert "FP8, MXFP4, NVFP4" in capsys.readouterr().out
     ours = tmp_path / "ours"
     assert cli.main(["convert", "--model", str(folder), "--dtype", "bfloat16", "--output", str(ours)]) == 0
     assert "which are kept in bfloat16 here and rounded" in capsys.readouterr().err
@@ -153,8 +179,22 @@ def test_the_library_reads_the_same(group):
     }
     [encoding] = [
         one
-        for one in encodings("", about)
+        for one in encodings("", about, is_mlx=False)
         if one.tensors.keys() == dtypes.keys() and all(dtypes[ending] in among for ending, among in one.tensors.items())
     ]
     assert encoding.shape({ending: tuple(tensor.shape) for ending, tensor in written.items()}) == (72, 160)
     assert torch.equal(encoding.decode(written).to(expected.dtype), expected) and (expected - weight).abs().max() < 2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mlx_reads_the_same(bits):
+    """With scales in float32. With others MLX rounds the product and the sum to their dtype."""
+    mlx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    weight = torch.randn(3, 40, 128)
+    written = mlx.quantize(mlx.array(weight.numpy()), group_size=64, bits=bits)
+    expected = torch.tensor(mlx.dequantize(*written, group_size=64, bits=bits).tolist())
+    tensors = [
+        torch.tensor(one.tolist(), dtype=getattr(torch, str(one.dtype).removeprefix("mlx.core."))) for one in written
+    ]
+    decoded = Affine(bits, 64).decode(dict(zip(("weight", "scales", "biases"), tensors, strict=True)))
+    assert torch.equal(decoded, expected) and (expected - weight).abs().max() < 1

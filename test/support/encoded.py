@@ -6,6 +6,7 @@ Numbers and scales are random bits, so that each code occurs. The meaning follow
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -61,6 +62,60 @@ def mxfp4(numbers: str) -> Encode:
     return encode
 
 
+def affine(bits: int, columns: int) -> Encode:
+    """Encode as MLX does: the first number is in the lowest bits of a word."""
+
+    def encode(shape: torch.Size) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        numbers, in_word = torch.randint(0, 2**bits, shape), 32 // bits
+        words = (numbers.unflatten(-1, (-1, in_word)) << bits * torch.arange(in_word)).sum(-1)
+        grid = (*shape[:-1], shape[-1] // columns)
+        scales, biases = ((torch.rand(grid) / 2**bits).bfloat16(), (torch.rand(grid) - 0.5).bfloat16())
+        each = [one.double().repeat_interleave(columns, -1) for one in (scales, biases)]
+        return {"weight": words.to(torch.uint32), "scales": scales, "biases": biases}, (
+            numbers * each[0] + each[1]
+        ).float()
+
+    return encode
+
+
+def write_mlx(folder: Path, to: Path, encode_of: Callable[[str], Encode | None], about: Mapping[str, object]) -> dict:
+    """Write a checkpoint as mlx-lm's `sanitize` arranges it, with the tensors of `encode_of` by MLX's names; see
+    `write_encoded`.
+    """
+    weights, experts = {}, {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        if (match := re.fullmatch(r"(.+\.)experts\.(\d+)\.(up|down)_proj\.weight", name)) is not None:
+            fused = f"{match[1]}switch_mlp.fc{dict(up=1, down=2)[match[3]]}.weight"
+            experts.setdefault(fused, {})[int(match[2])] = name, tensor
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            gate, up = tensor.chunk(2, dim=1)
+            prefix = name.replace("input_linear.weight", "switch_mlp")
+            weights |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+        else:
+            of_mlx = name.replace("sparse_moe.output_linear", "sparse_moe.switch_mlp.down_proj")
+            weights[of_mlx] = tensor.movedim(2, 1) if "conv1d.weight" in name else tensor
+    weights |= {name: torch.stack([each[one][1] for one in sorted(each)]) for name, each in experts.items()}
+    stored, meaning = {}, {}
+    for name, tensor in weights.items():
+        if (encode := encode_of(name)) is None:
+            stored[name] = tensor
+        else:
+            tensors, tensor = encode(tensor.shape)
+            stored |= {name.removesuffix("weight") + ending: each for ending, each in tensors.items()}
+        if name in experts:
+            meaning |= {published: tensor[number] for number, (published, _) in experts[name].items()}
+        elif "switch_mlp.gate_proj" in name:
+            meaning[name.replace("switch_mlp.gate_proj", "input_linear")] = tensor
+        elif "switch_mlp.up_proj" in name:
+            joined = name.replace("switch_mlp.up_proj", "input_linear")
+            meaning[joined] = torch.cat([meaning[joined], tensor], dim=1)
+        else:
+            published = name.replace("switch_mlp.down_proj", "output_linear")
+            meaning[published] = tensor.movedim(1, 2) if "conv1d.weight" in name else tensor
+    _write(to, folder, stored, about, "mlx")
+    return meaning
+
+
 def write_encoded(
     folder: Path,
     to: Path,
@@ -86,11 +141,17 @@ def write_encoded(
             continue
         tensors, meaning[name] = encode(tensor.shape)
         stored |= {name.removesuffix("weight") + ending: each for ending, each in tensors.items()}
+    _write(to, folder, stored, about, "pt")
+    return meaning
+
+
+def _write(
+    to: Path, folder: Path, stored: Mapping[str, torch.Tensor], about: Mapping[str, object], format: str
+) -> None:
     to.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **about}))
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, to / WEIGHTS, metadata={"format": "pt"})
-    return meaning
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, to / WEIGHTS, {"format": format})
 
 
 def _codes(shape: torch.Size) -> torch.Tensor:

@@ -83,10 +83,8 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def stored_in(self) -> list[str]:
-        if self._stored is None:
-            return []
-        encoded_in = self.tensors.encoded_in if self.has_weights else []
-        return [f"{encoding} ({self._stored.name})" for encoding in encoded_in] or [self._stored.name]
+        stored, encoded_in = self._stored, self.tensors.encoded_in if self.has_weights else []
+        return [*encoded_in, stored.name] if stored is not None and (stored.is_kept or not encoded_in) else encoded_in
 
     def with_mtp(self) -> FolderCheckpoint:
         file = self.path / CONFIG

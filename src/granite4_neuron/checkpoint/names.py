@@ -24,6 +24,18 @@ OTHER_NAMES = {
     "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts.down_proj",),
     "block_sparse_moe.router.layer.weight": ("block_sparse_moe.router.weight",),
 }
+# The same for MLX.
+_MLX_NAMES = {
+    "block_sparse_moe.input_linear.weight": (
+        "block_sparse_moe.switch_mlp.gate_proj.weight",
+        "block_sparse_moe.switch_mlp.up_proj.weight",
+    ),
+    "block_sparse_moe.output_linear.weight": ("block_sparse_moe.switch_mlp.down_proj.weight",),
+}
+# MLX's names of all experts' matrices, by the names of one expert's.
+_MLX_STACKED = {
+    f"experts.{EXPERT_NUMBER}.{one}": f"switch_mlp.{all}" for one, all in (("up_proj", "fc1"), ("down_proj", "fc2"))
+}
 
 
 class Part(NamedTuple):
@@ -40,7 +52,7 @@ class Part(NamedTuple):
 
 def part_of(stored_name: str) -> Part:
     """Return the place of a stored tensor, or of a part of a quantized weight such as "...weight_scale"."""
-    for published, others in OTHER_NAMES.items():
+    for published, others in (*OTHER_NAMES.items(), *_MLX_NAMES.items()):
         for number, other in enumerate(others):
             before, found, ending = stored_name.partition(f".{other}")
             if found and (not ending or ending.startswith("_")):
@@ -64,6 +76,8 @@ class StoredNames:
                 experts = one.shape[0]
                 places = (Part(name, number, experts, is_expert=True) for number in range(experts))
                 self._parts |= {stored_name.replace(EXPERT_NUMBER, str(part.number)): part for part in places}
+                for of_one, of_all in _MLX_STACKED.items():
+                    self._parts[stored_name.replace(of_one, of_all)] = Part(name)
             elif stored_name != name:
                 self._parts[stored_name] = Part(name)
 

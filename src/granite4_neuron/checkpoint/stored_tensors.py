@@ -89,6 +89,7 @@ class StoredTensors:
         self.unused: Counter[str] = Counter()
         self._names = StoredNames(config)
         self._quantization = quantization
+        self._is_mlx = False
         self._files: dict[str, _InFile] = {}  # by name
         self._parts: dict[str, list[_Stored]] = {}
         index = None if (folder / WEIGHTS).is_file() else _read_index(folder)
@@ -185,10 +186,7 @@ class StoredTensors:
 
     def _add(self, file: Path) -> None:
         with open_tensors(file, framework="np") as tensors:
-            if (tensors.metadata() or {}).get("format") == "mlx":
-                raise UserError(
-                    f"the weights in {file} are in MLX's format, which is not read; take the model that MLX converted."
-                )
+            self._is_mlx |= (tensors.metadata() or {}).get("format") == "mlx"
             for name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
                 about = tensors.get_slice(name)
                 one = _InFile(name, file, tuple(about.get_shape()), about.get_dtype())
@@ -216,7 +214,7 @@ class StoredTensors:
     def _encoded(self, numbers: _InFile) -> _Stored | None:
         """Return the encoded matrix that these are the numbers of; None if they are not."""
         module, _, ending = numbers.name.rpartition(".")
-        for encoding in encodings(module, self._quantization):
+        for encoding in encodings(module, self._quantization, self._is_mlx):
             if ending != next(iter(encoding.tensors)):
                 continue
             there = {part: self._files.get(f"{module}.{part}") for part in encoding.tensors}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from granite4_neuron.config.choices import INT4_GROUP, QUANTIZATIONS
@@ -57,11 +57,13 @@ class StoredQuantization:
     name: one of `choices.QUANTIZATIONS`, or the name of another tool.
     schemes: for compressed-tensors, the schemes of integers that weights have. The tensors show which weight has which.
     blocks: the rows and columns that share a scale in FP8, if blocks do. The tensors show where.
+    affine: for MLX, the bits and the columns that share a scale, by module; for others under "".
     """
 
     name: str
     schemes: tuple[WeightScheme, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
+    affine: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_native(self) -> bool:
@@ -88,9 +90,9 @@ def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
     Raises:
         UserError: they are quantized in a way that this package does not read.
     """
+    if (of_mlx := values.get("quantization")) is not None:  # MLX repeats it under the other name
+        return _mlx(of_mlx)
     about = values.get("quantization_config")
-    if values.get("quantization") is not None:  # MLX repeats it under the other name
-        raise _not_read("MLX")
     if about is None:
         return None
     if not isinstance(about, dict):
@@ -107,6 +109,20 @@ def modelopt_in(values: dict[str, Any]) -> StoredQuantization:
     """
     about = values.get("quantization")
     return _modelopt(about if isinstance(about, dict) else {})
+
+
+def _mlx(about: Any) -> StoredQuantization:
+    if not isinstance(about, dict):
+        raise _not_read("MLX")
+    affine = {}
+    for module, one in {"": about, **{name: one for name, one in about.items() if isinstance(one, dict)}}.items():
+        mode, bits, columns = one.get("mode", "affine"), one.get("bits", 4), one.get("group_size", 64)
+        if mode != "affine":
+            raise _not_read(f"MLX in the mode {reprlib.repr(mode)}")
+        if bits not in (4, 8) or not isinstance(columns, int) or columns <= 0:
+            raise _not_read(f"MLX in {reprlib.repr(bits)} bits for groups of {reprlib.repr(columns)}")
+        affine[module] = bits, columns
+    return StoredQuantization("MLX", affine=affine)
 
 
 def _ours(about: dict[str, Any]) -> StoredQuantization:
@@ -150,8 +166,8 @@ def _not_read(tool: str) -> UserError:
     """Return the refusal of weights that this tool has quantized."""
     return UserError(
         f"the weights are quantized by {tool}, and only those of convert --quantize, {COMPRESSED_TENSORS}, ModelOpt "
-        "(FP8, NVFP4, MXFP4) and the method fp8 are read; take the model that this one was made from, and quantize it "
-        "on loading."
+        "(FP8, NVFP4, MXFP4), MLX (4 and 8 bits) and the method fp8 are read; take the model that this one was made "
+        "from, and quantize it on loading."
     )
 
 

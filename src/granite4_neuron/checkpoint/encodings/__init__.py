@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from granite4_neuron.checkpoint.encodings.fp4 import MXFP4, NVFP4
 from granite4_neuron.checkpoint.encodings.fp8 import FP8
+from granite4_neuron.checkpoint.encodings.mlx import Affine, Convolution
 from granite4_neuron.config.quantization import StoredQuantization
 
 if TYPE_CHECKING:
@@ -54,8 +55,16 @@ class Encoding(Protocol):
         """Return the matrix in float32."""
 
 
-def encodings(module: str, quantization: StoredQuantization | None) -> Sequence[Encoding]:
-    """Return the encodings that the weight of a module may have."""
+def encodings(module: str, quantization: StoredQuantization | None, is_mlx: bool) -> Sequence[Encoding]:
+    """Return the encodings that the weight of a module may have.
+
+    Args:
+        is_mlx: whether MLX wrote the file.
+    """
+    if is_mlx:
+        layout = (Convolution(),) if module.endswith(".conv1d") else ()
+        affine = {} if quantization is None else quantization.affine
+        return (*layout, Affine(*affine.get(module, affine[""]))) if affine else layout
     if quantization is None or quantization.is_native:
         return ()
     blocks = quantization.blocks
