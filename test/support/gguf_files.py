@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from benchmarks.gguf_checkpoint import write_gguf
 
-# The bytes of a block that hold the float16 scales of K-quants.
-SCALES = {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
+# The bytes of a block that hold the float16 scales of K-quants, and of IQ4.
+_K_QUANTS = {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
+SCALES = _K_QUANTS | {"IQ4_NL": (0, 2), "IQ4_XS": (0, 2)}
 
 # Takes a tensor's name and values, and returns its bytes and type, or None to leave it out.
 Change = Callable[[str, numpy.ndarray], tuple[numpy.ndarray, Type] | None]
@@ -146,7 +147,9 @@ def _converted(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -
 
 
 def in_type(name: str) -> Change:
-    """Return a change that stores all matrices in a type. gguf cannot quantize to K-quants, so those are random."""
+    """Return a change that stores all matrices in a type. gguf cannot quantize to those of SCALES, so they are
+    random.
+    """
     kind, random = Type[name], numpy.random.default_rng(0)
 
     def change(_: str, values: numpy.ndarray) -> tuple[numpy.ndarray, Type]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import numpy
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-TYPES = (*FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_LEGACY, _K_QUANTS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = (*FLOAT_TYPES, *_LEGACY, *_K_QUANTS, "IQ4_NL", "IQ4_XS", "MXFP4")
 _LISTED_NAMES = 8
 
 
