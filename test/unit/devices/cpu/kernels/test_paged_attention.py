@@ -23,7 +23,8 @@ class Step:
         self.page_size, self.dtype = page_size, dtype
         columns = -(-max(length for _, length in STEP) // page_size) + 1
         num_pages = 1 + len(STEP) * columns
-        self.pages = (1 + torch.randperm(num_pages - 1))[: len(STEP) * columns].view(len(STEP), columns).int()
+        table = 1 + torch.randperm(num_pages - 1)[: len(STEP) * columns].view(len(STEP), columns)
+        self.pages = torch.full((len(STEP), columns + 3), -7, dtype=torch.int32)[:, :columns].copy_(table)
         self.starts = torch.tensor([0, *torch.tensor([new for new, _ in STEP]).cumsum(0)], dtype=torch.int32)
         self.lengths = torch.tensor([length for _, length in STEP], dtype=torch.int32)
         memory = torch.full((num_pages, KV_HEADS * 2 * page_size * HEAD_DIM + 24), math.nan, dtype=dtype)
