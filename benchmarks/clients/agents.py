@@ -5,11 +5,13 @@
     pip install aider-chat
     PATH=$PATH:$PWD/node_modules/.bin python -m benchmarks.clients.agents
     PATH=$PATH:$PWD/node_modules/.bin python -m benchmarks.clients.agents codex pi
+    PATH=$PATH:$PWD/node_modules/.bin python -m benchmarks.clients.agents --to-the-end cline
 
 The bundled model writes no calls. So a proxy stands before the server and forces them: in the first turn a call that
 writes a file, and then a short text. In the second turn the session goes on. The third is interrupted while its answer
-comes, and in the fourth the session goes on again. The proxy changes nothing else of requests and answers. Agents see
-only the proxy: other hosts are unreachable, and their home is a temporary folder.
+comes, and in the fourth the session goes on again. With --to-the-end long turns follow until the context is full, and a
+last short one. The proxy changes nothing else of requests and answers. Agents see only the proxy: other hosts are
+unreachable, and their home is a temporary folder.
 """
 
 from __future__ import annotations
@@ -23,27 +25,33 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.clients.acp import AcpSession
 from benchmarks.clients.common import MODEL, serving
 
 CONTEXT = 65_536  # tokens; the longest of the agents' first prompts has 38,000
+TOLD = 0.8  # of the context, to the agents
 SECONDS = 600
+MOST_LONG_TURNS = 20
 COMMAND = "echo made > made.txt"
 SAID = {"const": "Done."}
 
 
 @dataclass(frozen=True)
 class Agent:
-    """How to run an agent. "{url}" stands for the server's address, and "{api}" for that with /v1.
+    """How to run an agent. "{url}" stands for the server's address, "{api}" for that with /v1, and "{context}" for the
+    number of tokens that the agent is told.
 
-    begin, go_on: its arguments for the first and for further turns; None if a session goes on in a terminal only.
+    begin, go_on: its arguments for the first and for further turns; None if one process has all turns, and gets them by
+        the Agent Client Protocol, as from an editor.
     tool, arguments: a tool that runs `COMMAND`; no name if it calls none.
     environment: its variables.
     files: its settings, by their paths in the home.
@@ -70,7 +78,7 @@ _CODEX = "exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 _CODEX_FILE = """\
 model = "tiny"
 model_provider = "local"
-model_context_window = 65536
+model_context_window = {context}
 check_for_update_on_startup = false
 [model_providers.local]
 name = "local"
@@ -87,7 +95,7 @@ _OPENCODE = {
         "local": {
             "npm": "@ai-sdk/openai-compatible",
             "options": {"baseURL": "{api}", "apiKey": "none"},
-            "models": {"tiny": {"limit": {"context": CONTEXT, "output": 4096}}},
+            "models": {"tiny": {"limit": {"context": "{context}", "output": 4096}}},
         }
     },
 }
@@ -97,7 +105,7 @@ _PI = {
             "baseUrl": "{api}",
             "api": "openai-completions",
             "apiKey": "none",
-            "models": [{"id": "tiny", "contextWindow": CONTEXT, "maxTokens": 4096}],
+            "models": [{"id": "tiny", "contextWindow": "{context}", "maxTokens": 4096}],
         }
     }
 }
@@ -179,8 +187,8 @@ AGENTS = {
     ),
     "qwen": Agent(
         "qwen",
-        "--auth-type openai -y -p",
-        "--auth-type openai -y -c -p",
+        "--acp --auth-type openai -y",
+        None,
         "run_shell_command",
         {"command": COMMAND, "is_background": False},
         # It would use the proxy of other hosts for all.
@@ -189,11 +197,12 @@ AGENTS = {
     ),
     "cline": Agent(
         "cline",
-        "",
+        "--acp",
         None,
         "run_commands",
         {"commands": [COMMAND]},
-        {"CLINE_SESSION_BACKEND_MODE": "local"},  # no process that outlives it
+        {"CLINE_SESSION_BACKEND_MODE": "local"}  # no process that outlives it
+        | {"CLINE_PROVIDER": "openai-compatible", "CLINE_API_KEY": "none"},
         {".cline/data/settings/providers.json": json.dumps(_CLINE)},
     ),
     "continue": Agent(
@@ -257,11 +266,13 @@ class _Seen:
     """What the proxy has seen.
 
     statuses: of answers.
+    sizes: of requests, in characters.
     is_long: whether it asks for a long answer.
     has_begun: whether such an answer has begun.
     """
 
     statuses: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     is_long: bool = False
     has_begun: threading.Event = field(default_factory=threading.Event)
 
@@ -285,6 +296,7 @@ def _proxy(server: str, agent: Agent) -> Iterator[tuple[str, _Seen]]:
             answer = connection.getresponse()
             if self.command == "POST":
                 seen.statuses.append(answer.status)
+                seen.sizes.append(len(content))
             self.send_response(answer.status)
             self.send_header("Content-Type", answer.getheader("Content-Type", ""))
             self.end_headers()
@@ -308,8 +320,58 @@ def _proxy(server: str, agent: Agent) -> Iterator[tuple[str, _Seen]]:
             proxy.shutdown()
 
 
-def run(name: str, server: str, folder: Path) -> str:
-    """Run an agent; return what it did."""
+class _Commands:
+    """A session of an agent that has a process for each turn."""
+
+    def __init__(self, agent: Agent, arguments: Callable[[str], list[str]], place: Mapping[str, Any]):
+        self._agent = agent
+        self._arguments = arguments
+        self._place = place
+        self._next = agent.begin
+
+    def turn(self, said: str, interrupt_at: threading.Event | None = None) -> tuple[bool, str]:
+        """Return whether a turn went well, and what the agent wrote; see `_Acp.turn`."""
+        command = [self._agent.program, *self._arguments(self._next), said]
+        self._next = self._agent.go_on
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, **self._place) as running:
+            if interrupt_at is not None:
+                assert interrupt_at.wait(SECONDS)
+                running.send_signal(signal.SIGINT)
+            output, _ = running.communicate(timeout=SECONDS)
+        return running.returncode == 0, output.decode()
+
+    def close(self) -> None:
+        pass
+
+
+class _Acp:
+    """A session of an agent that has one process."""
+
+    def __init__(self, agent: Agent, arguments: Callable[[str], list[str]], place: Mapping[str, Any]):
+        command = [agent.program, *arguments(agent.begin)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, **place)
+        self._session = AcpSession(self._process, place["cwd"], MODEL, SECONDS)
+
+    def turn(self, said: str, interrupt_at: threading.Event | None = None) -> tuple[bool, str]:
+        """Return whether a turn went well, and what the agent said, or why it ended otherwise.
+
+        Args:
+            interrupt_at: when to interrupt it; None for never.
+        """
+        number = self._session.ask(said)
+        if interrupt_at is not None:
+            assert interrupt_at.wait(SECONDS)
+            self._session.cancel()
+        end, text = self._session.end_of(number)
+        return end == "end_turn", text if end == "end_turn" else f"{text} [{end}]"
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def run(name: str, server: str, folder: Path, context: int, to_the_end: bool) -> None:
+    """Run an agent, and print what it did."""
     agent = AGENTS[name]
     home, project = folder / name, folder / name / "project"
     project.mkdir(parents=True)
@@ -317,6 +379,7 @@ def run(name: str, server: str, folder: Path) -> str:
     with _proxy(server, agent) as (url, seen):
 
         def filled(text: str) -> str:
+            text = text.replace('"{context}"', str(context)).replace("{context}", str(context))
             return text.replace("{url}", url).replace("{api}", f"{url}/v1").replace("{home}", str(home))
 
         for path, content in agent.files.items():
@@ -326,37 +389,47 @@ def run(name: str, server: str, folder: Path) -> str:
         environment = {"HOME": str(home), "PATH": os.environ["PATH"], "TERM": "dumb", "NO_PROXY": "127.0.0.1"}
         environment |= {"no_proxy": "127.0.0.1", "HTTPS_PROXY": nowhere, "https_proxy": nowhere}
         environment |= {variable: filled(value) for variable, value in agent.environment.items()}
+        place = {"cwd": project, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        kind = _Acp if agent.go_on is None else _Commands
+        with closing(kind(agent, lambda text: [*map(filled, text.split())], place)) as session:
 
-        def turn(arguments: str, said: str) -> subprocess.Popen[bytes]:
-            command = [agent.program, *map(filled, arguments.split()), said]
-            return subprocess.Popen(
-                command,
-                cwd=project,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+            def whole_turn(said: str) -> None:
+                went_well, text = session.turn(said)
+                assert SAID["const"] in text and went_well, text[-2000:]
 
-        def whole_turn(arguments: str, said: str) -> None:
-            with turn(arguments, said) as running:
-                output, _ = running.communicate(timeout=SECONDS)
-            assert SAID["const"] in output.decode() and running.returncode == 0, output[-2000:]
-
-        whole_turn(agent.begin, "Make a file.")
-        if agent.go_on is not None:
-            whole_turn(agent.go_on, "Go on.")
+            whole_turn("Make a file.")
+            whole_turn("Go on.")
             seen.is_long = True
-            with turn(agent.go_on, "Tell me more.") as interrupted:
-                assert seen.has_begun.wait(SECONDS)
-                interrupted.send_signal(signal.SIGINT)
-                interrupted.communicate(timeout=SECONDS)
+            session.turn("Tell me more.", seen.has_begun)
             seen.is_long = False
-            whole_turn(agent.go_on, "Go on again.")
-    assert set(seen.statuses) == {200}, seen.statuses
-    did = "one turn" if agent.go_on is None else "four turns, one of them interrupted"
-    called = f", a call whose file says {(project / 'made.txt').read_text().strip()!r}" if agent.tool else ""
-    return f"{name}: {did}, {len(seen.statuses)} requests{called}"
+            whole_turn("Go on again.")
+            assert set(seen.statuses) == {200}, seen.statuses
+            did = f"{name}: four turns, one of them interrupted, {len(seen.statuses)} requests"
+            if agent.tool:
+                did += f", a call whose file says {(project / 'made.txt').read_text().strip()!r}"
+            print(did, flush=True)
+            if to_the_end:
+                _go_to_the_end(session, seen)
+
+
+def _go_to_the_end(session: _Commands | _Acp, seen: _Seen) -> None:
+    """Go on until the server refuses a request or the agent has shortened one, and once more; print what came."""
+    seen.is_long = True
+    for _ in range(MOST_LONG_TURNS):
+        before = len(seen.sizes)
+        _, text = session.turn("Tell me more.")
+        statuses, sizes = seen.statuses[before:], seen.sizes[before:]
+        print(
+            "  a long turn:", *(f"{status} ({size:,} characters)" for status, size in zip(statuses, sizes, strict=True))
+        )
+        is_shorter = any(size < 0.9 * old for old, size in pairwise(seen.sizes[before - 1 :]))
+        if is_shorter or set(statuses) != {200}:
+            break
+    print(f"  it wrote {text[-300:]!r}", flush=True)
+    seen.is_long = False
+    went_well, last = session.turn("Go on after the end.")
+    what = "goes on" if went_well else "does not go on"
+    print(f"  and {what}: {last[-300:]!r}", flush=True)
 
 
 def main() -> None:
@@ -364,11 +437,20 @@ def main() -> None:
     parser.add_argument(
         "agents", nargs="*", choices=[*AGENTS, []], metavar="AGENT", help=f"some of {', '.join(AGENTS)}"
     )
+    parser.add_argument("--to-the-end", action="store_true", help="go on until the context is full")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=CONTEXT,
+        metavar="N",
+        help=f"the server's context; agents are told {TOLD} of it (default: %(default)s)",
+    )
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the server")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serving(options.python, Path(folder), CONTEXT) as url:
+    with tempfile.TemporaryDirectory() as folder, serving(options.python, Path(folder), options.max_model_len) as url:
         for name in options.agents or AGENTS:
-            print(run(name, urlsplit(url).netloc, Path(folder)), flush=True)
+            context = int(TOLD * options.max_model_len)
+            run(name, urlsplit(url).netloc, Path(folder), context, options.to_the_end)
 
 
 if __name__ == "__main__":
