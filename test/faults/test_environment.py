@@ -349,7 +349,7 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
 """
         assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
         (left,) = cache.parent.glob("building-*")
-        assert [file.read_text() for file in left.iterdir()] == ["half"]
+        assert "half" in [file.read_text() for file in left.iterdir()]
         build._remove_leftovers(cache.parent)
         assert left.is_dir(), "it may be of another process, which is building"
         os.utime(left, (0, 0))

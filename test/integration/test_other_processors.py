@@ -33,7 +33,7 @@ ARM = "aarch64-linux-gnu-g++"
         pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
     ],
 )
-def test_the_kernels_compile_for_other_processors(compiler, processor, capability):
+def test_the_kernels_compile_for_other_processors(compiler, processor, capability, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler} here")
     if compiler == X86 and platform.machine() not in ("x86_64", "AMD64"):
@@ -49,7 +49,7 @@ def test_the_kernels_compile_for_other_processors(compiler, processor, capabilit
         *defines,
         f"-isystem{build._TORCH / 'include'}",
     ]
-    command += [*build._format_flags(build._SOURCES), "-DGRANITE4_FORMAT=plain", "-xc++", "-"]
+    command += [*build._including_formats(build._SOURCES, tmp_path), "-DGRANITE4_FORMAT=plain", "-xc++", "-"]
     # All units as one, in which calls of products see their definitions, and so have those of every format compiled.
     units = "".join(f'#include "{source}"\n' for source in sorted(build._SOURCES.glob("*.cpp")))
     done = subprocess.run(command, input=units, capture_output=True, text=True)

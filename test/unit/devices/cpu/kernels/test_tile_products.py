@@ -25,7 +25,8 @@ def products(tmp_path_factory):
     order = [] if build._may_use_amx() else ["-DGRANITE4_TILE_SUMS"]
     built = tmp_path_factory.mktemp("tile_sums") / "tile_sums.so"
     flags = [flag for flag in build._FLAGS if not flag.startswith("-O")] + ["-O1", *build._QUIET]
-    flags += [*build._processor_flags(), *build._format_flags(build._SOURCES), *order, "-DGRANITE4_FORMAT=plain"]
+    flags += [*build._processor_flags(), *build._including_formats(build._SOURCES, built.parent)]
+    flags += [*order, "-DGRANITE4_FORMAT=plain"]
     includes = [f"-I{build._SOURCES}", f"-isystem{build._TORCH / 'include'}"]
     libraries = [f"-L{build._TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = [*build._compiler(), *flags, *includes, str(DRIVER), "-shared", "-o", str(built), *libraries]
