@@ -49,7 +49,7 @@ class Evaluation:
     tokens, bytes: how many were scored.
     nats_per_token: the logarithm of `perplexity`.
     kl_divergence: from float32, in nats per token; None where nothing was compared.
-    weight_bytes: of all weights in memory; None where nothing was compared.
+    weight_bytes: of all weights; None where nothing was compared.
     prefill_tokens_per_second: of the text. decode_tokens_per_second: of one sequence; None where nothing was compared.
     """
 
@@ -221,10 +221,7 @@ def _table(evaluations: Sequence[Evaluation]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{evaluations[0].tokens:,} tokens, {evaluations[0].bytes:,} bytes")
-    table.caption = (
-        f"KL: divergence from {REFERENCE}, nats per token; weights: in memory, as the kernels read them (info: in the "
-        "checkpoint); prefill, decode: tokens/s"
-    )
+    table.caption = f"KL: divergence from {REFERENCE}, nats per token; prefill, decode: tokens/s"
     table.add_column("format")
     for column in ("perplexity", "per byte", "KL", "weights", "prefill", "decode"):
         table.add_column(column, justify="right")

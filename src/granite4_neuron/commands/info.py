@@ -9,7 +9,7 @@ from granite4_neuron.commands.options import add_model, model_or_bundled, stored
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
-from granite4_neuron.model.parameters import parameters
+from granite4_neuron.model.parameters import parameters, weight_bytes
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 
@@ -74,7 +74,7 @@ def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> lis
         *rows,
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
-        ("weights", f"{size(sum(one.nbytes(itemsize) for one in table))} in {dtype}"),
+        ("weights", f"{size(weight_bytes(config, itemsize))} in {dtype}"),
         *([("stored in", ", ".join(stored_in))] if stored_in else []),
         ("state per sequence", size(sequence_bytes(config, itemsize))),
         ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from granite4_neuron.config import MAMBA, ModelConfig
@@ -86,6 +87,17 @@ def parameters(config: ModelConfig, tp_degree: int = 1) -> dict[str, Parameter]:
         for number, kind in enumerate(of_mtp.layer_types):
             found |= {f"mtp.layers.{number}.{name}": one for name, one in _of_layer(config, kind, tp_degree).items()}
     return found
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, quantized: Mapping[str, int] | None = None) -> int:
+    """Return the bytes of all weights as a checkpoint has them; kernels may add padding in memory.
+
+    Args:
+        itemsize: the bytes of a number of the model's dtype.
+        quantized: the bytes of each quantized matrix, by its name.
+    """
+    stored = {name: one.nbytes(itemsize) for name, one in parameters(config).items()}
+    return sum((stored | dict(quantized or {})).values())
 
 
 def parameter(name: str, config: ModelConfig, tp_degree: int = 1) -> Parameter:

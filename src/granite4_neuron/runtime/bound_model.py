@@ -16,6 +16,7 @@ from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.parameters import weight_bytes
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
@@ -74,9 +75,10 @@ class BoundModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in memory."""
-        weights = [weight for _, weight in self.model.named_weights()]
-        return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
+        """Bytes of all weights, as `model.parameters.weight_bytes` counts them."""
+        weights = {name: one for name, one in self.model.named_weights() if not isinstance(one, torch.Tensor)}
+        quantized = {name: one.format.num_bytes(one.shape) for name, one in weights.items() if one.format is not None}
+        return weight_bytes(self.config, self.dtype.itemsize, quantized)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ def test_bytes_are_known_before(checkpoint, dtype, quantize):
     seen = []
     model = load_model(folder, dtype, quantize=quantize, progress=lambda done, total: seen.append((done, total)))
     assert {total for _, total in seen} == {held(model)} and seen[-1][0] == held(model)
-    assert CPURuntime(model, GenerationConfig(), cpu_kernels="torch").weight_bytes == held(model)
+    # The fused kernels' layout adds padding, and it is not counted.
+    assert CPURuntime(model, GenerationConfig()).weight_bytes == held(model)
     if quantize is None:
         assert held(model) == number * dtype.itemsize
 
