@@ -12,6 +12,7 @@ from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands import cli
 from granite4_neuron.config.choices import QUANTIZATIONS
+from granite4_neuron.devices.cpu import build
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation.perplexity import measure, one_window
 from granite4_neuron.ops import FORMATS, QuantizedWeight
@@ -116,8 +117,10 @@ def test_convert(capsys, quantize, tmp_path):
     most = {"int8": 0.6, "int4": 0.33, "lossless12": 0.8}.get(quantize, of_a_row + 0.1)
     assert size <= most * original
     texts = []
+    kernels = "fused" if quantize in build.formats() else "torch"
     for options in (["--model", str(folder)], ["--quantize", quantize]):
-        assert cli.main(["generate", *options, "--max-tokens", "8", "An assignment"]) == 0
+        options += ["--cpu-kernels", kernels, "--max-tokens", "8"]
+        assert cli.main(["generate", *options, "An assignment"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != ""
     assert cli.main(["check", "--model", str(folder)]) != 0

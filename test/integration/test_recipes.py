@@ -1,5 +1,6 @@
-"""A copy of the package gets what docs/extending.md has recipes for, in the files that these name: a norm, a dtype of
-weights, a model class and a backend. Options are in test_new_option.py, a quantisation in test_new_format.py.
+"""A copy of the package gets what docs/extending.md has recipes for, in the files that these name: a norm, a
+quantisation for plain torch, a dtype of weights, a model class and a backend. Options are in test_new_option.py, a
+quantisation for the fused kernels in test_new_format.py.
 """
 
 import pytest
@@ -116,6 +117,55 @@ print(load(str(folder))[0].fallbacks)
 """,
     )
     assert "they compute RMS norms, and the model has a LayerNorm" in said
+
+
+NF4 = '''
+"""Weights as NormalFloat4: a scale for each 64 columns, and 16 levels (Dettmers and others 2023, appendix E)."""
+
+import torch
+import torch.nn.functional as F
+
+from granite4_neuron.ops.weight import Format, QuantizedWeight
+
+BLOCK = 64
+LEVELS = torch.tensor(
+    [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]
+    + [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
+)
+
+
+class NF4(Format):
+    def layout(self, shape):
+        *rows, columns = shape
+        blocks = -(-columns // BLOCK)
+        values = torch.Size([*rows, blocks * BLOCK // 2])
+        return {"": (values, torch.uint8), "_scale": (torch.Size([*rows, blocks]), torch.float32)}
+
+    def quantize(self, weight):
+        blocks = F.pad(weight.float(), (0, -weight.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        scales = blocks.abs().amax(-1)
+        scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 1.0)
+        levels = torch.bucketize(blocks / scales[..., None], (LEVELS[1:] + LEVELS[:-1]) / 2).flatten(-2).byte()
+        return QuantizedWeight(self, levels[..., ::2] | levels[..., 1::2] << 4, scales, weight.shape)
+
+    def dequantize(self, weight, dtype):
+        levels = torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(-2).int()
+        blocks = LEVELS[levels].unflatten(-1, (-1, BLOCK)) * weight.scales[..., None]
+        return blocks.flatten(-2)[..., : weight.shape[-1]].to(dtype)
+
+
+FORMAT = NF4()
+'''
+
+
+def test_a_quantisation(copy, tmp_path):
+    """Without a header the fused kernels refuse it, and the tests of all formats that need none pass."""
+    copy.write("ops/formats/nf4.py", NF4)
+    said = ran(copy, tmp_path, 'assert cli.main(["generate", "--quantize", "nf4", "The"]) == 2')
+    assert "the fused kernels have no format nf4; choose plain torch for it (--cpu-kernels torch)." in said
+    tests = "test/unit/ops/test_quantization.py", "test/integration/test_quantized_checkpoints.py::test_convert"
+    done = copy.run("-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", "nf4", *tests)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
 
 
 def test_a_dtype_of_weights(copy, tmp_path):
