@@ -17,7 +17,7 @@ def rotary_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple
 
 
 def apply_rotary(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate channel pairs (i, i + head_dim / 2) of x, [batch, tokens, heads, head_dim], by its tokens' angles.
+    """Rotate channel pairs (i, i + head_dim / 2) of x by its tokens' angles.
 
     Args:
         x: [batch, tokens, heads, head_dim].
