@@ -222,7 +222,7 @@ class TestRandomNumbers:
         sampler = Sampler(SamplingParams(temperature=0, frequency_penalty=0.15), 1)
         assert sampler(logits, [0, 1]) == 2
         assert sampler.fork()(logits, [0, 1, 2, 2, 2]) == 1
-        assert sampler(logits, [0, 1, 2]) == 1
+        assert sampler(logits, [0, 1, 1]) == 2
 
     def test_a_request_without_a_seed_reports_the_one_that_it_gets(self, runtime):
         def first_output(**options):
