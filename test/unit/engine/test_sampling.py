@@ -11,6 +11,7 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.logprobs import reported
+from granite4_neuron.engine.sampling import choose
 from granite4_neuron.ops import sampling
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
@@ -208,12 +209,14 @@ class TestBranches:
 
 class TestRandomNumbers:
     def test_depend_on_the_seed_and_the_place_only(self):
-        """A sampler may be asked in any order, any number of times; a fork chooses the same tokens."""
+        """A sampler may be asked in any order and number, also behind drafts; a fork chooses the same tokens."""
         logits, places = torch.zeros(500), [4, 9, 4, 300]
         sampler = Sampler(SamplingParams(temperature=1, seed=11), 1)
         tokens = [sampler(logits, range(place)) for place in places]
         assert tokens[0] == tokens[2] and len(set(tokens)) == 3
         assert [sampler.fork()(logits, range(place)) for place in places] == tokens
+        asked = [sampler.ask(logits, range(place - 2), [3, 4]) for place in places]
+        assert [each.token for each in choose(asked, sampler.form)] == tokens
         assert [Sampler(SamplingParams(temperature=1, seed=12), 1)(logits, range(place)) for place in places] != tokens
 
     def test_a_fork_counts_for_itself(self):

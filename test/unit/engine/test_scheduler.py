@@ -25,12 +25,14 @@ def test_an_engine_without_sequences_has_an_empty_step(runtime):
 
 @pytest.mark.parametrize("prompts_first", [False, True])
 def test_prompts_and_decode_take_turns(runtime, prompts_first):
-    engine = Engine(runtime, 2, prompts_first=prompts_first)
+    engine = Engine(runtime, 3, prompts_first=prompts_first)
     engine.add(Request([1] * 5, 8))
     engine.step()
-    engine.add(Request([2] * 40, 8))
+    ids = [engine.add(Request([2] * length, 8)) for length in (40, 30)]
     steps = [scheduled(engine) for _ in range(4)]
-    assert [step.prompt_rows for step in steps] == [1] * 4 if prompts_first else [0, 1, 0, 1]
+    assert [step.prompt_rows for step in steps] == ([1] * 4 if prompts_first else [0, 1, 0, 1])
+    first = [step.sequences[0].id for step in steps if step.prompt_rows]
+    assert first == ([ids[0]] * 4 if prompts_first else ids[::-1])
     assert all([row.start for row in step.rows] == [0 if step.prompt_rows else 5] for step in steps)
 
 
