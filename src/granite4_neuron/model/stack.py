@@ -50,7 +50,7 @@ class LayerStack(Module):
         if self.operators.fused_layers is not None:
             form: type[LayersAsOne] | None = self.operators.stack_form
             assert form is not None  # operators with fused layers have it
-            refusal = form.why_not(parallel, self.norm)
+            refusal = form.why_not(parallel, self.norm, layers)
             if refusal is None:
                 return form(self.operators, layers, self.config, adapters), reasons
             reasons.append(f"the fused decoder layers are not used: {refusal}.")
@@ -79,7 +79,7 @@ class LayersAsOne(ABC):
 
     @staticmethod
     @abstractmethod
-    def why_not(parallel: Parallel, norm: nn.Module) -> str | None:
+    def why_not(parallel: Parallel, norm: nn.Module, layers: Sequence[DecoderLayer]) -> str | None:
         """Return why it does not support a model, as a clause; None if it does. norm: the model's final norm; all norms
         are of its kind.
         """

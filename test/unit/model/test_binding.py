@@ -13,6 +13,7 @@ from granite4_neuron.devices.cpu.forms import FusedLayers
 from granite4_neuron.devices.cpu.runtime import CPURuntime, Row
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.selection import select_operators
+from granite4_neuron.model.attention import Attention
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import step_of
@@ -219,6 +220,24 @@ class TestFallbacks:
         assert not part.is_fused
         (fallback,) = part.fallbacks
         assert fallback.startswith("the fused decoder layers are not used: ") and "a part of 2" in fallback
+
+    @needs_compiler
+    def test_a_familys_own_attention(self):
+        """The fused layers would compute that of its base class."""
+
+        class Sharper(Attention):
+            def attend(self, projected, *where):
+                query, *others = projected
+                return super().attend((8 * query, *others), *where)
+
+        model = random_model(small_config())
+        for layer in model.model.layers:
+            if not layer.is_mamba:
+                layer.self_attn.__class__ = Sharper
+        runtime = CPURuntime(model, GenerationConfig())
+        assert runtime.fallbacks == ("the fused decoder layers are not used: they do not compute Sharper.",)
+        plain = CPURuntime(model, GenerationConfig(), cpu_kernels="torch")
+        assert torch.allclose(logits(runtime), logits(plain), atol=1e-4)
 
     def test_no_compiler(self, model, monkeypatch):
         monkeypatch.setattr(cpu, "load_kernels", lambda: "no C++ compiler (c++) was found")

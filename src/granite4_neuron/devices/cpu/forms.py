@@ -11,8 +11,9 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.cpu.layers import Decoder, HalfLayer, LayerMakers
 from granite4_neuron.devices.cpu.weights import PackedWeight, pack
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.attention import RotaryTables
+from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.stack import LayersAsOne
@@ -25,9 +26,15 @@ class FusedLayers(LayersAsOne):
     """`LayersAsOne` by the C++ kernels."""
 
     @staticmethod
-    def why_not(parallel: Parallel, norm: nn.Module) -> str | None:
+    def why_not(parallel: Parallel, norm: nn.Module, layers: Sequence[DecoderLayer]) -> str | None:
         if parallel.degree > 1:
             return f"they are for a whole model, and this is a part of {parallel.degree}"
+        for layer in layers:
+            mixers = [layer.mamba if layer.is_mamba else layer.self_attn] if layer.has_mixer else []
+            # A subclass may compute more than the weights tell that the kernels get.
+            for part in (layer, *mixers):
+                if type(part) not in (DecoderLayer, Mamba2, Attention):
+                    return f"they do not compute {type(part).__name__}"
         return why_not_fusible(norm)
 
     def why_not_one_call(self, embedding: Weight, head: Weight) -> str | None:
