@@ -25,7 +25,7 @@ from granite4_neuron.model.parameters import EMBEDDING, HEAD
 from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.system import available_memory
-from granite4_neuron.system.large_memory import LargeMemory
+from granite4_neuron.system.large_memory import LargeMemory, give_back_freed
 
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 _LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of that or less"
@@ -97,6 +97,8 @@ def load_model(
                 held_in = plan.dtype_of(name) if name not in formats else torch.float32
                 _check_finite(f"{name} in {checkpoint.path}", weight, held_in)
             set_parameter(model, name, plan.place(name, weight, block))
+            del weight  # so that it is not in memory while the next one is read
+            give_back_freed()
             done += plan.num_bytes_of(name)
             if progress is not None:
                 progress(done, plan.num_bytes)

@@ -4,6 +4,7 @@ sequences, in pages that the system provides fast.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -38,6 +39,15 @@ class LargeMemory:
         """Return an uninitialised contiguous tensor with a storage of its own."""
         start, self._next = self._next, self._next + padded_bytes(shape, dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+
+def give_back_freed() -> None:
+    """Return freed memory to the system. glibc would keep what was freed in pieces of less than 32 MB, which may add up
+    to hundreds of megabytes.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
