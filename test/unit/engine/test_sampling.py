@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler, Sampli
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.engine.logprobs import reported
 from granite4_neuron.engine.sampling import choose
+from granite4_neuron.engine.token_rules import TokenRules, bits_of
 from granite4_neuron.ops import sampling
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
@@ -237,3 +239,10 @@ class TestRandomNumbers:
         (seed, tokens), (other, _) = first_output(), first_output()
         assert seed != other and first_output(seed=seed) == (seed, tokens)
         assert SamplingParams(seed=5).with_seed().seed == 5
+
+
+def test_min_tokens_forbids_no_end_where_a_constraint_allows_ends_only():
+    rules = TokenRules(SamplingParams(stop_token_ids=[1, 2], min_tokens=5), 0)
+    for allowed, forbidden in ((range(1, 3), []), (range(3), [1, 2])):
+        bits = bits_of(np.isin(np.arange(9), allowed))
+        assert sorted(rules.forbidden(bits, [], 9)) == forbidden
