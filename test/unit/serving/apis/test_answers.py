@@ -1,6 +1,7 @@
 """Answers of all APIs to whatever a model writes."""
 
 import json
+import math
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -10,7 +11,7 @@ from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.serving.apis.chat.answers import TokenTexts
 from granite4_neuron.serving.apis.endpoints import BY_PATH
 from granite4_neuron.serving.apis.tools import arguments_of
-from granite4_neuron.serving.errors import to_json
+from granite4_neuron.serving.errors import to_json, to_short_json
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.tool_template import TOOL_TEMPLATE
 
@@ -47,6 +48,12 @@ def values_of(value, name):
         yield value[name]
     for child in children:
         yield from values_of(child, name)
+
+
+@pytest.mark.parametrize("encode", [to_json, to_short_json])
+def test_no_other_numbers_are_encoded(encode):
+    with pytest.raises(ValueError):
+        encode({"x": [math.inf]})
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=["numbers", "strings", "digits"])
