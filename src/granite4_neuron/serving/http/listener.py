@@ -29,7 +29,7 @@ class Listener(socket.socket):
     """
 
     def __init__(self, family: socket.AddressFamily):
-        super().__init__(family)
+        super().__init__(family, proto=socket.IPPROTO_TCP)  # asyncio sends at once only where it is named
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else min(limit, MOST_DESCRIPTORS)
         self._limit = limit
