@@ -14,6 +14,7 @@ class TorchDevice:
     compiler, graphs, kv_write: defaults of the options with these names.
     communication: the backend of torch.distributed that joins several.
     long_prompts: lengths of prompts that have graphs by default, besides those of all devices.
+    keeps_snapshots: whether snapshots stay in its memory; otherwise they are in the host's.
     why_missing: returns a sentence that says why this machine has none, or None if it may have one.
     """
 
@@ -23,4 +24,5 @@ class TorchDevice:
     kv_write: str = "index"
     communication: str = "gloo"
     long_prompts: tuple[int, ...] = ()
+    keeps_snapshots: bool = False
     why_missing: Callable[[], str | None] = lambda: None

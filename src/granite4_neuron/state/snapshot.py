@@ -84,7 +84,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a sequence after `length` tokens, in memory of its own on the host.
+    """The state of a sequence after `length` tokens, in memory of its own, on the host or on the runtime's device.
 
     start, length: positions start to length - 1 have their keys and values here; the recurrent state is the one after
         `length` tokens.
@@ -219,19 +219,25 @@ def check_chain(
         raise UserError(f"the snapshot has {lengths[-1]} tokens and the state has room for {max_length}.")
 
 
+def views_of_positions(tensors: Mapping[str, torch.Tensor], start: int, length: int) -> dict[str, torch.Tensor]:
+    """Return a slot's tensors, with views of keys and values that have positions start to length - 1 only."""
+    return {name: tensor[:, start:length] if _has_positions(name) else tensor for name, tensor in tensors.items()}
+
+
 def cut_keys_and_values(tensors: Mapping[str, torch.Tensor], start: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a slot's tensors, with keys and values of positions start to length - 1 only, in memory of their own."""
-    return {
-        name: tensor[:, start:length].clone() if _has_positions(name) else tensor for name, tensor in tensors.items()
-    }
+    """Return `views_of_positions`, with the keys and values in memory of their own."""
+    views = views_of_positions(tensors, start, length)
+    return {name: view.clone() if _has_positions(name) else view for name, view in views.items()}
 
 
 def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> dict[str, torch.Tensor]:
-    """Return the last snapshot's tensors with all keys and values, [kv_heads, max_length, head_dim], zero-padded."""
+    """Return the last snapshot's tensors with all keys and values, [kv_heads, max_length, head_dim], zero-padded.
+    Snapshots that were read from files are on the host, and others may be on a device; the result is where the last is.
+    """
     tensors = dict(snapshots[-1].tensors)
     for name in filter(_has_positions, tensors):
         kv_heads, _, head_dim = tensors[name].shape
-        joined = torch.cat([one.tensors[name] for one in snapshots], dim=1)
+        joined = torch.cat([one.tensors[name].to(tensors[name].device) for one in snapshots], dim=1)
         padding = joined.new_zeros(kv_heads, max_length - joined.shape[1], head_dim)
         tensors[name] = torch.cat([joined, padding], dim=1)
     return tensors
@@ -253,7 +259,7 @@ def _has_positions(name: str) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _flush(file: str) -> None:

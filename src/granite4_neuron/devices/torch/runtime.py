@@ -60,6 +60,7 @@ from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import Multiples
 from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot, check_chain, views_of_positions
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -137,6 +138,7 @@ class TorchRuntime(GraphRuntime):
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = torch_device.type == "cuda"
+        self._keeps_snapshots = DEVICES[kind].keeps_snapshots
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
@@ -186,6 +188,26 @@ class TorchRuntime(GraphRuntime):
         """Release all graphs: what they hold, such as a connection between GPUs, cannot end before them."""
         self._memories.clear()
         self._graphs.clear()
+
+    @torch.no_grad()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """The call does not wait for the copies of a snapshot that stays on the device."""
+        if not self._keeps_snapshots:
+            return super().snapshot(state, slot, length, start)
+        views = views_of_positions(state.slot_views(slot), start, length)
+        tensors = {name: torch.empty(view.shape, dtype=view.dtype, device=self.device) for name, view in views.items()}
+        _copy_all(views, tensors)
+        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.no_grad()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """Only the snapshots' own positions are written, unless a graph writes them."""
+        if not self._keeps_snapshots:
+            return super().restore(state, snapshots, slot)
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        slot_views = state.slot_views(slot)
+        for one in snapshots:
+            _copy_all(one.tensors, views_of_positions(slot_views, one.start, one.length))
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -439,6 +461,18 @@ class _Memory:
         state = copy.copy(self.state)
         self.user = weakref.ref(state)
         return state
+
+
+def _copy_all(sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
+    """Copy each tensor of the sources to the destination of its name, with a few launches for all that are alike."""
+    alike: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for name, source in sources.items():
+        kind = source.device, source.dtype, source.shape, source.stride()
+        to, given = alike.setdefault(kind, ([], []))
+        to.append(destinations[name])
+        given.append(source)
+    for each in alike.values():
+        torch._foreach_copy_(*each)
 
 
 def _operators(

@@ -1,4 +1,4 @@
-"""A prefix cache in the host's memory: a radix tree over tokens.
+"""A prefix cache in memory: a radix tree over tokens.
 
 A sequence can continue only from a length at which its recurrent state was kept. So an entry is a snapshot at one exact
 length: the recurrent state, and the keys and values of all tokens up to there. Entries with a common prefix share its
@@ -68,7 +68,8 @@ class Prefix:
 
 
 class PrefixCache:
-    """Snapshots of sequences by their tokens, in the host's memory. Those worth least are evicted first (`Entries`).
+    """Snapshots of sequences by their tokens, in the memory where the runtime makes them: a GPU's, or the host's. Those
+    worth least are evicted first (`Entries`).
 
     If keeping a snapshot fails or is interrupted, the cache forgets everything, because its tree may be inconsistent.
 

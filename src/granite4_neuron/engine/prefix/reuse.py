@@ -71,8 +71,9 @@ class PrefixReuse:
             self.cache.attach(self._slots.state)
             sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_cut_point)
             sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_cut_point))
-            if not self._runtime.prompt_cuts.keeps_answers:  # a longer prompt cannot continue from this one's end
-                sequence.cut_at([len(sequence.request.tokens) - 1])
+            cuts, length = self._runtime.prompt_cuts, len(sequence.request.tokens)
+            if cuts.last(length, length + 1) < length:  # a longer prompt cannot continue from this one's end
+                sequence.cut_at([length - 1])
             if sequence.prefix is not None:
                 self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
                 sequence.stored = sequence.cached_tokens = sequence.prefix.length
