@@ -1,4 +1,5 @@
-"""Writes a checkpoint for benchmarks: a family member's dimensions, random weights, and the bundled tokenizer.
+"""Writes a checkpoint for benchmarks: a family member's dimensions, random weights, and the bundled tokenizer, with
+further tokens up to the vocabulary's size.
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
 python -m benchmarks.random_checkpoint h-small FOLDER --layers mamba attention --experts 16
@@ -9,6 +10,7 @@ python -m benchmarks.random_checkpoint nemotron-3-nano-30b-a3b FOLDER --layers m
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -90,6 +92,17 @@ def write_random(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -
 
 def _write(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
     save_model(random_model(config, dtype=dtype), folder, files_from=bundled_checkpoint())
+    _name_tokens(folder / "tokenizer.json", config.vocab_size)
+
+
+def _name_tokens(file: Path, vocab_size: int) -> None:
+    """Give each token of a vocabulary a text: a server sends nothing for tokens without one, which real models do not
+    have.
+    """
+    tokenizer = json.loads(file.read_text())
+    known = tokenizer["model"]["vocab"]
+    known |= {f"\u0120<{token}>": token for token in range(max(known.values()) + 1, vocab_size)}
+    file.write_text(json.dumps(tokenizer))
 
 
 if __name__ == "__main__":

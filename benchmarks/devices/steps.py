@@ -10,8 +10,8 @@ tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws t
 are medians, after the steps that compile.
 
 Launches are those of graphs, which torch.compile has made, or which were captured on a GPU. A token's share is that of
-the memory bound: the time in which the device reads its weights, states and caches, at the rate at which it adds up a
-tensor of 2 GiB, divided by the token's time.
+the memory bound: the time in which the device reads its weights, states and caches and writes the states, at the rate
+at which it adds up a tensor of 2 GiB, divided by the token's time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Sampler, SamplingParams
 from granite4_neuron.runtime.interface import FROM_DEVICE, Decoded, Row
+from granite4_neuron.state.sizes import sequence_bytes
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
 _READ_BYTES, _READS = 2**31, 10
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for batch_size in options.batch_size:
         read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT)
+        read += batch_size * sequence_bytes(config, torch.bfloat16.itemsize)  # states are written too
         size = runtime, batch_size, options.steps
         add(f"a token, batch {batch_size}", 2, _token_ms(*size), read)
         add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(*size), read)

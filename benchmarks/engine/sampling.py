@@ -44,6 +44,7 @@ _VOCABULARIES = (32_000, 100_352, 131_072)
 _OF_HISTORY = 500  # different tokens of a sequence with penalties
 _PROMPT, _WARM_UP = 32, 4
 _SAMPLED: Mapping[str, Mapping[str, Any]] = {
+    "temperature 1": dict(temperature=1.0),
     "temperature 0.7, top_p 0.95": dict(temperature=0.7, top_p=0.95),
     "and a seed": dict(temperature=0.7, top_p=0.95, seed=1),
     "and top_k 50": dict(temperature=0.7, top_p=0.95, top_k=50),
