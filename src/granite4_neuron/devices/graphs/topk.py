@@ -113,14 +113,15 @@ def candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 def draws_of(choices: Sequence[Choice | None]) -> torch.Tensor:
     """Return how the tokens of rows are drawn, [rows, `COLUMNS`] in float64; zeros for a row without a choice."""
-    draws = torch.zeros(len(choices), COLUMNS, dtype=torch.float64)
-    for row, choice in enumerate(choices):
-        if choice is not None:
-            options = choice.temperature, choice.top_k, choice.top_p, choice.min_p, choice.scale, choice.cutoff
-            parts = [choice.seed >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
-            columns = [*options, *parts, choice.place & 0xFFFF, choice.place >> 16]
-            draws[row] = torch.tensor(columns, dtype=torch.float64)
-    return draws
+    return torch.tensor([_columns(choice) for choice in choices], dtype=torch.float64)
+
+
+def _columns(choice: Choice | None) -> list[float]:
+    if choice is None:
+        return [0.0] * COLUMNS
+    options = choice.temperature, choice.top_k, choice.top_p, choice.min_p, choice.scale, choice.cutoff
+    parts = [choice.seed >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+    return [*options, *parts, choice.place & 0xFFFF, choice.place >> 16]
 
 
 def choice_of(draw: torch.Tensor) -> Choice:

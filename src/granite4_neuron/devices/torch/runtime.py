@@ -240,13 +240,13 @@ class TorchRuntime(GraphRuntime):
         inputs = decode_inputs(rows, state.num_sequences)
         logits, tokens = self._run_decode_and_choose(state, inputs, bucket_of_cache(rows, state))
         entries = [row.slot - 1 for row in rows]
-        if self._captures:  # the outputs do not outlive the next step
-            logits = logits.clone()
         if any(row.draw is not None for row in rows):
             choices = {row.slot: row.draw for row in rows}
             draws = [choices.get(slot) for slot in range(1, state.num_sequences + 1)]
             draw = self._run_draw if self._draw else self._draw_on_host
             tokens = draw(state, draws, logits, tokens)
+        if self._captures:  # the outputs do not outlive the next step
+            logits = logits.clone()
         return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
 
     def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
@@ -278,12 +278,13 @@ class TorchRuntime(GraphRuntime):
         memory = self._memory(state)
         inputs = draws_of(draws)
 
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
-            return self._call(draw, self._draw, *inputs, memory.chosen)
+        def run(inputs: torch.Tensor) -> torch.Tensor:
+            return self._call(draw, self._draw, inputs, logits, tokens, memory.chosen)
 
         if not self._captures:
-            return run(self._to_device(inputs.float()), logits, tokens)
-        return self._run_captured(memory, (draw,), run, inputs, (logits, tokens), TEMPERATURE)
+            return run(self._to_device(inputs.float()))
+        # It reads the outputs of the graph of decode, which keep their addresses, without a copy.
+        return self._run_captured(memory, (draw, logits.data_ptr()), run, inputs, (), TEMPERATURE)
 
     def _draw_on_host(
         self, state: HybridState, draws: Sequence[Choice | None], logits: torch.Tensor, tokens: torch.Tensor
