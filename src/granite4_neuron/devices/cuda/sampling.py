@@ -18,6 +18,7 @@ from granite4_neuron.ops import sampling
 # Tokens of a program of the race, and tokens that a row's program looks at together.
 _PART, _BLOCK = 2048, 8192
 _WARPS, _WARPS_OF_A_ROW = 4, 32
+_MOST_STEPS = tl.constexpr(32)  # in which a score of a rank is looked for from below
 _ROUNDS, _SHIFT = tl.constexpr(sampling.ROUNDS), tl.constexpr(sampling.WEIGHT_BITS - 30)
 _FOLDED_LOG2, _LOG2, _EXP2 = map(tl.constexpr, (sampling.FOLDED_LOG2, sampling.LOG2, sampling.EXP2))
 _TEMPERATURE, _TOP_K, _TOP_P = map(tl.constexpr, (topk.TEMPERATURE, topk.TOP_K, topk.TOP_P))
@@ -55,13 +56,13 @@ def _(draws, logits, tokens):
 
 def _launch(draws: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     rows, vocab_size = logits.shape
-    race, result = torch.empty_like(logits), torch.empty_like(tokens)
+    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+    race, tops, result = torch.empty_like(logits), logits.new_empty(rows, block), torch.empty_like(tokens)
     # Products are rounded before they are added to something, as the definition says.
     options = dict(VOCAB=vocab_size, enable_fp_fusion=False)
     parts = triton.cdiv(vocab_size, _PART)
     _race_kernel[parts, rows](draws, logits, tokens, race, COUNTERS=_PART // 4, num_warps=_WARPS, **options)
-    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-    _draw_kernel[rows,](draws, logits, tokens, race, result, BLOCK=block, num_warps=_WARPS_OF_A_ROW, **options)
+    _draw_kernel[rows,](draws, logits, tokens, race, tops, result, BLOCK=block, num_warps=_WARPS_OF_A_ROW, **options)
     return result
 
 
@@ -152,13 +153,14 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(draws, logits, tokens, race, result, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _draw_kernel(draws, logits, tokens, race, tops, result, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Find the best result of the race among the tokens that are kept.
 
     Grid: (rows,).
 
     Args:
         draws, logits, tokens, race: of `_race_kernel`.
+        tops: [rows, BLOCK] in float32, for its own use.
         result: [rows] in int32.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -171,7 +173,15 @@ def _draw_kernel(draws, logits, tokens, race, result, VOCAB: tl.constexpr, BLOCK
         top_k, top_p = tl.load(draws + _TOP_K).to(tl.int32), tl.load(draws + _TOP_P)
         lowest = tl.full((), -float("inf"), tl.float32)
         if (top_k > 0) & (top_k < VOCAB):
-            lowest = _score_of_rank(logits, top_k, VOCAB, BLOCK)
+            lowest = _bound_of_rank(logits, tops + row * BLOCK, top_k, VOCAB, BLOCK)
+            count, _ = _count_above(logits, lowest, True, VOCAB, BLOCK)
+            if count > top_k + _MOST_STEPS:
+                lowest = _score_of_rank(logits, top_k, lowest, VOCAB, BLOCK)
+            else:
+                while count > top_k:  # one score after another is left out
+                    above, following = _count_above(logits, lowest, False, VOCAB, BLOCK)
+                    lowest = tl.where(above >= top_k, following, lowest)
+                    count = tl.where(above >= top_k, above, 0)
         limit = tl.full((), 1, tl.int64)
         if top_p < 1:
             total = _weight_before(logits, lowest, VOCAB, top, scale, VOCAB, BLOCK)
@@ -232,16 +242,51 @@ def _weights(logs):
 
 
 @triton.jit
-def _score_of_rank(logits, rank, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the score that has a rank, counted from 1 for the highest. It is found digit by digit of 8 bits."""
+def _bound_of_rank(logits, tops, rank, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a score that as many tokens as a rank have or exceed; with luck the score of that rank.
+
+    It has this rank among the highest scores of BLOCK groups of tokens, which are written to `tops`.
+    """
+    bests = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        bests = tl.maximum(bests, tl.load(logits + places, places < VOCAB, -float("inf")))
+    bound = tl.full((), -float("inf"), tl.float32)
+    if rank <= BLOCK:
+        tl.store(tops + tl.arange(0, BLOCK), bests)
+        tl.debug_barrier()
+        bound = _score_of_rank(tops, rank, bound, BLOCK, BLOCK)
+    return bound
+
+
+@triton.jit
+def _count_above(logits, score, COUNTS_EQUAL: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many tokens have a higher score, or with `COUNTS_EQUAL` at least this one; and the lowest of them."""
+    counts = tl.zeros((BLOCK,), tl.int32)
+    lowest = tl.full((BLOCK,), float("inf"), tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        scores = tl.load(logits + places, places < VOCAB, -float("inf"))
+        is_counted = (scores > score) | ((scores == score) & (places < VOCAB) & COUNTS_EQUAL)
+        counts += is_counted.to(tl.int32)
+        lowest = tl.minimum(lowest, tl.where(is_counted, scores, float("inf")))
+    return tl.sum(counts), tl.min(lowest)
+
+
+@triton.jit
+def _score_of_rank(logits, rank, lowest, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the score that has a rank, counted from 1 for the highest, and is not below `lowest`. It is found digit by
+    digit of 8 bits.
+    """
     digits = tl.arange(0, 256)
     key = tl.zeros((), tl.int64)
     for shift in tl.static_range(24, -8, -8):
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, VOCAB, BLOCK):
             places = start + tl.arange(0, BLOCK)
-            keys = _keys(tl.load(logits + places, places < VOCAB, -float("inf")))
-            is_counted = (places < VOCAB) & ((keys >> (shift + 8)) == key)
+            scores = tl.load(logits + places, places < VOCAB, -float("inf"))
+            keys = _keys(scores)
+            is_counted = (places < VOCAB) & (scores >= lowest) & ((keys >> (shift + 8)) == key)
             counts += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, is_counted)
         above = tl.sum(counts) - tl.cumsum(counts)
         is_digit = (above < rank) & (above + counts >= rank)
