@@ -345,7 +345,9 @@ class TestLoad:
                 until(lambda: server.engine.num_waiting == 1)
                 answer = client.post(url, json={"prompt": "x", "max_tokens": 1})
                 assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
-                assert sum(1 for _ in lines) > 400, "the one that ran was not disturbed"
+                *_, last, _ = (line for line in lines if line)
+                made = json.loads(last.removeprefix("data: "))["timings"]["predicted_n"]
+                assert made == ENDLESS["max_tokens"], "the one that ran was not disturbed"
             waiting.join()
             assert client.post(url, json={"prompt": "x", "max_tokens": 1}).status_code == 200
 

@@ -83,7 +83,10 @@ class TestFieldsThatChangeNoText:
         assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
     def test_continuous_usage(self, client):
-        """Each event counts the tokens of its own text so far, as vLLM does. The last one counts all."""
+        """Each event counts the tokens of its own text so far, as vLLM does. The last one counts all.
+
+        Tokens that wait for the client come in one event.
+        """
         usage = {"include_usage": True, "continuous_usage_stats": True}
         options = dict(model=MODEL, prompt=PROMPT, max_tokens=6, n=2, seed=1, temperature=1.0)
         counts = {0: [], 1: []}
@@ -91,7 +94,9 @@ class TestFieldsThatChangeNoText:
         for chunk in chunks:
             counts[chunk.choices[0].index].append(chunk.usage.completion_tokens)
             assert chunk.usage.prompt_tokens == last.usage.prompt_tokens
-        assert counts == {0: [1, 2, 3, 4, 5, 6], 1: [1, 2, 3, 4, 5, 6]} and last.usage.completion_tokens == 12
+        for of_choice in counts.values():
+            assert of_choice == sorted(set(of_choice)) and of_choice[0] >= 1 and of_choice[-1] == 6
+        assert last.usage.completion_tokens == 12
 
 
 class TestStops:

