@@ -19,7 +19,7 @@ from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.planning.analysis.roofline import minimum
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, PromptCuts, cost, pieces
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE, PromptCuts, cost, pieces
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot
@@ -240,7 +240,7 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     sequence = RunningSequence(0, request, limit, text, AppliedAdapter(), cuts)
     prefix = cache.match_prefix(prompt, sequence.is_cut_point)
     sequence.cut_at(cache.new_branches(prompt, sequence.is_cut_point))
-    if not isinstance(cuts, Anywhere):
+    if not cuts.is_shared(len(prompt)):
         sequence.cut_at([len(prompt) - 1])
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:

@@ -26,6 +26,9 @@ class PromptCuts(Protocol):
     def last(self, most: int, length: int) -> int:
         """Return a prompt's last cut point up to `most`; `length` is its tokens. 0 and its end are cut points."""
 
+    def is_shared(self, place: int) -> bool:
+        """Return whether all prompts that are longer than `place` have a cut point there."""
+
 
 @dataclass(frozen=True)
 class Anywhere:
@@ -40,6 +43,9 @@ class Anywhere:
     def last(self, most: int, length: int) -> int:
         return min(most, length)
 
+    def is_shared(self, place: int) -> bool:
+        return True
+
 
 ANYWHERE = Anywhere(True)
 
@@ -53,6 +59,9 @@ class Multiples:
 
     def last(self, most: int, length: int) -> int:
         return length if most >= length else most // self.number * self.number
+
+    def is_shared(self, place: int) -> bool:
+        return place % self.number == 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,9 @@ class Pieces:
                 break
             whole += piece
         return whole
+
+    def is_shared(self, place: int) -> bool:
+        return place % self.buckets[-1] == 0
 
 
 # A piece of a prompt takes as long as if it had about this many more tokens, because it reads all weights. With 167

@@ -44,6 +44,13 @@ def test_longer_prompts_may_lack_a_place_of_shorter_ones():
     assert Multiples(128).last(700, 1100) == 640 and Multiples(128).last(700, 700) == 700
 
 
+@pytest.mark.parametrize("cuts", ALL, ids=str)
+def test_a_shared_place_is_one_of_all_longer_prompts(cuts):
+    for place in (*range(1, 300), 512, 640, 2048, 2500):
+        longer = range(place + 1, place + 4500 if place % 64 == 0 else place + 150)
+        assert cuts.is_shared(place) == all(cuts.last(place, length) == place for length in longer)
+
+
 def test_places_are_written_to_a_file_and_read_back():
     for cuts in ALL:
         assert from_json(json.loads(json.dumps(as_json(cuts)))) == cuts

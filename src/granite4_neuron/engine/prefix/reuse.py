@@ -71,8 +71,8 @@ class PrefixReuse:
             self.cache.attach(self._slots.state)
             sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_cut_point)
             sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_cut_point))
-            cuts, length = self._runtime.prompt_cuts, len(sequence.request.tokens)
-            if cuts.last(length, length + 1) < length:  # a longer prompt cannot continue from this one's end
+            length = len(sequence.request.tokens)
+            if not self._runtime.prompt_cuts.is_shared(length):  # some longer prompts go on before its end
                 sequence.cut_at([length - 1])
             if sequence.prefix is not None:
                 self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
