@@ -48,6 +48,13 @@ def connect(server) -> socket.socket:
     return client
 
 
+def test_an_event_does_not_wait_until_the_headers_are_acknowledged(server):
+    """Nagle's algorithm would hold it back until then, for some 40 ms."""
+    connect(server)
+    [connection] = server.server_state.connections
+    assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def until(condition, seconds=60):
     """Wait until the condition is true."""
     end = time.monotonic() + seconds

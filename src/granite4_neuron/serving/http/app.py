@@ -47,6 +47,7 @@ from granite4_neuron.system.sandbox.markdown import MarkdownFailed
 Result = TypeVar("Result")
 
 _PART = 2**16  # bytes
+_FEW = 64  # tokens whose events are written between two turns of the loop
 _MODEL = "/v1/models/{name:path}"
 # Parts of paths of other servers, and what they have there.
 _NOT_SERVED = {
@@ -287,7 +288,7 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
                     outputs.pop()
                 answer.add(index, outputs)
                 # A text's first event may have all of the prompt's log-probabilities, and the last ones all of its own.
-                if outputs and outputs[0].prompt is not None:
+                if outputs and (outputs[0].prompt is not None or len(outputs) > _FEW):
                     parts.append(await queue.run(partial(events, index, outputs, to_json)))
                 elif outputs:
                     parts.append(events(index, outputs, to_short_json if last.finish_reason is None else to_json))

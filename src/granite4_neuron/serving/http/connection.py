@@ -72,14 +72,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.flow.write_paused:
             await self.flow.drain()
         if not self.cycle.disconnected:
-            is_framed = self.scope["http_version"] != "1.0"
+            is_framed = self.scope["http_version"] >= "1.1"  # as h11
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_framed else part)
 
     # uvicorn's returns nothing; asyncio asks for what this one says.
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open."""
         # HTTP/1.0 has no responses to ignore.
-        if not self._is_answering or self.scope["http_version"] == "1.0":
+        if not self._is_answering or self.scope["http_version"] < "1.1":
             return False
         if not self._has_all:
             self._has_all = True
@@ -111,6 +111,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self.scope is not None:
+            self.scope.pop(WRITE, None)  # type: ignore[misc]  # it would keep this object until a garbage collection
         self._wait_for(None)
         if self._prober is not None:
             self._prober.cancel()
