@@ -200,7 +200,7 @@ def require_folder(checkpoint: Checkpoint) -> Path:
     """
     if checkpoint.folder is None:
         raise UserError(
-            f"{checkpoint.path} has weights in {', '.join(checkpoint.stored_in)}, and compiled graphs of NxD Inference "
-            "are not made from such a file; granite4-neuron convert writes a checkpoint folder of it."
+            f"{checkpoint.path} has weights in {', '.join(checkpoint.stored_in)}, which only this package reads; "
+            "granite4-neuron convert writes a checkpoint folder that other libraries read."
         )
     return checkpoint.folder

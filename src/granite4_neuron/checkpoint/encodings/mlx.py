@@ -34,6 +34,8 @@ class Affine:
         return {"weight": ("U32",), "scales": FLOATS, "biases": FLOATS}
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape | None:
+        if len(shapes["weight"]) < 2:
+            return None
         *rows, words = shapes["weight"]
         columns = words * 32 // self.bits
         blocks = (*rows, columns // self.columns)

@@ -20,12 +20,13 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 import llguidance
 
@@ -345,7 +346,7 @@ class GrammarProcess:
         if self._first is None or self._process is None or self._process.poll() is not None:
             ours, theirs = socket.socketpair()
             # A socket would hold so much only when the process reads.
-            with theirs, open(os.memfd_create("vocabulary"), "w+") as vocabulary:
+            with theirs, _file_in_memory() as vocabulary:
                 json.dump(asdict(self._vocabulary), vocabulary)
                 vocabulary.seek(0)
                 command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), str(theirs.fileno())]
@@ -359,6 +360,11 @@ class GrammarProcess:
                 )
             self._first = GrammarWorker(ours)
         return self._first
+
+
+def _file_in_memory() -> IO[str]:
+    """Return a file without a name, in memory if this Python can make one: conda's is built for a system without."""
+    return open(os.memfd_create("vocabulary"), "w+") if hasattr(os, "memfd_create") else tempfile.TemporaryFile("w+")
 
 
 def main(descriptor: int) -> None:
