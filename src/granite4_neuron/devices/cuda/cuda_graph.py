@@ -43,7 +43,7 @@ class CudaGraph:
                 function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those of NCCL, may call CUDA meanwhile.
+        # Other threads, such as NCCL's or the one that writes snapshots to files, may call CUDA meanwhile.
         with _no_garbage_collection(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
         self._is_copied = torch.cuda.Event()

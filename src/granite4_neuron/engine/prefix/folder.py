@@ -193,6 +193,10 @@ class PrefixFolder:
         if max(tokens) >= self._runtime.config.vocab_size or self._is_used(tokens):
             return
         length = len(tokens)
+        # A GPU's memory is not this thread's to fill.
+        snapshots = [
+            replace(one, tensors={name: tensor.cpu() for name, tensor in one.tensors.items()}) for one in snapshots
+        ]
         with self._locked():
             sizes = self._look()
             if self._is_used(tokens):  # another process has written it

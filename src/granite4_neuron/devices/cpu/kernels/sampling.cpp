@@ -419,6 +419,7 @@ inline Kept nucleus(
   });
   keys.resize(found + 2 * BLOCK);
   weights.resize(found + 2 * BLOCK);
+  std::fill_n(logs.begin() + found, BLOCK, LOWEST);
   for (int64_t i = 0; i < found; i += BLOCK) write_weights(&logs[i], &weights[i]);
   for (int64_t i = 0; i < found; i++) keys[i] = ordered(scores[tokens[i]]);
   Edge edge = find_edge(keys.data(), weights.data(), found, limit - before, scratch);
