@@ -184,8 +184,8 @@ def unused_remark(unused: Mapping[str, int]) -> str | None:
     """
     if not unused:
         return None
-    what = " and ".join(f"{number:,} scales of {purpose}" for purpose, number in unused.items())
-    return f"{what} are not used: nothing but weights is quantized here."
+    what = " and ".join(f"{number:,} scale{'s' * (number != 1)} of {purpose}" for purpose, number in unused.items())
+    return f"{what} {'is' if sum(unused.values()) == 1 else 'are'} not used: nothing but weights is quantized here."
 
 
 def joined_remarks(*remarks: str | None) -> str | None:
@@ -200,7 +200,7 @@ def require_folder(checkpoint: Checkpoint) -> Path:
     """
     if checkpoint.folder is None:
         raise UserError(
-            f"{checkpoint.path} has weights in {', '.join(checkpoint.stored_in)}, which only this package reads; "
-            "granite4-neuron convert writes a checkpoint folder that other libraries read."
+            f"{checkpoint.path} has weights in {', '.join(checkpoint.stored_in)}, which are not read here; "
+            "granite4-neuron convert writes a checkpoint folder of it."
         )
     return checkpoint.folder
