@@ -17,11 +17,7 @@ class UserError(ValueError):
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Check an option that takes one of a few values.
-
-    Raises:
-        UserError: the value is none of them.
-    """
+    """Check an option that takes one of a few values; raise UserError if the value is none of them."""
     if value not in choices:
         raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
 

@@ -58,11 +58,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def tensors(self) -> StoredTensors | GGUFTensors:
-        """The weights by published name.
-
-        Raises:
-            UserError: they are incomplete or damaged.
-        """
+        """The weights by published name; raise UserError if they are incomplete or damaged."""
 
     @property
     @abstractmethod
@@ -193,11 +189,7 @@ def joined_remarks(*remarks: str | None) -> str | None:
 
 
 def require_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder of a checkpoint.
-
-    Raises:
-        UserError: other libraries do not read it.
-    """
+    """Return the folder of a checkpoint; raise UserError if other libraries do not read it."""
     if checkpoint.folder is None:
         raise UserError(
             f"{checkpoint.path} has weights in {', '.join(checkpoint.stored_in)}, which are not read here; "

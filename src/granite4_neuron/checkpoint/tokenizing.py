@@ -12,11 +12,7 @@ from granite4_neuron.errors import UserError
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the tokens of a text, which may spell out control tokens.
-
-    Raises:
-        UserError: the tokenizer fails.
-    """
+    """Return the tokens of a text, which may spell out control tokens; raise UserError if the tokenizer fails."""
     with _failures():
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

@@ -29,11 +29,7 @@ def add_chat_template_kwargs(parser: argparse._ActionsContainer) -> None:
 
 
 def check_chat(options: argparse.Namespace) -> None:
-    """Check that options of a conversation come with --chat.
-
-    Raises:
-        UserError: one comes without it.
-    """
+    """Check that options of a conversation come with --chat; raise UserError if one comes without it."""
     for name, value in (("--system", options.system), ("--chat-template-kwargs", options.chat_template_kwargs)):
         if value is not None and not options.chat:
             raise UserError(f"{name} is part of a conversation; give --chat too.")

@@ -79,11 +79,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def check_prompt_cache(file: Path | None) -> None:
-    """Check, before any work, that the file of --prompt-cache may be written.
-
-    Raises:
-        UserError: it may not.
-    """
+    """Check, before any work, that the file of --prompt-cache may be written; raise UserError if not."""
     if file is None:
         return
     check_folder_of(file)
@@ -259,11 +255,7 @@ def _compiled_draft(options: argparse.Namespace) -> Path | None:
 
 
 def num_bytes(text: str) -> int:
-    """Return the number of bytes of a size such as 500MiB.
-
-    Raises:
-        UserError: it is not a size.
-    """
+    """Return the number of bytes of a size such as 500MiB; raise UserError if it is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|KiB|MiB|GiB)", text)
     if match is None:
         raise UserError(f"{reprlib.repr(text)} is not a size; write it like 500MiB or 2GiB.")

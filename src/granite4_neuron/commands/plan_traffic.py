@@ -124,11 +124,7 @@ def add_traffic(planner: argparse.ArgumentParser) -> None:
 
 
 def check_no_traffic(options: argparse.Namespace) -> None:
-    """Check that no option of traffic is given without traffic.
-
-    Raises:
-        UserError: one is.
-    """
+    """Check that no option of traffic is given without traffic; raise UserError if one is."""
     for name in DEFAULTS:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} belongs to --traffic or --rate; give one, or leave it out.")
@@ -165,11 +161,7 @@ def plan_traffic(options: argparse.Namespace, graph_options: OptionsOf) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check that the options belong together.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that the options belong together; raise UserError if not."""
     if options.traffic is not None:
         for name in _OF_RATE:
             if getattr(options, name) is not None:

@@ -257,11 +257,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_extra(command: str) -> None:
-    """Check that the packages of the extra `serve` are installed.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Check that the packages of the extra `serve` are installed; raise UserError if not."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         how = "pip install 'granite4-neuron[serve]'"
@@ -281,11 +277,7 @@ def _api_key(options: argparse.Namespace) -> str | None:
 
 
 def served_names(options: argparse.Namespace, checkpoint: Checkpoint, adapters: Collection[str]) -> list[str]:
-    """Return the model's names in requests.
-
-    Raises:
-        UserError: an adapter has one of them.
-    """
+    """Return the model's names in requests; raise UserError if an adapter has one of them."""
     names = list(dict.fromkeys(options.served_model_name or [Path(options.model or checkpoint.path).name]))
     for name in names:
         if name in adapters:

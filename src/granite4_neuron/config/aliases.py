@@ -59,11 +59,7 @@ def layer_types_in(spelled: Any, name: str, more: Mapping[str, str] = {}) -> tup
 
 
 def time_step_limit_in(spelled: Any) -> tuple[float, float]:
-    """Read a pair of numbers, of which the second may be infinity.
-
-    Raises:
-        UserError: it is another value.
-    """
+    """Read a pair of numbers, of which the second may be infinity; raise UserError if it is another value."""
     if not isinstance(spelled, (list, tuple)) or len(spelled) != 2:
         raise UserError(f"time_step_limit is {reprlib.repr(spelled)}, and must be a pair of numbers.")
     # JSON has no infinity: transformers 5.x writes {"__float__": "Infinity"}.

@@ -162,11 +162,7 @@ class GenerationStats:
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Check that an option is a whole number of at least `least`.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that an option is a whole number of at least `least`; raise UserError if not."""
     if not is_whole(value) or value < least:
         raise UserError(f"{name} is {reprlib.repr(value)}, and must be a whole number of at least {least}.")
 

@@ -313,11 +313,7 @@ class _RequestsProcessor:
         self._name = f"the request's logits processor {name}"
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the processor's scores.
-
-        Raises:
-            RequestFault: the processor fails.
-        """
+        """Return the processor's scores; raise RequestFault if the processor fails."""
         with _blamed_on(self._name):
             result = _checked(self._processor(input_ids, scores), scores)
             highest = float(result[0, _argmax(result[0])])

@@ -70,11 +70,7 @@ class Slots:
         self._allocate()
 
     def check(self, length: int) -> None:
-        """Check that a sequence of this length can run.
-
-        Raises:
-            UserError: it needs more than `memory_bytes`.
-        """
+        """Check that a sequence of this length can run; raise UserError if it needs more than `memory_bytes`."""
         needed = self._bytes(length)
         if self._memory_bytes is not None and needed > self._memory_bytes:
             raise UserError(

@@ -149,11 +149,7 @@ class Conversation:
         self._is_interrupted = True
 
     def undo(self) -> Turn:
-        """Remove the last turn and return it.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Remove the last turn and return it; raise UserError if there is none."""
         if not self.turns:
             raise UserError("there is no turn to take back.")
         return self.turns.pop()

@@ -78,11 +78,7 @@ class InOrder(Generic[AnyJob]):
         self._running: dict[int, tuple[_Taken[AnyJob], int]] = {}  # with the request's index, by the engine's ids
 
     def run(self, jobs: Iterator[AnyJob]) -> Generator[AnyJob, None, None]:
-        """Yield the jobs in their order, each once its sequences have ended.
-
-        Raises:
-            UserError: the device is lost.
-        """
+        """Yield the jobs in their order, each once its sequences have ended; raise UserError if the device is lost."""
         has_more = True
         try:
             while True:

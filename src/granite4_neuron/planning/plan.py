@@ -249,11 +249,7 @@ def plan(
 
 
 def check_ranks(instance: str, tp_degree: int) -> None:
-    """Check that an instance has a logical core for each rank.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that an instance has a logical core for each rank; raise UserError if not."""
     cores = INSTANCES[instance].logical_cores
     if tp_degree > cores:
         raise UserError(f"tp_degree is {tp_degree}; {instance} has {cores} logical cores.")

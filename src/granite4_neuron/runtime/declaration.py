@@ -53,11 +53,7 @@ class Option:
     changes_numbers: bool = True
 
     def check(self, value: Any) -> None:
-        """Check that this is one of its values.
-
-        Raises:
-            UserError: it is not.
-        """
+        """Check that this is one of its values; raise UserError if not."""
         if value == self.default and type(value) is type(self.default):
             return
         if self.choices is not None:

@@ -313,11 +313,7 @@ def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int
 
 
 def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:
-    """Check that a runtime can verify these rows.
-
-    Raises:
-        ValueError: a row has too many tokens.
-    """
+    """Check that a runtime can verify these rows; raise ValueError if a row has too many tokens."""
     longest = max(len(row.tokens) for row in rows)
     if longest > runtime.tokens_per_verification:
         raise ValueError(

@@ -148,11 +148,7 @@ def as_json(cuts: PromptCuts) -> list[Any]:
 
 
 def from_json(value: Any) -> PromptCuts:
-    """Return the cuts that `as_json` wrote.
-
-    Raises:
-        ValueError: the value is not from `as_json`.
-    """
+    """Return the cuts that `as_json` wrote; raise ValueError if the value is not from `as_json`."""
     match value:
         case ["anywhere", bool(is_exact)]:
             return Anywhere(is_exact)

@@ -137,11 +137,7 @@ class EngineThread:
         return self._engine.runtime.adapters
 
     async def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter between two steps.
-
-        Raises:
-            UserError: the runtime cannot.
-        """
+        """Add an adapter between two steps; raise UserError if the runtime cannot."""
         done = self._loop.create_future()
         self._inbox.put(partial(self._load_adapter, name, adapter, done))
         await done

@@ -86,11 +86,7 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 
 def to_json(value: object) -> str:
-    """Encode as JSON in ASCII, because a message may quote invalid text.
-
-    Raises:
-        ValueError: a number is not finite.
-    """
+    """Encode as JSON in ASCII, because a message may quote invalid text; raise ValueError if a number is not finite."""
     # Piece by piece, because `encode` lets no other thread run. Several together, because each is a text of its own.
     pieces = _ENCODER.iterencode(value)
     return "".join(iter(lambda: "".join(islice(pieces, _PIECES)), ""))

@@ -166,11 +166,7 @@ class Snapshot:
 
 
 def check_place(file: Path) -> None:
-    """Check, before any work is done, that `Snapshot.save` may write this file.
-
-    Raises:
-        UserError: it may not.
-    """
+    """Check, before any work is done, that `Snapshot.save` may write this file; raise UserError if not."""
     with _partial_file(file):
         pass
 

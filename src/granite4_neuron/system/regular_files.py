@@ -28,11 +28,7 @@ def check_regular(file: Path) -> os.stat_result:
 
 
 def check_name(file: Path) -> None:
-    """Check a name that did not come from the command line.
-
-    Raises:
-        UserError: no file can have it.
-    """
+    """Check a name that did not come from the command line; raise UserError if no file can have it."""
     if "\0" in str(file):
         raise UserError(f"{str(file)!r} cannot be the name of a file.")
 

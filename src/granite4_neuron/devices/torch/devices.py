@@ -29,11 +29,7 @@ def find_device(name: str) -> torch.device:
 
 
 def use_device(name: str) -> torch.device:
-    """Return the device of tensors that are made on the device with this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the device of tensors that are made on the device with this name; raise UserError if there is none."""
     find_device(name)
     try:
         return torch.empty(0, device=name).device
@@ -46,11 +42,7 @@ def _no_device(name: str, error: RuntimeError) -> UserError:
 
 
 def find_compiler(compiler: str | Compiler) -> Compiler:
-    """Return the backend of torch.compile with a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the backend of torch.compile with a name; raise UserError if there is none."""
     try:
         return torch._dynamo.lookup_backend(compiler)
     except torch._dynamo.exc.InvalidBackend:

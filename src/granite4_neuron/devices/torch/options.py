@@ -77,11 +77,7 @@ def kind_of_device(name: str) -> str:
 
 
 def find_kind(device: str) -> TorchDevice:
-    """Return the kind of a device.
-
-    Raises:
-        UserError: there is no such kind.
-    """
+    """Return the kind of a device; raise UserError if there is no such kind."""
     kind = kind_of_device(device)
     check_choice("device", kind, DEVICES)
     return DEVICES[kind]

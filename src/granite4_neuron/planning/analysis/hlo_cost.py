@@ -86,11 +86,7 @@ def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Te
 
 
 def hlo_text(proto: bytes) -> str:
-    """Return a serialised HLO module as XLA prints it.
-
-    Raises:
-        ToolsMissing: jax is not installed.
-    """
+    """Return a serialised HLO module as XLA prints it; raise ToolsMissing if jax is not installed."""
     return _module(proto).to_string()
 
 

@@ -87,11 +87,7 @@ def sbuf_bytes(chip: Chip) -> int:
 
 
 def live_set(config: ModelConfig, tp_degree: int, dtype: torch.dtype, tokens: int, chip: Chip = TRAINIUM2) -> LiveSet:
-    """Estimate the live set of a prompt's graph on one rank.
-
-    Raises:
-        UserError: tp_degree does not divide the model.
-    """
+    """Estimate the live set of a prompt's graph on one rank; raise UserError if tp_degree does not divide the model."""
     return live_set_of(list(products(config, tp_degree)), config.hidden_size, dtype.itemsize, tokens, chip)
 
 

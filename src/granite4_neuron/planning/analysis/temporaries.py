@@ -45,11 +45,7 @@ def of_prompt(config: ModelConfig, tp_degree: int, tokens: int, context: int) ->
 
 
 def of_decode(config: ModelConfig, tp_degree: int, batch_size: int, context: int) -> int:
-    """Estimate a rank's temporaries of a step of decode.
-
-    Raises:
-        UserError: tp_degree does not divide the model.
-    """
+    """Estimate a rank's temporaries of a step of decode; raise UserError if tp_degree does not divide the model."""
     rank, entries = config.rank_dimensions(tp_degree), 0.0
     if config.layers_with(ATTENTION):
         keys = min(block_length(1, context), context)

@@ -100,11 +100,7 @@ def written_inputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def check_installed() -> None:
-    """Check that the tools of `lower` and `hlo_proto_of` are installed.
-
-    Raises:
-        ToolsMissing: one is not installed.
-    """
+    """Check that the tools of `lower` and `hlo_proto_of` are installed; raise ToolsMissing if one is not installed."""
     for package, use in (("torch_mlir", "lowered"), ("jax", "counted")):
         if importlib.util.find_spec(package) is None:
             missing = f"graphs of PyTorch devices are {use} by {package}, which is not installed"

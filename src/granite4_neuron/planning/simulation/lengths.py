@@ -21,11 +21,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Parse 512, uniform:128:1024 or normal:512:64.
-
-        Raises:
-            UserError: it has none of these forms.
-        """
+        """Parse 512, uniform:128:1024 or normal:512:64; raise UserError if it has none of these forms."""
         parts = text.split(":")
         kind, numbers = ("fixed", parts) if len(parts) == 1 else (parts[0], parts[1:])
         if not all(number.isdecimal() for number in numbers) or len(numbers) != {"fixed": 1}.get(kind, 2):

@@ -52,11 +52,7 @@ class Measured:
     restores: Sequence[tuple[int, float]]
 
     def save(self, file: Path) -> None:
-        """Write a file.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write a file; raise UserError if it cannot be written."""
         values = FORMAT.header | asdict(self)
         try:
             file.write_text(_lines(values), encoding="utf-8")

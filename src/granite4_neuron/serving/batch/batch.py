@@ -154,11 +154,7 @@ class Batch:
         self._maker.close()
 
     def results(self, lines: Iterator[Line]) -> Generator[Result, None, None]:
-        """Yield the result of each line, in their order.
-
-        Raises:
-            UserError: the device is lost.
-        """
+        """Yield the result of each line, in their order; raise UserError if the device is lost."""
         runs: InOrder[LineJob] = InOrder(
             lambda _: self._engine,
             longest=self._engine.max_length,

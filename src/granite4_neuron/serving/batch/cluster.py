@@ -139,11 +139,7 @@ def _size_of_a_part(lines: Lines, start: int, num_workers: int) -> int:
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """Connect to a cluster within the block.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Connect to a cluster within the block; raise UserError if there is none."""
     import ray
 
     if place := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address):

@@ -202,11 +202,7 @@ class GrammarWorker:
         self._pid: int | None = None
 
     def fork(self) -> GrammarWorker:
-        """Return another process at the same place.
-
-        Raises:
-            WorkerEnded: no process could be started.
-        """
+        """Return another process at the same place; raise WorkerEnded if no process could be started."""
         ours, theirs = socket.socketpair()
         forked = GrammarWorker(ours)
         with theirs:
@@ -430,11 +426,7 @@ def _send(connection: socket.socket, message: dict[str, Any], other: socket.sock
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], socket.socket | None]:
-    """Receive what `_send` sent.
-
-    Raises:
-        EOFError: nothing will come.
-    """
+    """Receive what `_send` sent; raise EOFError if nothing will come."""
     header, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     other = socket.socket(fileno=descriptors[0]) if descriptors else None
     header += _exactly(connection, _LENGTH.size - len(header))

@@ -34,11 +34,7 @@ class NoProcess(Exception):
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Start processes and threads within the block.
-
-    Raises:
-        NoProcess: one cannot be started.
-    """
+    """Start processes and threads within the block; raise NoProcess if one cannot be started."""
     try:
         yield
     except BlockingIOError as error:
@@ -83,11 +79,7 @@ class Stop:
 
     @contextmanager
     def over(self, process: Killable) -> Iterator[None]:
-        """Within the block, let `set` end a process.
-
-        Raises:
-            Stopped: it has been set already.
-        """
+        """Within the block, let `set` end a process; raise Stopped if it has been set already."""
         with self._lock:
             if self.is_set:
                 raise Stopped

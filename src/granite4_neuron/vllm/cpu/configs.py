@@ -40,11 +40,7 @@ def _checked(earlier: Any, check: Callable[[VllmConfig], None]) -> Any:
 
 
 def accept(vllm_config: VllmConfig) -> None:
-    """Choose the worker, unless the user has chosen one.
-
-    Raises:
-        ValueError: a requested feature does not work here.
-    """
+    """Choose the worker, unless the user has chosen one; raise ValueError if a requested feature does not work here."""
     refusal = why_refused(vllm_config)
     if refusal is not None:
         raise ValueError(refusal)
