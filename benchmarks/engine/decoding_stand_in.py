@@ -53,7 +53,7 @@ class DecodingRuntime(CPURuntime):
         return super().step(state, rows, all_logits)
 
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
-        """Implement `Runtime.decode`."""
+        """See `Runtime.decode`."""
         assert all(row.start > 0 and len(row.tokens) == 1 for row in rows)
         known = [self._known(row) for row in rows]
         running = [number for number, row in enumerate(known) if row is not None]

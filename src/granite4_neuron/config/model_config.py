@@ -280,15 +280,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> Self:
-        """Build from the content of a ``config.json`` of this family; unknown keys are ignored.
-
-        Args:
-            values: the parsed JSON object, in the spelling of transformers 4.57 or 5.x.
-            source: what to call the file in an error.
-
-        Raises:
-            UserError: a field is missing, of the wrong type, or contradicts another, or the model is of another family.
-        """
+        """Build from the content of a ``config.json`` of this family, and refuse others; see `config_from_dict`."""
         try:
             return cls(**cls._fields_from_json(values))
         except UserError as error:

@@ -28,14 +28,7 @@ def published_name(name: str) -> str | None:
 
 
 def published_values(name: str) -> dict[str, Any]:
-    """Return the content of a checkpoint's ``config.json``.
-
-    Args:
-        name: as for `published_name`.
-
-    Raises:
-        UserError: there is no such checkpoint; the message lists them.
-    """
+    """Return the content of a published checkpoint's ``config.json``; see `published_config`."""
     whole = published_name(name)
     if whole is None:
         raise UserError(f"there is no family member {name!r}; choose one of: {', '.join(published_names())}.")

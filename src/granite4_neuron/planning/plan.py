@@ -107,11 +107,6 @@ class Plan:
         return self.options.prompt_lengths(self.context)
 
     @property
-    def resident(self) -> int:
-        """Bytes of tensors and graphs, which stay in memory between steps, including the draft model's."""
-        return self.tensors + self._graph_bytes(self.batch_size, self.context)
-
-    @property
     def with_fewest_graphs(self) -> Plan:
         """The plan with one graph of each kind."""
         options, _ = self.options.fewest(self.context)

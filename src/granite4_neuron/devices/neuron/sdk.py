@@ -40,7 +40,6 @@ class Chip:
     """
 
     name: str
-    core_name: str
     core_bytes: int
     hbm_bytes_per_second: float
     tensor_flops: float
@@ -69,7 +68,6 @@ _GIBIBYTE, _MEBIBYTE = 2**30, 2**20
 # elements per cycle if not all have 16 bits, at 0.96 and at 1.2 GHz.
 TRAINIUM2 = Chip(
     "Trainium2",
-    "NeuronCore-v3",
     # A logical core has 24 GiB and cannot use another core's: the compiler's limit is 25,769,803,776 bytes. "Usable
     # ceiling is 23.50 GiB each": vllm-project/vllm-neuron, examples/vllm_neuron/models/qwen3_5.
     core_bytes=47 * _GIBIBYTE // 2,
@@ -82,7 +80,6 @@ TRAINIUM2 = Chip(
 )
 TRAINIUM3 = Chip(
     "Trainium3",
-    "NeuronCore-v4",
     # 144 GiB for four logical cores. How much of its 36 GiB a core can use is not published: as much less as on
     # Trainium2 is left out.
     core_bytes=71 * _GIBIBYTE // 2,
