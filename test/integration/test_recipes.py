@@ -1,6 +1,6 @@
 """A copy of the package gets what docs/extending.md has recipes for, in the files that these name: a norm, a
-quantisation for plain torch, a dtype of weights, a model class and a backend. Options are in test_new_option.py, a
-quantisation for the fused kernels in test_new_format.py.
+quantisation for plain torch, a dtype of weights, a model class, a family and a backend. Options are in
+test_new_option.py, a quantisation for the fused kernels in test_new_format.py.
 """
 
 import pytest
@@ -231,6 +231,117 @@ print(load(str(folder))[0].config.layer_types)
 """,
     )
     assert "('attention', 'attention', 'attention')" in said
+
+
+ARCEE_CONFIG = '''
+"""The config of ArceeForCausalLM: attention with rotary positions, and an MLP without a gate."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from granite4_neuron.config.aliases import ATTENTION, one_spelling
+from granite4_neuron.config.checks import require_one_of
+from granite4_neuron.config.model_config import LayerParts, ModelConfig
+
+ARCEE_MODEL_TYPE = "arcee"
+_STORED = {"shared_mlp.input_linear": "mlp.up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
+_CONSTANTS = dict(
+    intermediate_size=0,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    embedding_multiplier=1.0,
+    residual_multiplier=1.0,
+    logits_scaling=1.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArceeConfig(ModelConfig):
+    model_type: ClassVar[str] = ARCEE_MODEL_TYPE
+    architecture: ClassVar[str] = "ArceeForCausalLM"
+    json_names: ClassVar[dict[str, str]] = {"shared_intermediate_size": "intermediate_size"}
+
+    uses_rope: ClassVar[bool] = True
+
+    def parts(self, layer_type):
+        return LayerParts(ATTENTION, self.shared_intermediate_size, False)
+
+    def stored_name(self, name):
+        for ours, published in _STORED.items():
+            name = name.replace(ours, published)
+        return name
+
+    def check_family(self):
+        require_one_of(self, "hidden_act", ("relu2",))
+
+    @classmethod
+    def one_spelling(cls, values):
+        spelled = {
+            **values,
+            **_CONSTANTS,
+            "shared_intermediate_size": values["intermediate_size"],
+            "attention_multiplier": (values["hidden_size"] // values["num_attention_heads"]) ** -0.5,
+            "layer_types": (ATTENTION,) * values["num_hidden_layers"],
+            "position_embedding_type": "rope",
+        }
+        return one_spelling(spelled)
+
+    def to_dict(self):
+        left_out = {*_CONSTANTS, "attention_multiplier", "layer_types", "time_step_limit"}
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
+        named = {self.json_name(name): value for name, value in kept.items()}
+        return {"architectures": [self.architecture], "model_type": self.model_type, **named}
+'''
+ARCEE_MODEL = '''
+"""ArceeForCausalLM: Granite's model, whose multipliers are 1, with other layers."""
+
+from granite4_neuron.model.attention import Attention
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.moe import SharedMLP
+
+
+class ArceeForCausalLM(GraniteMoeHybridForCausalLM):
+    @staticmethod
+    def make_layer(config, number, parallel):
+        mlp = SharedMLP(config, parallel, config.shared_intermediate_size)
+        return DecoderLayer(config, parallel, Attention(config, parallel), mlp, None)
+'''
+
+
+def test_a_family(copy, tmp_path):
+    """ArceeForCausalLM, whose MLP has no gate and other names, beside transformers; its tensors have their names in
+    converted files too.
+    """
+    copy.write("config/arcee.py", ARCEE_CONFIG)
+    copy.add(
+        "config/__init__.py",
+        r"from granite4_neuron.config.aliases import .*\n",
+        "from granite4_neuron.config.arcee import ARCEE_MODEL_TYPE, ArceeConfig\n",
+    )
+    copy.add("config/__init__.py", r"    DENSE_MODEL_TYPE: .*\n", '    ARCEE_MODEL_TYPE: (ArceeConfig, "Arcee"),\n')
+    copy.write("model/modeling_arcee.py", ARCEE_MODEL)
+    copy.add(
+        "model/families.py",
+        r"from granite4_neuron.model.causal_lm import .*\n",
+        "from granite4_neuron.model.modeling_arcee import ArceeForCausalLM\n",
+    )
+    copy.add("model/families.py", r"for each in \(", "ArceeForCausalLM, ")
+    ran(
+        copy,
+        tmp_path,
+        """
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+config = transformers.ArceeConfig(vocab_size=264, **sizes, bos_token_id=1, eos_token_id=2)
+save(transformers.ArceeForCausalLM(config))
+model = "--model", str(folder)
+for kernels in ("fused", "torch"):
+    assert cli.main(["check", *model, "--layers", "--tokens", "4", "--cpu-kernels", kernels]) == 0
+assert cli.main(["generate", *model, "--speculate", "ngram:4", "--max-tokens", "9", "The"]) == 0
+assert cli.main(["convert", *model, "--dtype", "bfloat16", "--output", str(folder / "converted")]) == 0
+assert cli.main(["check", "--model", str(folder / "converted"), "--dtype", "float32", "--tokens", "4"]) == 0
+""",
+    )
 
 
 BACKEND = {
