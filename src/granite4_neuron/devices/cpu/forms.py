@@ -68,7 +68,8 @@ class FusedLayers(LayersAsOne):
                 of_layer["self_attn"] = attention = makers.attention_layer(layer.attention_weights())
                 self._decoder.append_attention(half=attention)
             if layer.has_feed_forward:
-                of_layer["shared_mlp"] = feed_forward = makers.feed_forward(layer.feed_forward_weights())
+                feed_forward = makers.feed_forward(layer.feed_forward_weights())
+                of_layer["shared_mlp"] = of_layer["block_sparse_moe"] = feed_forward
                 self._decoder.append_feed_forward(half=feed_forward)
             halves.append(of_layer)
         for adapter in adapters:
@@ -76,6 +77,8 @@ class FusedLayers(LayersAsOne):
                 _, _, layer_number, module, projection, _ = name.split(".")
                 down, up = (pack(matrix, torch.float32).packed for matrix in (addition.down, addition.up))
                 half, projection = halves[int(layer_number)][module], projection.removesuffix("_linear")
+                if module == "block_sparse_moe":
+                    projection = f"expert_{projection}"
                 half.adapt(adapter=adapter.number, projection=projection, down=down, up=up)
 
     def __call__(

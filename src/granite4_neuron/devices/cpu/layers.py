@@ -81,8 +81,8 @@ class HalfLayer(Protocol):
 
         Args:
             projection: "in_proj" or "out_proj" of a `MambaLayer`; "q_proj", "k_proj", "v_proj" or "o_proj" of an
-                `AttentionLayer`; "input" or "output" of a `FeedForward`.
-            down, up: packed matrices for float32.
+                `AttentionLayer`; "input", "output", "expert_input" or "expert_output" of a `FeedForward`.
+            down, up: packed matrices for float32, or one of each expert.
         """
 
 

@@ -5,6 +5,7 @@
 
 #include <map>
 
+#include "experts.h"
 #include "linear.h"
 #include "packed.h"
 
@@ -47,20 +48,19 @@ inline AdapterRows adapter_rows(const std::optional<at::Tensor>& adapters, const
   return found;
 }
 
-// up . down . x, in float32, as two products, so that a token's sums do not depend on other tokens.
+// up . down . x, or that of each expert, in float32, as two products, so that a token's sums do not depend on other
+// tokens.
 struct LowRank {
   Matrix down, up;
 
   LowRank(const at::Tensor& down, const at::Tensor& up) : down(down), up(up) {
-    for (const Matrix* matrix : {&this->down, &this->up}) {
-      check_matrix(matrix->weight);
+    for (const Matrix* matrix : {&this->down, &this->up})
       TORCH_CHECK(
           matrix->weight.dtype == at::kFloat, "an adapter's matrix is for vectors of ", matrix->weight.dtype,
           " and should be for Float");
-    }
     TORCH_CHECK(this->up.weight.columns == this->down.weight.rows, "the ranks of an adapter's two matrices differ");
   }
-  // x: [tokens, columns] in any dtype. Returns [tokens, rows] in float32.
+  // x: [tokens, columns] in any dtype. Returns [tokens, rows] in float32. Not for experts.
   at::Tensor operator()(const at::Tensor& x) const {
     return logits(logits(x.to(at::kFloat), down.weight, 1.0), up.weight, 1.0);
   }
@@ -71,13 +71,24 @@ class Additions {
  public:
   // projection: the weight that it is added to.
   void append(int64_t adapter, const LowRank& addition, const Weight& projection) {
+    const Weight &down = addition.down.weight, &up = addition.up.weight;
     TORCH_CHECK(
-        addition.down.weight.columns == projection.columns && addition.up.weight.rows == projection.rows,
-        "an adapter for a projection of [", addition.up.weight.rows, ", ", addition.down.weight.columns,
-        "] does not fit one of [", projection.rows, ", ", projection.columns, "]");
+        down.columns == projection.columns && up.rows == projection.rows, "an adapter for a projection of [", up.rows,
+        ", ", down.columns, "] does not fit one of [", projection.rows, ", ", projection.columns, "]");
+    TORCH_CHECK(
+        down.experts == projection.experts && up.experts == projection.experts, "an adapter of ", down.experts, " and ",
+        up.experts, " matrices does not fit ", projection.experts);
     TORCH_CHECK(
         adapter > 0 && additions_.emplace(adapter, addition).second, "an adapter has number ", adapter,
         ", which should be above 0 and not in use");
+  }
+  // Those that rows of a step use, for a projection of experts.
+  ExpertAdditions of_experts(const AdapterRows& rows) const {
+    ExpertAdditions chosen;
+    for (const auto& [adapter, tokens] : rows)
+      if (auto found = additions_.find(adapter); found != additions_.end())
+        chosen.push_back({found->second.down.weight, found->second.up.weight, tokens});
+    return chosen;
   }
   // Adds them to y, the projection of x; y is rounded to its dtype once more. x: [..., columns], y: [..., rows].
   void add(const at::Tensor& x, const at::Tensor& y, const AdapterRows& rows) const {

@@ -147,7 +147,8 @@ inline void register_layers(torch::Library& library) {
             std::optional<Experts> experts;
             if (router.has_value()) {
               TORCH_CHECK(expert_input.has_value() && expert_output.has_value(), "there is a router without experts");
-              experts = Experts{Matrix(*router), Matrix(*expert_input), Matrix(*expert_output), top_k, std::nullopt};
+              experts = Experts{
+                  Matrix(*router), ExpertLinear(*expert_input), ExpertLinear(*expert_output), top_k, std::nullopt};
               if (correction_bias.has_value())
                 experts->sigmoid =
                     SigmoidChoice{*correction_bias, n_group, topk_group, norm_topk_prob, scaling_factor};

@@ -37,13 +37,30 @@ struct Linear {
   }
 };
 
+// A projection of each expert.
+struct ExpertLinear {
+  Matrix matrix;
+  Additions additions;
+
+  explicit ExpertLinear(const at::Tensor& packed) : matrix(packed) {}
+};
+
+// A projection that adapters may be added to.
+struct Adaptable {
+  Additions* additions;
+  const Weight* weight;
+
+  template <typename Projection>
+  Adaptable(Projection& projection) : additions(&projection.additions), weight(&projection.matrix.weight) {}
+};
+
 // Adds an adapter to one of a layer's projections.
 inline void adapt(
-    const std::map<std::string, Linear*>& projections, const std::string& name, int64_t adapter,
+    const std::map<std::string, Adaptable>& projections, const std::string& name, int64_t adapter,
     const LowRank& addition) {
   auto found = projections.find(name);
   TORCH_CHECK(found != projections.end(), "there is no projection ", name);
-  found->second->additions.append(adapter, addition, found->second->matrix.weight);
+  found->second.additions->append(adapter, addition, *found->second.weight);
 }
 
 // Checks that a matrix has this shape and is for vectors in the norm's dtype.
@@ -102,7 +119,7 @@ struct MambaLayer : torch::CustomClassHolder {
   }
 
   void adapt(int64_t adapter, const std::string& projection, const LowRank& addition) {
-    granite4_neuron::adapt({{"in_proj", &in_proj}, {"out_proj", &out_proj}}, projection, adapter, addition);
+    granite4_neuron::adapt({{"in_proj", in_proj}, {"out_proj", out_proj}}, projection, adapter, addition);
   }
 
   // z, x, B, C and dt of each token side by side: [..., inner + channels + heads].
@@ -167,7 +184,7 @@ struct AttentionLayer : torch::CustomClassHolder {
 
   void adapt(int64_t adapter, const std::string& projection, const LowRank& addition) {
     granite4_neuron::adapt(
-        {{"q_proj", &q_proj}, {"k_proj", &k_proj}, {"v_proj", &v_proj}, {"o_proj", &o_proj}}, projection, adapter,
+        {{"q_proj", q_proj}, {"k_proj", k_proj}, {"v_proj", v_proj}, {"o_proj", o_proj}}, projection, adapter,
         addition);
   }
 
@@ -223,7 +240,8 @@ inline int64_t rows_before(const Matrix& input, int64_t width) {
 
 // The router takes vectors in float32 if it chooses by `topk_sigmoid`.
 struct Experts {
-  Matrix router, input, output;
+  Matrix router;
+  ExpertLinear input, output;
   int64_t top_k;
   std::optional<SigmoidChoice> sigmoid;
 
@@ -238,7 +256,7 @@ struct Experts {
 struct FeedForward : torch::CustomClassHolder {
   const Residual residual;
   Linear input, output;
-  const std::optional<Experts> experts;
+  std::optional<Experts> experts;
 
   FeedForward(
       const Residual& residual, const Linear& input, const Linear& output, const std::optional<Experts>& experts)
@@ -248,12 +266,13 @@ struct FeedForward : torch::CustomClassHolder {
     check_projection(input.matrix, "input", residual.norm, rows_before(input.matrix, mlp_width), hidden);
     check_projection(output.matrix, "output", residual.norm, hidden, mlp_width);
     if (!experts.has_value()) return;
-    int64_t width = experts->output.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
+    const Matrix &first = experts->input.matrix, &second = experts->output.matrix;
+    int64_t width = second.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
     const at::Tensor& routed = experts->sigmoid.has_value() ? experts->sigmoid->correction_bias : residual.norm;
     check_projection(experts->router, "router", routed, count, hidden);
-    check_projection(experts->input, "expert_input", residual.norm, rows_before(experts->input, width), hidden);
-    check_projection(experts->output, "expert_output", residual.norm, hidden, width);
-    for (const Matrix* matrix : {&experts->input, &experts->output})
+    check_projection(first, "expert_input", residual.norm, rows_before(first, width), hidden);
+    check_projection(second, "expert_output", residual.norm, hidden, width);
+    for (const Matrix* matrix : {&first, &second})
       TORCH_CHECK(
           matrix->weight.experts == count, "there are matrices of ", matrix->weight.experts, " experts, and ", count,
           " experts");
@@ -261,7 +280,12 @@ struct FeedForward : torch::CustomClassHolder {
   }
 
   void adapt(int64_t adapter, const std::string& projection, const LowRank& addition) {
-    granite4_neuron::adapt({{"input", &input}, {"output", &output}}, projection, adapter, addition);
+    std::map<std::string, Adaptable> projections{{"input", input}, {"output", output}};
+    if (experts.has_value()) {
+      projections.emplace("expert_input", experts->input);
+      projections.emplace("expert_output", experts->output);
+    }
+    granite4_neuron::adapt(projections, projection, adapter, addition);
   }
 
   // hidden_states: [..., hidden_size], float32.
@@ -272,8 +296,10 @@ struct FeedForward : torch::CustomClassHolder {
     if (!experts.has_value()) return sum;
     at::Tensor tokens = x.view({-1, x.size(-1)});
     auto [topk_weights, topk_ids] = experts->choose(tokens);
-    at::Tensor expert_sum =
-        fused_experts(tokens, experts->input.weight, experts->output.weight, topk_weights, topk_ids);
+    const ExpertLinear &first = experts->input, &second = experts->output;
+    at::Tensor expert_sum = fused_experts(
+        tokens, first.matrix.weight, second.matrix.weight, topk_weights, topk_ids, first.additions.of_experts(adapters),
+        second.additions.of_experts(adapters));
     return residual.add(sum, expert_sum.view(hidden_states.sizes()));
   }
 };

@@ -236,9 +236,47 @@ inline std::vector<Group> group_by_expert(const int64_t* topk_ids, int64_t count
   return groups;
 }
 
+// The groups with the choices of some tokens only, see `ExpertAddition`.
+inline std::vector<Group> choices_of(
+    const std::vector<Group>& groups, const std::optional<at::Tensor>& tokens, int64_t num_tokens, int64_t top_k) {
+  if (!tokens.has_value()) return groups;
+  std::vector<bool> is_chosen(num_tokens);
+  for (int64_t i = 0; i < tokens->numel(); i++) is_chosen[tokens->const_data_ptr<int64_t>()[i]] = true;
+  std::vector<Group> found;
+  for (const auto& [expert, choices] : groups) {
+    Group group{expert, {}};
+    for (int64_t choice : choices)
+      if (is_chosen[choice / top_k]) group.choices.push_back(choice);
+    if (!group.choices.empty()) found.push_back(group);
+  }
+  return found;
+}
+
+// Adds `additions` to out[choice], the expert's product with inputs[choice / per_input], for all choices of their tokens.
+//
+// inputs: [tokens * top_k / per_input, columns]; out: [tokens * top_k, rows].
+template <typename T>
+void add_to_groups(
+    const ExpertAdditions& additions, const std::vector<Group>& groups, int64_t tokens, int64_t top_k, const T* inputs,
+    int64_t per_input, float* out) {
+  int64_t choices = tokens * top_k;
+  for (const auto& [down, up, its_tokens] : additions) {
+    std::vector<Group> its_groups = choices_of(groups, its_tokens, tokens, top_k);
+    Scratch<float> x(choices / per_input * down.columns), reduced(choices * down.rows), sums(choices * up.rows);
+    to_float(inputs, x.data(), choices / per_input * down.columns);
+    multiply_groups<PlainTiles<float>>(its_groups, down, x.data(), per_input, reduced.data());
+    multiply_groups<PlainTiles<float>>(its_groups, up, reduced.data(), 1, sums.data());
+    parallel_tasks(its_groups.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t g = begin; g < end; g++)
+        for (int64_t choice : its_groups[g].choices)
+          for (int64_t i = choice * up.rows; i < (choice + 1) * up.rows; i++) out[i] += sums.data()[i];
+    });
+  }
+}
+
 at::Tensor fused_experts(
     const at::Tensor& hidden_states, const Weight& w1, const Weight& w2, const at::Tensor& topk_weights,
-    const at::Tensor& topk_ids) {
+    const at::Tensor& topk_ids, const ExpertAdditions& to_w1, const ExpertAdditions& to_w2) {
   PartOfStep part(Part::experts);
   check_product(hidden_states, w1);
   TORCH_CHECK(
@@ -255,7 +293,9 @@ at::Tensor fused_experts(
   GRANITE4_DISPATCH_WEIGHT(w1, "fused_experts", [&] {
     Scratch<float> first(choices * w1.rows), y(choices * hidden);
     Scratch<scalar_t> activated(choices * width);
-    multiply_groups<tiles_t>(groups, w1, hidden_states.const_data_ptr<scalar_t>(), top_k, first.data());
+    const auto* x = hidden_states.const_data_ptr<scalar_t>();
+    multiply_groups<tiles_t>(groups, w1, x, top_k, first.data());
+    add_to_groups(to_w1, groups, tokens, top_k, x, top_k, first.data());
     parallel_tasks(choices, 8, [&](int64_t begin, int64_t end) {
       for (int64_t choice = begin; choice < end; choice++) {
         const float* from = first.data() + choice * w1.rows;
@@ -268,6 +308,7 @@ at::Tensor fused_experts(
       }
     });
     multiply_groups<tiles_t>(groups, w2, activated.data(), 1, y.data());
+    add_to_groups(to_w2, groups, tokens, top_k, activated.data(), 1, y.data());
     const float* weights = topk_weights.const_data_ptr<float>();
     auto* out = output.mutable_data_ptr<scalar_t>();
     parallel_tasks(tokens, 8, [&](int64_t begin, int64_t end) {
