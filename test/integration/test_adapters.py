@@ -16,7 +16,7 @@ from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
-from test.support.adapters import peft_logits, peft_text, reference, save_adapter
+from test.support.adapters import EXPERTS, peft_logits, peft_text, reference, save_adapter
 from test.support.checkpoints import CASES
 from test.support.engines import run, tokens_of
 from test.support.verification import poison
@@ -26,8 +26,12 @@ pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused k
 NAMED = {case.name: case for case in CASES}
 INVOCATION, OTHER_INVOCATION = [7, 11, 13], [5]
 ADAPTERS = {
-    "all": {},
-    "some": dict(r=3, target_modules=["k_proj", "in_proj", "shared_mlp.output_linear"]),
+    "all": dict(target_parameters=list(EXPERTS)),
+    "some": dict(
+        r=3,
+        target_modules=["k_proj", "in_proj", "shared_mlp.output_linear"],
+        target_parameters=["experts.down_proj"],
+    ),
     "activated": dict(alora_invocation_tokens=INVOCATION),
     "also activated": dict(r=2, alora_invocation_tokens=OTHER_INVOCATION),
 }

@@ -17,12 +17,14 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS, StoredTensors
 from granite4_neuron.config.quantization import WeightScheme
+from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.reference import load_reference
 from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import FORMATS
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, NemotronCase, nemotron_config
 from test.support.compressed_tensors import Scheme, compress
@@ -216,6 +218,25 @@ def test_an_adapter_of_a_projection(tmp_path, folder):
     merged = load_model(folder, adapters=[adapter])
     expected = load_model(folder).model.layers[0].mamba.in_proj.weight + 2 * up @ down
     assert (merged.model.layers[0].mamba.in_proj.weight - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+def test_an_adapter_of_experts(tmp_path, folder):
+    """Their matrices have no gate. Logits are PEFT's, merged and beside the weights."""
+    adapters = pytest.importorskip("test.support.adapters", reason="peft is not installed")
+    options = dict(target_modules=["q_proj"], target_parameters=list(adapters.NEMOTRON_EXPERTS))
+    path = adapters.save_adapter(folder, tmp_path, **options)
+    tokens = [(7 * place + place * place) % 160 for place in range(40)]
+    expected = adapters.peft_logits(folder, path, tokens)
+    adapter = read_adapter(path, nemotron_config())
+    merged = CPURuntime(load_model(folder, torch.float32, adapters=[adapter]), GenerationConfig())
+    beside = CPURuntime(load_model(folder, torch.float32), GenerationConfig(), adapters={"one": adapter})
+    for runtime, number in ((merged, 0), (beside, 1)):
+        state = runtime.allocate(1, len(tokens))
+        logits = runtime.step(state, [Row(1, 0, tokens, number)], all_logits=True)[0]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    plain = beside.step(beside.allocate(1, len(tokens)), [Row(1, 0, tokens)], all_logits=True)[0]
+    assert (plain - expected).abs().max() > 0.1
 
 
 @torch.inference_mode()

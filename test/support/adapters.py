@@ -8,15 +8,20 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from granite4_neuron.evaluation.reference import load_reference
+
 TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"),
     *("shared_mlp.input_linear", "shared_mlp.output_linear"),
 )
+# Routed experts as PEFT names them in transformers 5.x: of Granite, and of Nemotron.
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+NEMOTRON_EXPERTS = ("experts.up_proj", "experts.down_proj")
 
 
 def reference(folder: Path) -> transformers.PreTrainedModel:
     """Return transformers' model of a checkpoint, in float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_reference(folder, torch.float32)
 
 
 def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **changes) -> Path:

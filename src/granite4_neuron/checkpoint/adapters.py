@@ -8,13 +8,14 @@ import reprlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import regex
 import torch
 
-from granite4_neuron.checkpoint.names import StoredNames
+from granite4_neuron.checkpoint.names import Part, StoredNames
 from granite4_neuron.checkpoint.stored_tensors import open_tensors
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import DTYPES
@@ -28,9 +29,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
 _PROJECTIONS = (
-    "q_proj, k_proj, v_proj and o_proj of attention, in_proj and out_proj of Mamba layers, and input_linear and "
-    "output_linear of the shared MLP"
+    "q_proj, k_proj, v_proj and o_proj of attention, in_proj and out_proj of Mamba layers, input_linear and "
+    "output_linear of the shared MLP, and all routed experts together (target_parameters)"
 )
+# PEFT wraps a module once for each of its parameters that are adapted, in the order in which transformers has them.
+_INNER = ".base_layer"
+_PARAMETERS = ("weight", "gate_up_proj", "up_proj", "down_proj")
 # Patterns come from a download; a single one can take years.
 _PATTERN_SECONDS = 3
 _MOST_PATTERN_CHARACTERS = 100_000
@@ -53,6 +57,10 @@ def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
 
 
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
 # The fields on which an adapter's numbers depend: the default, the check, and the description of right values.
 _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (8, _is_count, "a whole number of at least 1"),
@@ -60,6 +68,7 @@ _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "use_rslora": (False, _is_flag, "true or false"),
     "rank_pattern": ({}, _are(_is_count), "an object of ranks by modules"),
     "alpha_pattern": ({}, _are(_is_scale), "an object of numbers by modules"),
+    "target_parameters": ([], _are_names, "a list of names of parameters"),
 }
 # Fields about an adapter's origin and training, and fields that its tensors repeat.
 _WITHOUT_EFFECT = {
@@ -104,8 +113,6 @@ def _read_config(file: Path) -> dict[str, Any]:
             f"{file} has init_lora_weights {reprlib.repr(how)}, which changes the base model's weights; save the "
             "adapter with PEFT's path_initial_model_for_weight_conversion."
         )
-    if about.get("target_parameters"):
-        raise UserError(_adapts_experts(file, "target_parameters " + reprlib.repr(about["target_parameters"])))
     return _with_defaults(file, about)
 
 
@@ -137,56 +144,122 @@ def _additions(folder: Path, about: Mapping[str, Any], config: ModelConfig) -> d
     if not file.is_file():
         other = " PEFT writes it with safe_serialization." if (folder / "adapter_model.bin").exists() else ""
         raise UserError(f"{file} does not exist; an adapter is a folder with {CONFIG} and {WEIGHTS}.{other}")
-    shapes = {name: one.shape for name, one in parameters(config).items() if _is_projection(name)}
-    names = StoredNames(config)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     with open_tensors(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
             match = _MATRIX.fullmatch(name)
-            if match is None or names.part_of(f"{match[1]}.weight").name not in shapes:
-                raise UserError(_not_of_this_model(file, name, config))
+            if match is None:
+                raise UserError(
+                    f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."
+                )
             pairs.setdefault(match[1], {})[match[2]] = _checked(file, name, tensors.get_tensor(name))
     if not pairs:
         raise UserError(f"{file} holds no weights.")
-    ranks = _by_pattern(folder / CONFIG, about, "rank_pattern", "r", list(pairs))
-    alphas = _by_pattern(folder / CONFIG, about, "alpha_pattern", "lora_alpha", list(pairs))
+    adapted = _adapted(file, list(pairs), about, config)
+    keys = [one.key for one in adapted.values()]
+    ranks = _by_pattern(folder / CONFIG, about, "rank_pattern", "r", keys)
+    alphas = _by_pattern(folder / CONFIG, about, "alpha_pattern", "lora_alpha", keys)
     additions: dict[str, LowRank] = {}
-    for module, pair in sorted(pairs.items()):
-        part = names.part_of(f"{module}.weight")
-        rows, columns = shapes[part.name]
-        _check_shapes(file, module, pair, ranks[module], rows // part.of, columns)
-        scale = alphas[module] / (math.sqrt(ranks[module]) if about["use_rslora"] else ranks[module])
-        addition = LowRank(pair["A"], pair["B"] * scale)
+    for module, one in sorted(adapted.items()):
+        rank = ranks[one.key]
+        scale = alphas[one.key] / (math.sqrt(rank) if about["use_rslora"] else rank)
+        pair = pairs.get(module, {})
+        _check_pair(file, module, pair, rank, one)
+        addition = one.addition(pair["A"], pair["B"])
+        addition = LowRank(addition.down, addition.up * scale)
         if not addition.up.isfinite().all():
-            raise UserError(f"{file} has numbers in lora_B of {module} that are not finite at a scale of {scale:.4g}.")
-        if part.of > 1:  # it covers some of the rows only
-            up = torch.zeros(rows, addition.up.shape[1])
-            up[part.number * (rows // part.of) :][: rows // part.of] = addition.up
-            addition = LowRank(addition.down, up)
-        before = additions.get(part.name)
-        additions[part.name] = addition if before is None else _both(before, addition)
+            raise UserError(f"{file} has numbers in {module} that are not finite at a scale of {scale:.4g}.")
+        before = additions.get(one.part.name)
+        additions[one.part.name] = addition if before is None else _both(before, addition)
     return additions
 
 
+@dataclass(frozen=True)
+class _Adapted:
+    """The weight that a pair of matrices in the file adapts.
+
+    key: the name that patterns of ranks and scales match: the module's, or the parameter's if it is adapted by name.
+    part: its place in the model's weight.
+    shape: the whole weight's, [rows, columns] or [experts, rows, columns].
+    """
+
+    key: str
+    part: Part
+    shape: tuple[int, ...]
+
+    def shapes(self, rank: int, is_transposed: bool) -> dict[str, list[int]]:
+        """Return the right shapes of A and B."""
+        *experts, rows, columns = self.shape
+        if is_transposed:
+            rows, columns = columns, rows
+        count = math.prod(experts) * rank
+        return {"A": [count, columns], "B": [rows // self.part.of, count]}
+
+    def is_transposed(self, A: torch.Tensor) -> bool:
+        """Whether this first matrix is for transposes of the experts' matrices, as PEFT 0.17, 0.18 and 0.19.0 took
+        them.
+        """
+        *experts, rows, columns = self.shape
+        return bool(experts) and A.shape[1] == rows != columns
+
+    def addition(self, A: torch.Tensor, B: torch.Tensor) -> LowRank:
+        """Return what these matrices, whose shapes are right, add to the whole weight."""
+        *experts, rows, _ = self.shape
+        if experts:  # in A a row is number expert * rank + i, in B a column is number i * experts + expert
+            [count] = experts
+            down, up = A.unflatten(0, (count, -1)), B.unflatten(1, (-1, count)).permute(2, 0, 1).contiguous()
+            if self.is_transposed(A):
+                down, up = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+            return LowRank(down, up)
+        if self.part.of > 1:  # it covers some of the rows only
+            whole = torch.zeros(rows, B.shape[1])
+            whole[self.part.number * (rows // self.part.of) :][: rows // self.part.of] = B
+            B = whole
+        return LowRank(A, B)
+
+
+def _adapted(file: Path, modules: Sequence[str], about: Mapping[str, Any], config: ModelConfig) -> dict[str, _Adapted]:
+    """Return what each module in the file adapts, and what a module with adapted parameters should have beside it."""
+    names = StoredNames(config)
+    shapes = {name: one.shape for name, one in parameters(config).items() if _is_projection(name)}
+    found: dict[str, _Adapted] = {}
+    for module in modules:
+        wrapped = module
+        while wrapped.endswith(_INNER):
+            wrapped = wrapped.removesuffix(_INNER)
+        of_module = {f"{wrapped}.{name}": names.part_of(f"{wrapped}.{name}") for name in _PARAMETERS}
+        targeted = [name for name in of_module if _is_targeted(name, about["target_parameters"])]
+        if not targeted:
+            part = of_module.get(f"{module}.weight")
+            if part is None or len(shapes.get(part.name, ())) != 2:
+                raise UserError(_not_of_this_model(file, module, config))
+            found[module] = _Adapted(module, part, shapes[part.name])
+        of_module = {name: part for name, part in of_module.items() if name in targeted and part.name in shapes}
+        for depth, (name, part) in enumerate(reversed(of_module.items())):
+            found[wrapped + depth * _INNER] = _Adapted(name, part, shapes[part.name])
+        if module not in found:
+            raise UserError(_not_of_this_model(file, module, config))
+    return found
+
+
+def _is_targeted(parameter: str, targets: Sequence[str]) -> bool:
+    return any(parameter == target or parameter.endswith(f".{target}") for target in targets)
+
+
 def _is_projection(name: str) -> bool:
-    is_of_layer = name.startswith("model.layers.") and "block_sparse_moe" not in name
-    return is_of_layer and name.endswith(("_proj.weight", "_linear.weight"))
+    return name.startswith("model.layers.") and name.endswith(("_proj.weight", "_linear.weight"))
 
 
-def _not_of_this_model(file: Path, name: str, config: ModelConfig) -> str:
-    match = _MATRIX.fullmatch(name)
-    if match is None:
-        return f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."
-    weight = StoredNames(config).part_of(f"{match[1]}.weight").name
-    if ".experts" in match[1] or ("block_sparse_moe." in weight and "router" not in weight):
-        return _adapts_experts(file, match[1])
+def _not_of_this_model(file: Path, module: str, config: ModelConfig) -> str:
+    weight = StoredNames(config).part_of(f"{module}.weight").name
+    if ".experts" in module or ("block_sparse_moe." in weight and "router" not in weight):
+        return (
+            f"{file} adapts routed experts ({module}) that are not in target_parameters; adapters may change only "
+            f"{_PROJECTIONS}."
+        )
     if weight in parameters(config) or weight == HEAD:
-        return f"{file} adapts {match[1]}, which is not supported; adapters may change only {_PROJECTIONS}."
-    return f"{file} adapts {match[1]}, which this model does not have; the adapter is of another model."
-
-
-def _adapts_experts(file: Path, what: str) -> str:
-    return f"{file} adapts routed experts ({what}), which is not supported; adapters may change only {_PROJECTIONS}."
+        return f"{file} adapts {module}, which is not supported; adapters may change only {_PROJECTIONS}."
+    return f"{file} adapts {module}, which this model does not have; the adapter is of another model."
 
 
 def _checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -198,17 +271,19 @@ def _checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float()
 
 
-def _check_shapes(
-    file: Path, module: str, pair: Mapping[str, torch.Tensor], rank: int, rows: int, columns: int
-) -> None:
-    for which, shape in {"A": [rank, columns], "B": [rows, rank]}.items():
-        name = f"lora_{which} of {module}"
+def _check_pair(file: Path, module: str, pair: Mapping[str, torch.Tensor], rank: int, adapted: _Adapted) -> None:
+    """Check that both matrices are there, of this rank and of the right shapes."""
+    for which in "AB":
         if which not in pair:
-            raise UserError(f"{file} lacks {name}.")
+            raise UserError(f"{file} lacks lora_{which} of {module}.")
+    matrices = math.prod(adapted.shape[:-2])
+    for which, shape in adapted.shapes(rank, adapted.is_transposed(pair["A"])).items():
+        name = f"lora_{which} of {module}"
         its_shape = list(pair[which].shape)
         rank_axis = "AB".index(which)
-        if its_shape[rank_axis] != rank:
-            raise UserError(f"{file} has {name} of rank {its_shape[rank_axis]}, but {CONFIG} says rank {rank}.")
+        if its_shape[rank_axis] != shape[rank_axis]:
+            its_rank = its_shape[rank_axis] / matrices
+            raise UserError(f"{file} has {name} of rank {its_rank:g}, but {CONFIG} says rank {rank}.")
         if its_shape != shape:
             raise UserError(
                 f"{file} has {name} of shape {its_shape} instead of {shape}; the adapter is of another model."
@@ -261,4 +336,4 @@ def _first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[str 
 
 
 def _both(one: LowRank, other: LowRank) -> LowRank:
-    return LowRank(torch.cat([one.down, other.down]), torch.cat([one.up, other.up], dim=1))
+    return LowRank(torch.cat([one.down, other.down], dim=-2), torch.cat([one.up, other.up], dim=-1))

@@ -78,6 +78,8 @@ class StoredNames:
                 self._parts |= {stored_name.replace(EXPERT_NUMBER, str(part.number)): part for part in places}
                 for of_one, of_all in _MLX_STACKED.items():
                     self._parts[stored_name.replace(of_one, of_all)] = Part(name)
+                in_memory = stored_name.replace(f".{EXPERT_NUMBER}.", ".").removesuffix(".weight")
+                self._parts[in_memory] = Part(name)  # transformers 5.x
             elif stored_name != name:
                 self._parts[stored_name] = Part(name)
 

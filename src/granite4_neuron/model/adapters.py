@@ -10,18 +10,19 @@ import torch
 
 @dataclass(frozen=True)
 class LowRank:
-    """The term that an adapter adds to a projection: up @ down @ x.
+    """The term that an adapter adds to a projection, up @ down @ x, or that of each routed expert.
 
-    down: [rank, columns], float32.
-    up: [rows, rank], float32, with the adapter's scale in it.
+    down: [rank, columns], or [experts, rank, columns], float32.
+    up: [rows, rank], or [experts, rows, rank], float32, with the adapter's scale in it.
     """
 
     down: torch.Tensor
     up: torch.Tensor
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `weight` and the addition as one matrix [rows, columns], in float32."""
-        return torch.addmm(weight.float(), self.up, self.down)
+        """Return the sum of `weight` and the addition in the shape of `weight`, in float32."""
+        add = torch.baddbmm if weight.dim() == 3 else torch.addmm
+        return add(weight.float(), self.up, self.down)
 
 
 @dataclass(frozen=True)

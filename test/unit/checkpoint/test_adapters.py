@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
 pytest.importorskip("peft", reason="peft is not installed")
 
@@ -17,7 +18,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
-from test.support.adapters import peft_logits, save_adapter
+from test.support.adapters import EXPERTS, peft_logits, save_adapter
 from test.support.checkpoints import CASES, nemotron_config, save_dense
 
 MOE, DENSE, *_ = CASES
@@ -39,6 +40,15 @@ SCALES = {
     "plain": {},
     "rank-stabilised": dict(use_rslora=True),
     "patterns": dict(rank_pattern={"q_proj": 2, "layers.2.mamba.in_proj": 7}, alpha_pattern={"^model.*out_proj": 3}),
+    "experts": dict(target_parameters=list(EXPERTS)),
+    "first matrices of experts": dict(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj"]),
+    "experts, rank-stabilised": dict(target_parameters=list(EXPERTS), use_rslora=True, r=3),
+    "experts with patterns": dict(
+        target_modules=[],
+        target_parameters=["block_sparse_moe.experts.down_proj", *EXPERTS],
+        rank_pattern={"down_proj": 5, "layers.1.block_sparse_moe.experts.gate_up_proj": 2},
+        alpha_pattern={"experts.gate_up_proj": 3, "experts": 50},
+    ),
     "patterns of whole names": dict(alpha_pattern={"proj": 40, "_proj": 50, "k_proj": 2, r".*\.k_proj": 60}),
 }
 
@@ -52,6 +62,27 @@ def test_merged_logits_are_those_of_peft(random_checkpoints, tmp_path, changes):
     merged = load_model(folder, torch.float32, adapters=[read_adapter(adapter, config_of(folder))])
     assert (logits(load_model(folder, torch.float32)) - expected).abs().max() > 0.1
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
+
+
+def test_experts_as_older_versions_write_them(random_checkpoints, tmp_path, monkeypatch):
+    """Until 0.18, PEFT took the matrices of experts for transposes, as it does today where a model says that they are.
+    In transformers 4.57 they are two modules.
+    """
+    monkeypatch.setattr(modeling_granitemoehybrid.GraniteMoeHybridExperts, "is_transposed", True, raising=False)
+    folder = random_checkpoints(MOE)
+    adapter = save_adapter(folder, tmp_path, target_parameters=list(EXPERTS))
+    expected = peft_logits(folder, adapter, TOKENS)
+
+    def rename(values):
+        for name in [name for name in values if ".experts." in name]:
+            module = "input_linear" if ".base_layer." in name else "output_linear"
+            values[name.replace(".base_layer.", ".").replace(".experts.", f".{module}.")] = values.pop(name)
+
+    for damage in (lambda folder: None, tensors(rename)):
+        damage(adapter)
+        merged = load_model(folder, torch.float32, adapters=[read_adapter(adapter, config_of(folder))])
+        torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
+        about(target_parameters=["input_linear.weight", "block_sparse_moe.output_linear.weight"])(adapter)
 
 
 @pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["up_proj", "k_proj"]])
@@ -164,14 +195,18 @@ FAULTS = {
         renamed("base_model.model.model.layers.0.block_sparse_moe.router.layer.lora_A.weight"),
         "router.layer, which is not supported; adapters may change only q_proj",
     ),
-    "routed experts": (
+    "routed experts that are not named": (
         renamed("base_model.model.model.layers.0.block_sparse_moe.experts.lora_A.weight"),
-        "adapts routed experts (model.layers.0.block_sparse_moe.experts), which is not supported; adapters may change",
+        "adapts routed experts (model.layers.0.block_sparse_moe.experts) that are not in target_parameters",
     ),
-    "routed experts by parameters": (
-        about(target_parameters=["experts.gate_up_proj"]),
-        "adapts routed experts (target_parameters ['experts.gate_up_proj']), which is not supported",
+    "one of two matrices of experts": (
+        lambda folder: (
+            about(target_parameters=["experts.gate_up_proj", "experts.down_proj"])(folder),
+            renamed("base_model.model.model.layers.0.block_sparse_moe.experts.lora_A.weight")(folder),
+        ),
+        "lacks lora_",
     ),
+    "a parameter without a name": (about(target_parameters=[3]), "a list of names of parameters"),
     "another size": (
         tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 65)})),
         "of shape [4, 65] instead of [4, 64]; the adapter is of another model",
