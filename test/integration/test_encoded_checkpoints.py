@@ -51,6 +51,8 @@ IN_COMPRESSED_TENSORS = {
     "o_proj": nvfp4("weight_packed", "weight_global_scale"),
     "shared_mlp.input": mxfp4("weight_packed"),
     "shared_mlp.output": fp8("weight_scale", 24, 40),
+    "layers.0.block_sparse_moe.input": nvfp4("weight_packed", "weight_global_scale", for_all=False),
+    "layers.0.block_sparse_moe.output": fp8("weight_scale", for_all=True),
     "sparse_moe.input": nvfp4("weight_packed", "weight_global_scale"),
     "sparse_moe.output": fp8("weight_scale", rows=1),
 }
@@ -68,7 +70,8 @@ IN_MODELOPT = {
 def granite(random_checkpoints, tmp_path):
     """Write a Granite model as compressed-tensors does; return its folder and meaning."""
     more = {f"model.layers.1.self_attn.{which}_scale": torch.ones(1) for which in ("k", "v")}
-    more["model.layers.0.mamba.in_proj.input_scale"] = torch.ones(1)
+    in_proj = "model.layers.0.mamba.in_proj"
+    more |= {f"{in_proj}.{which}_scale": torch.ones(1) for which in ("input", "input_global", "output")}
     folder, about = tmp_path / "granite", {"quantization_config": COMPRESSED_TENSORS}
     return folder, write_encoded(random_checkpoints(GRANITE), folder, IN_COMPRESSED_TENSORS, about, more)
 
@@ -97,12 +100,14 @@ def test_every_number_is_read(family, request):
     loaded = read(folder, dtype=torch.float32, remark=remarks.append)
     assert all_equal(loaded, meaning)
     assert "has weights in FP8, MXFP4, NVFP4, which are kept in float32 here, with the same values." in remarks[0]
-    unused = {"granite": "1 scales of activations and 2 scales of the KV cache", "nemotron": "1 scales of the KV cache"}
+    unused = {"granite": "3 scales of activations and 2 scales of the KV cache", "nemotron": "1 scales of the KV cache"}
     assert f"{unused[family]} are not used" in remarks[0]
 
 
 def all_equal(loaded, meaning):
-    return all(torch.equal(loaded[name].view(tensor.shape), tensor) for name, tensor in meaning.items())
+    return all(
+        torch.equal(loaded[name].view(tensor.shape), tensor.to(loaded[name])) for name, tensor in meaning.items()
+    )
 
 
 @pytest.mark.parametrize("case", [GRANITE, NEMOTRON], ids=lambda case: case.name)
@@ -121,7 +126,8 @@ def test_files_of_mlx_are_read(case, random_checkpoints, tmp_path):
     folder = random_checkpoints(case)
     meaning = write_mlx(folder, tmp_path / "quantized", encode_of, about)
     assert all_equal(read(tmp_path / "quantized", dtype=torch.float32), meaning)
-    assert open_checkpoint(tmp_path / "quantized").stored_in[0] == "MLX's 4 bits"
+    checkpoint = open_checkpoint(tmp_path / "quantized")
+    assert checkpoint.stored_in[0] == "MLX's 4 bits" and checkpoint.dtype == "bfloat16"
     meaning = write_mlx(folder, tmp_path / "plain", lambda name: None, {})
     assert all_equal(read(tmp_path / "plain"), meaning)
     assert open_checkpoint(tmp_path / "plain").stored_in == ["MLX's layout"]

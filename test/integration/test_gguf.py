@@ -35,6 +35,8 @@ pytestmark = pytest.mark.versions
 
 # GGUF cannot store biases of Mamba's projections or limits of time steps.
 HELD = [case for case in CASES if case.name not in ("projection_bias", "time_step_limit")]
+K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+QUANTIZED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_QUANTS, "IQ4_NL", "IQ4_XS", "MXFP4"]
 WITHOUT_EFFECT = {"mamba_chunk_size"}
 VOCABULARY = 1024  # the size of the bundled checkpoint's tokenizer
 MATRICES = 1 + 2 + 4 + 2 * 4  # embedding, Mamba layer, attention layer, experts and shared MLPs
@@ -117,9 +119,10 @@ def test_logits_of_rounded_weights_equal_those_of_transformers(tmp_path, wide, w
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("type", TYPES[3:])
+@pytest.mark.parametrize("type", QUANTIZED)
 def test_weights_are_those_that_gguf_dequantizes(tmp_path, wide_file, type):
     """Weights have the bits of a file with the dequantized values in float32, rounded once to bfloat16."""
+    assert {*QUANTIZED} == {*TYPES} - {"F32", "F16", "BF16"}
     file = rewritten(wide_file, tmp_path / "quantized.gguf", in_type(type))
     assert type in {tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
     values = dict(load_model(rewritten(file, tmp_path / "values.gguf")).named_parameters())

@@ -115,20 +115,23 @@ def test_a_stream_must_be_read(impatient, server):
 
 def test_a_slow_client_within_each_limit_is_served(server, monkeypatch):
     """A client is served even if the whole request takes longer than the limit of any part. It gets every token, of
-    several steps together.
+    several steps together: what it does not read waits as tokens, not as bytes.
     """
-    monkeypatch.setattr(connection, "SECONDS", dict.fromkeys(connection.SECONDS, 3))
-    request = request_of({**LONG, "logprobs": None})
+    limits = dict.fromkeys((connection.HEADERS, connection.BODY), 3)
+    monkeypatch.setattr(connection, "SECONDS", {**connection.SECONDS, **limits})
+    request = request_of(LONG)
     with connect(server) as client:
         for part in (request[:20], request[20:-10], request[-10:]):
             client.sendall(part)
             time.sleep(1.2)
+        until(lambda: server.engine.stats.generated_tokens == 400)
         answer = b""
         while b"[DONE]" not in answer and (more := client.recv(4096)):
             answer += more
-            time.sleep(0.03)
+            time.sleep(0.01)
     *events, end = events_of(answer)
-    whole = httpx.post(f"{server.address}/v1/completions", json={**LONG, "logprobs": None, "stream": False}, timeout=60)
+    assert len(events) < 400
+    whole = httpx.post(f"{server.address}/v1/completions", json={**LONG, "stream": False}, timeout=60)
     assert "".join(event["choices"][0]["text"] for event in events) == whole.json()["choices"][0]["text"]
     assert events[-1]["timings"]["predicted_n"] == 400 and end == "[DONE]"
 
@@ -209,13 +212,19 @@ def test_a_client_that_is_gone_is_noticed(tiny, monkeypatch, way, stream):
 
 
 def test_an_http_1_0_client_that_closes_its_sending_side_is_gone(server):
-    """The server may write nothing to such a client before the answer, so it cannot probe it."""
+    """The server may write nothing to such a client before the answer, so it cannot probe it. One that stays gets a
+    stream without chunks.
+    """
     with connect(server) as client:
         client.sendall(request_of({**LONG, "stream": False}).replace(b"HTTP/1.1", b"HTTP/1.0"))
         until(lambda: server.engine.num_running)
         client.shutdown(socket.SHUT_WR)
         assert everything(client) == b""
         until(lambda: not server.engine.has_work)
+    with connect(server) as client:
+        client.sendall(request_of({**SHORT, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        _, _, body = everything(client).partition(b"\r\n\r\n")
+    assert body.startswith(b"data: {") and body.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("start", [HEAD % 100 + b"{", request_of(LONG)], ids=["half a body", "a stream"])

@@ -14,22 +14,30 @@ import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
+from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 
 # Draws a matrix of a shape: returns its tensors by the endings of their names, and its meaning.
 Encode = Callable[[torch.Size], tuple[dict[str, torch.Tensor], torch.Tensor]]
 
 
-def fp8(scales: str, rows: int | None = None, columns: int | None = None, dtype: torch.dtype = torch.float32) -> Encode:
-    """Encode with a scale for each block of so many rows and columns; None for all of them."""
+def fp8(
+    scales: str,
+    rows: int | None = None,
+    columns: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    for_all: bool = False,
+) -> Encode:
+    """Encode with a scale for each block of so many rows and columns; None for all of them. With `for_all` all experts
+    share one.
+    """
 
     def encode(shape: torch.Size) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         *outer, all_rows, all_columns = shape
         bits = torch.randint(0, 127, shape, dtype=torch.uint8) | torch.randint(0, 2, shape, dtype=torch.uint8) << 7
         block = rows or all_rows, columns or all_columns
         of_blocks = (0.001 + torch.rand(*outer, -(-all_rows // block[0]), -(-all_columns // block[1])) / 2000).to(dtype)
-        if rows is None and not outer:
-            of_blocks = of_blocks.reshape(())
+        if rows is None and (for_all or not outer):
+            of_blocks = of_blocks.flatten()[0]
         row, column = torch.arange(all_rows) // block[0], torch.arange(all_columns) // block[1]
         of_each = of_blocks if of_blocks.dim() == 0 else of_blocks[..., row, :][..., column]
         tensors = {"weight": bits.view(torch.float8_e4m3fn), scales: of_blocks}
@@ -38,12 +46,14 @@ def fp8(scales: str, rows: int | None = None, columns: int | None = None, dtype:
     return encode
 
 
-def nvfp4(numbers: str, of_matrix: str) -> Encode:
-    """Encode as ModelOpt does, or as compressed-tensors, whose scale of the matrix is a divisor."""
+def nvfp4(numbers: str, of_matrix: str, for_all: bool = True) -> Encode:
+    """Encode as ModelOpt does, or as compressed-tensors, whose scale of the matrix is a divisor. Experts share one
+    such scale, or each has its own.
+    """
 
     def encode(shape: torch.Size) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         codes, scales = _codes(shape), torch.randint(40, 80, (*shape[:-1], shape[-1] // 16), dtype=torch.uint8)
-        whole = torch.rand(1) + 0.5
+        whole = torch.rand((1,) if for_all else (*shape[:-2], 1, 1)) + 0.5
         whole = whole / 50 if of_matrix == "weight_scale_2" else whole * 50
         float_scales = _e4m3(scales).float()
         product = float_scales / whole if of_matrix == "weight_global_scale" else float_scales * whole
@@ -98,7 +108,7 @@ def write_mlx(folder: Path, to: Path, encode_of: Callable[[str], Encode | None],
     stored, meaning = {}, {}
     for name, tensor in weights.items():
         if (encode := encode_of(name)) is None:
-            stored[name] = tensor
+            stored[name] = tensor = tensor.bfloat16()
         else:
             tensors, tensor = encode(tensor.shape)
             stored |= {name.removesuffix("weight") + ending: each for ending, each in tensors.items()}
@@ -151,7 +161,14 @@ def _write(
     to.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **about}))
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, to / WEIGHTS, {"format": format})
+    weight_map = {}
+    for number, names in enumerate((list(stored)[::2], list(stored)[1::2])):  # tensors of a matrix are in two files
+        file = f"model-{number}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        # MLX says so in one of them.
+        metadata = {"format": format} if number == 0 else None
+        save_file({name: stored[name].contiguous() for name in names}, to / file, metadata)
+    (to / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def _codes(shape: torch.Size) -> torch.Tensor:

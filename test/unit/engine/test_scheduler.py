@@ -168,8 +168,27 @@ class TestStepsOfBoth:
         assert shapes(packing) == [[5, 4, 7], [1, 1, 1, 3]], "in the second step the shortest is first"
 
     def test_pieces_are_as_long_as_there_is_time(self, packing):
-        """The first prompt has whole chunks, since there are no others."""
+        """The first prompt has whole chunks, since there are no others, and another's time begins behind it."""
         packing.tokens_per_step = 100
+        engine = Engine(packing, 2, max_gap=40.0, clock=packing.clock)
+        engine.add(Request([1] * 50, 20))
+        engine.step()
+        engine.add(Request([2] * 39, 1))
+        engine.step()
+        engine.step()
+        assert shapes(packing) == [[50], [1, 38], [1, 1]]
+        packing.tokens_per_step = 20
+        packing.steps.clear()
+        engine = Engine(packing, 2, max_gap=60.0, clock=packing.clock)
+        engine.add(Request([1] * 5, 20))
+        engine.step()
+        engine.step()
+        engine.add(Request([2] * 90, 1, prompt_logprobs=0))
+        for _ in range(7):
+            engine.step()
+        assert shapes(packing)[2:] == [[20], [20], [1], [20], [20], [1], [10]], "steps of its own"
+        packing.tokens_per_step = 100
+        packing.steps.clear()
         engine = Engine(packing, 2, max_gap=40.0, clock=packing.clock)
         engine.add(Request([1] * 50, 20))
         for _ in range(3):

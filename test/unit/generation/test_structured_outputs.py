@@ -428,7 +428,14 @@ def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars, kind
         assert tokens_of(outputs[id]) == generate_one(alone, request)
 
 
-def test_a_grammar_that_was_given_up_stays_so(tokenizer, grammars):
+def test_a_grammar_that_was_given_up_stays_so(tokenizer, grammars, monkeypatch):
+    """The time that masks take is counted, in a process or not."""
+    constraint = grammars.constraint("regex", "a{9}")
+    mask = constraint._matcher.mask
+    monkeypatch.setattr(constraint._matcher, "mask", lambda tokens: replace(mask(tokens), seconds=0.3))
+    constraint.mask(torch.zeros(VOCAB))
+    with pytest.raises(NoTokenLeft, match="takes too much processor time"):
+        constraint.mask(torch.zeros(VOCAB))
     constraint = grammars.constraint("grammar", AMBIGUOUS)
     [token] = set(tokenizer.encode("aa", add_special_tokens=False))
     with pytest.raises(NoTokenLeft, match="takes too much processor time"):

@@ -1,11 +1,29 @@
 """What a reader of a request's outputs gets."""
 
 import asyncio
+import time
 
 import pytest
 
 from granite4_neuron.engine import Output, Request
+from granite4_neuron.serving import engine_thread
 from granite4_neuron.serving.engine_thread import Generation
+
+
+def test_a_reader_gets_nothing_once_in_a_pause(monkeypatch):
+    """A pause begins with the last outputs, or with the request."""
+    monkeypatch.setattr(engine_thread, "PAUSE_SECONDS", 0)
+
+    async def read():
+        generation = Generation([Request([1], 9)], 1, 0.0, {})
+        assert await anext(generation) == {}
+        generation.add({0: [Output(0, 5, "a")]}, time.perf_counter() + 1000)
+        assert list(await anext(generation)) == [0]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(generation), 0.05)
+        generation.close()
+
+    asyncio.run(read())
 
 
 def test_a_slow_reader_gets_several_steps_together_and_an_error_behind_them():

@@ -185,7 +185,9 @@ class TestHits:
         ids=str,
     )
     def test_a_prompt_goes_on_only_from_its_own_places(self, model, cuts, kept, hits):
-        """On devices answers are not kept, and a prompt does not go on from another prompt's end."""
+        """On devices answers are not kept, and a prompt goes on from another prompt's end only if it is a cut point of
+        its own too; then that prompt is not cut before it.
+        """
         runtime = ChunkRuntime(model)
         runtime.prompt_cuts = cuts
         cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
@@ -199,6 +201,9 @@ class TestHits:
             new_tokens(runtime, cache, prompt, max_tokens=1)
             found.append(cache.stats.hit_tokens - before)
         assert found == hits
+        runtime.steps.clear()
+        new_tokens(runtime, cache, OTHERS[: 2 * CHUNK], max_tokens=1)
+        assert [len(row.tokens) for [row] in runtime.steps] == [CHUNK, CHUNK]
 
     def test_only_requests_with_the_same_salt_share(self, runtime, cache):
         texts, found = [], []
@@ -209,7 +214,9 @@ class TestHits:
         assert found == [0, 0, 0, len(TOKENS), len(TOKENS)] and texts == [texts[0]] * 5
 
     def test_prompts_of_one_batch(self, runtime, cache):
-        """Prompts that share a beginning wait for the prompt that computes it. Others do not wait."""
+        """Prompts that share a beginning wait for the prompt that computes it, also if that one has begun before and is
+        longer. Others do not wait.
+        """
         shared, positions = TOKENS[:4], frozenset([4])
         prompts = [shared + OTHERS[i : i + 2] for i in range(5)]
         engine = engine_with(runtime, cache, 6)
@@ -221,6 +228,13 @@ class TestHits:
         prompt_rows = [rows for rows in runtime.steps if any(len(row.tokens) > 1 for row in rows)]
         assert [len(rows) for rows in prompt_rows] == [2, 5]
         assert engine.stats.cached_tokens == 4 * len(shared)
+        engine = engine_with(runtime, cache, 2)
+        engine.add(Request(TOKENS[: 2 * CHUNK + 9], 1))
+        engine.step()
+        before = engine.stats.cached_tokens
+        engine.add(Request(TOKENS[: 2 * CHUNK] + OTHERS[:1], 1))
+        run(engine)
+        assert engine.stats.cached_tokens == before + 2 * CHUNK
 
     @pytest.mark.parametrize("layer_types", [("mamba", "mamba"), ("attention", "attention")])
     def test_models_of_one_kind_of_layer(self, layer_types):

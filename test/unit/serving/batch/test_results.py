@@ -30,12 +30,15 @@ def answers(lines, start, options):
 
 
 def run(folder, options, kill_after=None):
-    """Run a batch; `kill_after` this many bytes the process ends, and nothing more is written."""
-    left = kill_after
+    """Run a batch; `kill_after` this many bytes the process ends, and nothing more is written. Return where in each
+    file, by its inode, begins what was not forced to the disk.
+    """
+    left, unforced = kill_after, {}
 
     def write(file, content):
         nonlocal left
         content = bytes(content)
+        unforced.setdefault(os.fstat(file).st_ino, os.lseek(file, 0, os.SEEK_CUR))
         if left is None:
             return WRITE(file, content)
         written = WRITE(file, content[:left])
@@ -47,10 +50,24 @@ def run(folder, options, kill_after=None):
     lines = JSONLines(folder / "in.jsonl")
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
         patch.setattr(os, "write", write)
-        patch.setattr(os, "fsync", lambda file: None)
+        patch.setattr(os, "fsync", lambda file: unforced.pop(os.fstat(file).st_ino, None))
         with Results(folder / "out.jsonl", lines, options) as results:
             for result in answers(lines, results.start, options):
                 results.append(result)
+    return unforced
+
+
+def lose_power(folder, unforced, chance):
+    """Leave zeros in what was not forced to the disk but the record's first line: up to the end of the output, and up
+    to any place of the record.
+    """
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        start = unforced.get(path.stat().st_ino, len(content)) or content.find(b"\n") + 1
+        first, last = sorted(chance.randrange(start, len(content) + 1) for _ in range(2))
+        if path.name == "out.jsonl":
+            last = len(content)
+        path.write_bytes(content[:first] + b"\0" * (last - first) + content[last:])
 
 
 WRITE = os.write
@@ -90,9 +107,10 @@ def random_case(folder, chance):
     prompts = [chance.choice(["same", "same", str(number), "ü" * 50]) for number in range(chance.randrange(1, 9))]
     given = folder / "in.jsonl"
     given.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    options = dict(OPTIONS)
+    options, unforced = dict(OPTIONS), {}
     for _ in range(chance.randrange(1, 4)):
-        run(folder, options, kill_after=chance.choice([None, chance.randrange(2000)]))
+        lose_power(folder, unforced if chance.random() < 0.5 else {}, chance)
+        unforced = run(folder, options, kill_after=chance.choice([None, chance.randrange(2000)]))
     for _ in range(chance.randrange(3)):
         target = chance.choice([*folder.iterdir()])
         if target != given or chance.random() < 0.3:
