@@ -2,15 +2,17 @@
 
 import json
 import shutil
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from granite4_neuron import UserError
 from granite4_neuron.commands.cli import main
-from granite4_neuron.serving.batch.cluster import cpus_of_a_worker, reason_of
+from granite4_neuron.serving.batch.cluster import _connected, cpus_of_a_worker, reason_of
 
 NUM_LINES = 800
 
@@ -53,6 +55,15 @@ def test_one_cpu_is_left_for_ray(nodes, workers, devices, expected):
 )
 def test_a_workers_error_is_found(said, expected):
     assert reason_of(RuntimeError(said)) == expected
+
+
+def test_a_cluster_that_does_not_start_in_time_is_reported(monkeypatch):
+    def init(**_):
+        raise Exception("it timed out")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with pytest.raises(UserError, match=r"there is no Ray cluster at local \(it timed out\)"), _connected("local"):
+        pass
 
 
 @pytest.fixture(scope="module")

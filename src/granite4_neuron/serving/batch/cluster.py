@@ -149,7 +149,10 @@ def _connected(address: str) -> Iterator[None]:
             raise UserError(f"there is no Ray cluster at {address} ({error}).") from None
     try:
         ray.init(address=address, logging_level="error", log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
+    except Exception as error:
+        # For a cluster that does not start in time Ray raises a plain one.
+        if type(error) is not Exception and not isinstance(error, (ConnectionError, ValueError)):
+            raise
         raise UserError(f"there is no Ray cluster at {address} ({error}).") from None
     try:
         yield
