@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDER_THAN_TABLES = 10_000  # columns
+_GAP = 2  # between columns without lines; one of them is the line's
 
 
 class OutputError(Exception):
@@ -62,9 +63,11 @@ def print_table(table: Table) -> None:
 def fitted(table: Table, console: Console) -> Table:
     """Return a table as wide as a console at most, in which no number or word breaks.
 
-    The widest columns fold between words. Where that is not enough, each row becomes a block with a line for each
-    column. Only a word that is longer than such a line breaks.
+    One that is too wide loses the lines between its columns, and folds between words: headers first, then the widest
+    columns. Where that is not enough, each row becomes a block with a line for each column. Only a word that is longer
+    than such a line breaks.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.measure import Measurement
     from rich.table import Table
 
@@ -73,17 +76,20 @@ def fitted(table: Table, console: Console) -> Table:
         [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)] for column in table.columns
     ]
     most = [max(each.maximum for each in column) for column in ranges]
+    with_folded_headers = [max([header.minimum, *(each.maximum for each in cells)]) for header, *cells in ranges]
     least = [max(each.minimum for each in column) for column in ranges]
-    room = console.width - (Measurement.get(console, wide, table).maximum - sum(most))
     for column in table.columns:
         column.overflow = "fold"
-    if sum(most) <= room:
+    if Measurement.get(console, wide, table).maximum <= console.width:
         return table
-    if sum(least) <= room:
-        while sum(most) > room:
-            most[max(range(len(most)), key=lambda each: (most[each] > least[each], most[each]))] -= 1
+    if (room := console.width - _GAP * (len(most) - 1)) >= sum(least):
+        for lowest in (with_folded_headers, least):
+            while sum(most) > room and most != lowest:
+                widest = max(range(len(most)), key=lambda each: (most[each] > lowest[each], most[each]))
+                most[widest] -= 1
         for column, width in zip(table.columns, most, strict=True):
             column.width = width
+        table.box, table.show_edge, table.pad_edge, table.padding = SIMPLE_HEAD, False, False, (0, _GAP - 1, 0, 0)
         return table
     if len(table.columns) <= 2:
         return table

@@ -211,9 +211,11 @@ def _write_latency(
     write(_published(published_latency.of_model(config)))
     alone = [line for line in later if line.batch_size == line.tokens == 1]
     token = next((line for line in alone if "(default)" in line.step), alone[0])
+    _, _, form = token.step.partition(", ")
+    in_form = f" ({form})" if form else ""
     write(
-        f"Predicted, not measured: a token of one sequence every {token.latency.predicted * 1e3:.1f} ms "
-        f"({token.step}), {of_tokens.of(token.latency.predicted)} by the range that has held; the first token after "
+        f"Predicted, not measured: a token of one sequence every {token.latency.predicted * 1e3:.1f} ms"
+        f"{in_form}, {of_tokens.of(token.latency.predicted)} by the range that has held; the first token after "
         f"{first.latency.predicted * 1e3:.0f} ms, {of_first.of(first.latency.predicted)} by that range."
     )
     print_table(table)
@@ -275,7 +277,7 @@ def _plan_model(options: argparse.Namespace) -> int:
     planned = _planned(options.model, options)
     batch_size, context = planned.batch_size, planned.context
     table = Table("per logical core", f"GiB, of {_gibibytes(planned.core_bytes)}", "at most", "")
-    ranks = f"{planned.tp_degree} ranks, --backend {_backend_of(planned.options)}"
+    ranks = f"{planned.tp_degree} ranks, --backend {options.backend}"
     table.title = f"{escape(options.model)} on {options.instance}, {ranks}"
 
     def add(name: str, count: int, at_most: float = 1, remark: str = "") -> None:
@@ -358,11 +360,10 @@ def _plan_all(options: argparse.Namespace) -> int:
     """Print a line for each published model: what fits at its whole context, or at the requested one."""
     from rich.table import Table
 
-    table = Table(
-        *("model", "backend", "weights", "context", "state and cache of a sequence", "graphs", "sum", "at most", ""),
-        "largest batch",
-    )
-    table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GiB per logical core"
+    table = Table("model", "weights", "context", "state and cache", "sum", "at most", "", "largest batch")
+    batch = f"{options.tp_degree} ranks, --backend {options.backend}, batch {options.batch_size}"
+    room = _gibibytes(INSTANCES[options.instance].chip.core_bytes)
+    table.title = f"{options.instance}, {batch}: GiB of a logical core's {room}"
     refusals, outcomes = [], {}
     for name in published_names():
         try:
@@ -375,11 +376,9 @@ def _plan_all(options: argparse.Namespace) -> int:
         outcomes[short_name] = _fit(planned)
         table.add_row(
             short_name,
-            _backend_of(planned.options),
             _gibibytes(planned.weights),
             f"{planned.context:,}",
             _gibibytes(sequence),
-            str(len(planned.graphs)),
             _gibibytes(planned.total),
             _gibibytes(planned.at_most),
             outcomes[short_name],
@@ -443,10 +442,6 @@ def _graph_options(options: argparse.Namespace, *configs: ModelConfig) -> GraphO
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} belongs to --backend nxdi; give that too, or leave it out.")
     return DeviceGraphOptions(prompts or DeviceGraphOptions.context_buckets, options.verify)
-
-
-def _backend_of(graphs: GraphOptions | DeviceGraphOptions) -> str:
-    return "nxdi" if isinstance(graphs, GraphOptions) else "torch"
 
 
 def _ascending(buckets: list[int] | None) -> list[int] | None:

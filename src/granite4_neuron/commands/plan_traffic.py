@@ -154,7 +154,7 @@ def plan_traffic(options: argparse.Namespace, graph_options: OptionsOf) -> int:
         results = simulate(arrivals, server, fleets, os.cpu_count() or 1, progress)
     enough = next((result for result in _by_cost(results) if _is_enough(result, options.first_token)), None)
     write(_answer(enough, results, options, caveat))
-    _print(results, where, options.price, is_predicted=bool(caveat))
+    _print(results, where, options.price, has_conversations=has_conversations, is_predicted=bool(caveat))
     if options.plot:
         _plot(arrivals, server, fleets, options.plot)
     return EXIT_NOT_ENOUGH if enough is None else 0
@@ -311,13 +311,15 @@ def _counted(replicas: int) -> str:
     return f"{replicas} replica{'' if replicas == 1 else 's'}"
 
 
-def _print(results: Sequence[Result], where: str, price: float | None, *, is_predicted: bool) -> None:
+def _print(
+    results: Sequence[Result], where: str, price: float | None, *, has_conversations: bool, is_predicted: bool
+) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(
-        *("replicas", "conversations", "tokens/s", "first token, ms: p50 / p95", "gap, ms: p50 / p95"),
-        *("found by prefix caches", "waiting: mean / most"),
+        *("replicas", *(("conversations",) if has_conversations else ()), "tokens/s"),
+        *("first token, ms: p50 / p95", "gap, ms: p50 / p95", "found by prefix caches", "waiting: mean / most"),
         *(() if price is None else ("a million tokens",)),
         *(("step times",) if is_predicted else ()),
     )
@@ -325,7 +327,7 @@ def _print(results: Sequence[Result], where: str, price: float | None, *, is_pre
     for result in results:
         table.add_row(
             str(result.replicas),
-            "kept" if result.keeps_conversations else "spread" if result.replicas > 1 else "",
+            *((_way(result),) if has_conversations else ()),
             f"{result.tokens_per_second:,.1f}",
             _percentiles(result.first_tokens),
             _percentiles(result.gaps),
@@ -337,6 +339,10 @@ def _print(results: Sequence[Result], where: str, price: float | None, *, is_pre
     print_table(table)
     if refused := results[0].refused:
         write(f"{refused:,} requests are refused: their prompts are longer than texts may be (--max-model-len).")
+
+
+def _way(result: Result) -> str:
+    return "" if result.replicas == 1 else "kept" if result.keeps_conversations else "spread"
 
 
 def _percentiles(seconds: Histogram) -> str:
