@@ -120,9 +120,11 @@ class _Meter:
         return statistics.median(self._prompt_seconds(engine, rows, tokens) for _ in range(_TURNS))
 
     def chunks(self) -> list[tuple[int, float]]:
-        """Return (earlier tokens, seconds) for each step of a long prompt."""
+        """Return (earlier tokens, seconds) for each whole step of a long prompt."""
         chunk = self._runtime.tokens_per_step
         count = (self._longest - 1) // chunk
+        if not count:
+            return []
         engine, turns = self._engine(1), []
         for _ in range(1 + _TURNS):
             engine.add(self._request(self._prompt(count * chunk), 1))

@@ -129,6 +129,8 @@ def test_measuring(tmp_path, monkeypatch):
     assert {line[0] for line in measured.prompts} == {1, 2, 4, 8}
     assert (1, 512) in {line[:2] for line in measured.prompts} and [line[0] for line in measured.contexts] == [0]
     assert all(line[-1] > 0 for table in (measured.decode, measured.prompts, measured.snapshots) for line in table)
+    short = measure(runtime, tokenizer, **names, most_rows=1, longest=40)  # no prompt is as long as a step
+    assert short.contexts == [] and {line[:2] for line in short.decode} == {(1, 24)}
     file = tmp_path / "steps.json"
     measured.save(file)
     again = Measured.load(file)
