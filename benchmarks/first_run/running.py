@@ -32,7 +32,19 @@ _LAST_LINES = 40
 _TIMES = ("load: ", "warm-up: ")  # lines of this package's commands
 _TOO_LARGE = (".neff", ".safetensors", ".bin", ".npy", ".pt")  # what compilers leave beside logs and graphs
 _LARGEST, _MOST = 20 * 2**20, 200 * 2**20  # bytes of an archived file, and of a failed step's files
-_MEMORY_TABLES = "neuron_mem_table_device_*"  # written to /tmp when a device has no memory left
+# In /tmp: what is written when a device has no memory left, and the log of a compiler that was ended.
+_LEFT_IN_TMP = ("neuron_mem_table_device_*", "neuron_compile_*/log-neuron-cc.txt")
+# TorchNeuron looks for the compiler in PATH, runs it in a folder in /tmp and deletes that, with the log. Source: its
+# public beta, csrc/core/compilation/NeuronCompiler.cpp.
+_COMPILER = """#!/bin/sh
+started=$(date +%s)
+{compiler} "$@"
+code=$?
+kept="$TORCH_NEURONX_DEBUG_DIR/compiler/$$"
+mkdir -p "$kept" && cp log-neuron-cc.txt "$kept"
+echo "$(basename "$TORCH_NEURONX_DEBUG_DIR"): $(($(date +%s) - started)) s, exit code $code: $*" >>{times}
+exit $code
+"""
 
 
 @dataclass
@@ -54,8 +66,15 @@ class Run:
     records: dict[str, Record] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("results", "artifacts", "logs", "tmp"):
+        self.work = self.work.absolute()  # a compiler runs in another folder
+        for name in ("results", "artifacts", "logs", "tmp", "bin"):
             (self.work / name).mkdir(parents=True, exist_ok=True)
+        compiler = shutil.which("neuronx-cc")
+        if self.sdk == TORCH and compiler is not None:
+            times = shlex.quote(str(self.work / "results" / "compilations.txt"))
+            wrapper = self.work / "bin" / "neuronx-cc"
+            wrapper.write_text(_COMPILER.format(compiler=shlex.quote(compiler), times=times))
+            wrapper.chmod(0o755)
         for line in self._done.read_text().splitlines() if self._done.is_file() else ():
             if line.endswith("}"):  # the last line is cut off if the run was killed while it wrote it
                 record = json.loads(line)
@@ -123,9 +142,9 @@ class Run:
         if result == OK:
             shutil.rmtree(artifacts, ignore_errors=True)
         else:
-            for table in Path("/tmp").glob(_MEMORY_TABLES):
-                if table.stat().st_mtime >= since:
-                    shutil.copy(table, artifacts / f"{table.name}.txt")
+            for file in (file for pattern in _LEFT_IN_TMP for file in Path("/tmp").glob(pattern)):
+                if file.stat().st_mtime >= since:
+                    shutil.copy(file, artifacts / f"{_file_name(str(file.relative_to('/tmp')))}.txt")
         seconds = round(time.monotonic() - started, 1)
         return Record(step.name, result, seconds, message, findings, [] if result == OK else lines[-_LAST_LINES:])
 
@@ -139,6 +158,7 @@ class Run:
         """Return the variables of a step. The caller's own take precedence."""
         work = self.work
         variables = {
+            "PATH": f"{work}/bin:{os.environ['PATH']}",
             "HF_HOME": f"{work}/huggingface",
             "TMPDIR": f"{work}/tmp",
             "NEURON_RT_EXEC_TIMEOUT": "600",  # 30 s otherwise, and a rank may wait for another's compiler
@@ -155,7 +175,7 @@ class Run:
                 "BASE_COMPILE_WORK_DIR": f"{artifacts}/",
                 "NEURON_COMPILE_CACHE_URL": f"{work}/compile-cache",
             }
-        return variables | os.environ
+        return variables | {name: value for name, value in os.environ.items() if name != "PATH"}
 
     def _remember(self, record: Record) -> None:
         self.records[record.name] = record

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,51 @@ def test_each_step_may_fail(sdk, tmp_path, capsys, monkeypatch):
         name = running._file_name(failing.name)
         assert f"logs/{name}.txt" in names
         assert [each for each in names if each.startswith("artifacts")] == [f"artifacts/{name}/log-neuron-cc.txt"]
+
+
+# As TorchNeuron does it: neuronx-cc runs in a folder in /tmp, which is deleted unless the process crashes.
+COMPILES = """
+import os, shutil, signal, subprocess, sys, tempfile
+folder = tempfile.mkdtemp(prefix=sys.argv[1], dir="/tmp")
+done = subprocess.run(["neuronx-cc", "compile", "module.mlir"], cwd=folder, check=False)
+if sys.argv[2:] == ["crash"]:
+    os.kill(os.getpid(), signal.SIGKILL)
+shutil.rmtree(folder)
+sys.exit(done.returncode)
+"""
+
+
+def test_logs_and_times_of_the_compiler_are_kept(tmp_path, monkeypatch):
+    """Of a step that fails and of one that crashes; of one that is right only the times."""
+    (tmp_path / "sdk").mkdir()
+    compiler = tmp_path / "sdk" / "neuronx-cc"
+    compiler.write_text("#!/bin/sh\necho its log >log-neuron-cc.txt\nexit $CODE\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'sdk'}:{os.environ['PATH']}")
+    prefix = f"neuron_compile_{os.getpid()}_"
+    program = shlex.join([sys.executable, "-c", COMPILES, prefix])
+    planned = [
+        Step("right", f"env CODE=0 {program}", 1, 60),
+        Step("wrong", f"env CODE=70 {program}", 1, 60),
+        Step("crash", f"env CODE=0 {program} crash", 1, 60),
+    ]
+    run = Run(TORCH, planned, tmp_path / "work", tmp_path / "out.tgz", {}, running.execute)
+    results = [record.result for record in run.all()]
+    (left,) = Path("/tmp").glob(f"{prefix}*")
+    shutil.rmtree(left)
+    assert results == [OK, FAILED, CRASHED]
+    with tarfile.open(run.out) as archive:
+        logs = [name for name in archive.getnames() if name.startswith("artifacts") and "log_neuron_cc" in name]
+        logs += [name for name in archive.getnames() if name.endswith("/log-neuron-cc.txt")]
+        assert {archive.extractfile(name).read() for name in logs} == {b"its log\n"}
+        times = archive.extractfile("results/compilations.txt").read().decode()
+    # Of the one that crashed also from the folder that was left.
+    assert sorted(name.split("/")[1] for name in logs) == ["crash", "crash", "wrong"]
+    lines = [line.partition(": ")[::2] for line in times.splitlines()]
+    assert [name for name, _ in lines] == ["right", "wrong", "crash"]
+    assert [text.partition(" s, ")[2] for _, text in lines] == [
+        f"exit code {code}: compile module.mlir" for code in (0, 70, 0)
+    ]
 
 
 def test_the_time_to_load_is_printed(tmp_path, capsys):
