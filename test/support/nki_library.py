@@ -61,7 +61,7 @@ def provided_library(folder: Path) -> Iterator[None]:
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(sys.modules[parent], child, module)
-        # Names of dtypes that Trainium2 does not have; they occur in tables of constants.
+        # Names of dtypes that a NeuronCore-v3 does not have; they occur in tables of constants.
         for name in ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4", "bool_", "tfloat32"):
             if not hasattr(nl, name):
                 setattr(nl, name, name)

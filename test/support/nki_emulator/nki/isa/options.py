@@ -67,5 +67,5 @@ class nc_version(enum.IntEnum):
 
 
 def get_nc_version() -> nc_version:
-    """Return Trainium2's generation."""
+    """Return NeuronCore-v3's generation."""
     return nc_version.gen3
