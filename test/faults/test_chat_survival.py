@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.commands.cli import main
+from test.support.checkpoints import save_endless
 from test.support.pseudo_terminal import COLUMNS, COMMAND, ROWS, PseudoTerminal
 
 pytest.importorskip("prompt_toolkit", reason="prompt_toolkit is not installed")
@@ -25,15 +25,7 @@ ROUNDS = 40
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
     """Return the bundled model with an end-of-sequence token that it never generates."""
-    folder = shutil.copytree(bundled_checkpoint(), tmp_path_factory.mktemp("models") / "endless")
-    for name, change in (
-        ("config.json", {"eos_token_id": 0}),
-        ("generation_config.json", {"eos_token_id": 0}),
-        ("tokenizer_config.json", {"eos_token": "<|pad|>"}),
-    ):
-        file = folder / name
-        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    return folder
+    return save_endless(tmp_path_factory.mktemp("models") / "endless")
 
 
 @pytest.fixture

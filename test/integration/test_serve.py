@@ -6,7 +6,6 @@ import math
 import re
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,6 +24,7 @@ from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody, GenerationBody
 from test.support.serving import MODEL, serving
+from test.support.waiting import until
 
 PROMPT = "An assignment statement"
 QUESTION = "What is the assert statement?"
@@ -64,14 +64,6 @@ def post(server):
         return httpx.post(f"{server.address}/v1/{path}", json=body, timeout=60)
 
     return send
-
-
-def until(condition, seconds=60):
-    """Wait until the condition is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 def metric(server, name):

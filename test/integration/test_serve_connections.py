@@ -15,6 +15,7 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron.serving.http import connection
 from test.support.serving import serving
+from test.support.waiting import until
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -53,14 +54,6 @@ def test_an_event_does_not_wait_until_the_headers_are_acknowledged(server):
     connect(server)
     [connection] = server.server_state.connections
     assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def until(condition, seconds=60):
-    """Wait until the condition is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 def everything(client: socket.socket) -> bytes:

@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 from granite4_neuron.generation.tool_calls import OPEN
 from granite4_neuron.serving.apis.chat.protocol import ChatBody
 from granite4_neuron.serving.apis.messages.body import MessagesBody, PromptBody
-from test.support.serving import serving
+from test.support.serving import named_events, serving
 from test.support.tool_template import spelled
 
 if importlib.util.find_spec("anthropic"):
@@ -334,12 +334,9 @@ def test_errors_have_the_apis_form(byte_model):
 
 def events_of(text):
     """Return the events of a stream, after Anthropic's types have taken them."""
-    events = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-        EVENT.validate_python(events[-1])
+    events = named_events(text)
+    for event in events:
+        EVENT.validate_python(event)
     return events
 
 

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from test.support.nginx import nginx, until
+from test.support.nginx import nginx
 from test.support.scripted import script_tokens
 from test.support.serving import serving
+from test.support.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True}
 

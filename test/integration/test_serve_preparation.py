@@ -19,6 +19,7 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 from granite4_neuron import load
 from granite4_neuron.system.sandbox.grammar_process import GrammarWorker
 from test.support.serving import serving
+from test.support.waiting import until
 
 pytestmark = pytest.mark.versions
 
@@ -37,13 +38,6 @@ def server():
 def metric(server, name):
     text = httpx.get(f"{server.address}/metrics").text
     return float(re.search(rf"^(?:granite4_neuron_|vllm:){name}(?:{{.*}})? (.+)$", text, re.MULTILINE)[1])
-
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 class Blocked:

@@ -4,7 +4,6 @@
 import gc
 import json
 import socket
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from granite4_neuron import load
 from granite4_neuron.engine import TokenLogprob
 from granite4_neuron.serving import prompt_logprobs
 from test.support.serving import serving
+from test.support.waiting import until
 
 pytestmark = pytest.mark.versions
 
@@ -44,13 +44,6 @@ def post(server):
         return httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
 
     return send
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("more", [{"n": 3}, {"prompt": [PROMPT] * 3}, {"logprobs": 12}], ids=str)

@@ -14,7 +14,7 @@ responses = pytest.importorskip("openai.types.responses", reason="OpenAI's clien
 from granite4_neuron.generation.tool_calls import OPEN
 from granite4_neuron.serving.apis.chat.protocol import ChatBody
 from granite4_neuron.serving.apis.responses.body import ResponsesBody
-from test.support.serving import MODEL
+from test.support.serving import MODEL, named_events
 from test.support.tool_template import spelled
 
 QUESTION = "What is the weather in Rome?"
@@ -350,12 +350,9 @@ EVENT = TypeAdapter(responses.ResponseStreamEvent)
 
 def events_of(text):
     """Return the events of a stream, after OpenAI's types have taken them."""
-    events = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-        EVENT.validate_python(events[-1])
+    events = named_events(text)
+    for event in events:
+        EVENT.validate_python(event)
     return events
 
 

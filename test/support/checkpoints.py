@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerFast
 
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, NemotronHConfig
 from granite4_neuron.config.published import published_names
 
@@ -195,3 +198,16 @@ def save_byte_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
+
+
+def save_endless(folder: Path) -> Path:
+    """Save the bundled model with an end-of-sequence token that it never generates."""
+    shutil.copytree(bundled_checkpoint(), folder)
+    for name, change in (
+        ("config.json", {"eos_token_id": 0}),
+        ("generation_config.json", {"eos_token_id": 0}),
+        ("tokenizer_config.json", {"eos_token": "<|pad|>"}),
+    ):
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    return folder

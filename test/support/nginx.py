@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from test.support.waiting import until
 
 _SETTINGS = """\
 daemon off;
@@ -50,14 +51,6 @@ def nginx(folder: Path, configuration: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def until(condition) -> None:
-    """Wait until the condition is true."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 def _answers(port: int) -> bool:

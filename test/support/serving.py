@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.serving.http.address import bind, own_names
@@ -69,3 +71,13 @@ def serving(
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream in which each is named by its type."""
+    events = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events

@@ -16,6 +16,7 @@ import pytest
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.commands.chat_session import COMMANDS
 from granite4_neuron.commands.cli import main
+from test.support.checkpoints import save_endless
 from test.support.tool_template import NEMOTRON_TEMPLATE, TOOL_TEMPLATE
 
 QUESTION = "What is the assert statement?"
@@ -276,15 +277,7 @@ def is_ready(screen):
 @pytest.fixture
 def endless(tmp_path):
     """Return the bundled model with an end-of-sequence token that it never generates."""
-    folder = shutil.copytree(bundled_checkpoint(), tmp_path / "endless")
-    for name, change in (
-        ("config.json", {"eos_token_id": 0}),
-        ("generation_config.json", {"eos_token_id": 0}),
-        ("tokenizer_config.json", {"eos_token": "<|pad|>"}),
-    ):
-        file = folder / name
-        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    return folder
+    return save_endless(tmp_path / "endless")
 
 
 CHAT = (sys.executable, "-m", "granite4_neuron", "chat")

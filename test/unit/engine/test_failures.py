@@ -79,6 +79,25 @@ def returning(value):
     return lambda *arguments: value
 
 
+class ForbidsNothing:
+    """A constraint."""
+
+    def fork(self):
+        return self
+
+    def mask(self, logits):
+        return logits
+
+    def accept(self, token):
+        pass
+
+    def count_allowed(self, tokens):
+        return len(tokens)
+
+    def forced(self, most):
+        return ()
+
+
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("no")
@@ -152,22 +171,6 @@ class TestCodeOfARequest:
         ],
     )
     def test_a_constraint_that_fails_ends_its_own_sequence(self, runtime, alone, place, wrong):
-        class Faulty:
-            def fork(self):
-                return self
-
-            def mask(self, logits):
-                return logits
-
-            def accept(self, token):
-                pass
-
-            def count_allowed(self, tokens):
-                return len(tokens)
-
-            def forced(self, most):
-                return ()
-
         class Script:
             def propose(self, requests):
                 return [[1][: request.most] for request in requests]
@@ -175,7 +178,7 @@ class TestCodeOfARequest:
             def end(self, id):
                 pass
 
-        engine, constraint = engine_of(runtime, drafter=Script()), Faulty()
+        engine, constraint = engine_of(runtime, drafter=Script()), ForbidsNothing()
         setattr(constraint, place, wrong)
         others = {engine.add(Request(PROMPTS[number], NEW)): number for number in (1, 2)}
         request = Request(PROMPTS[0], NEW, constraint=constraint)
@@ -322,25 +325,13 @@ class TestTheRuntime:
         assert not output.is_requests_fault
 
 
-class InPlace:
-    """A constraint that forbids nothing and writes to its argument."""
-
-    def fork(self):
-        return self
+class InPlace(ForbidsNothing):
+    """It writes to its argument."""
 
     def mask(self, logits):
         kept = logits.clone()
         logits.fill_(7.0)
         return kept
-
-    def accept(self, token):
-        pass
-
-    def count_allowed(self, tokens):
-        return len(tokens)
-
-    def forced(self, most):
-        return ()
 
 
 def test_a_constraint_that_writes_to_logits_changes_nobody_elses(runtime, alone):
