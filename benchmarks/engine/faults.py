@@ -703,30 +703,38 @@ def _follows_rules(request: Request, expected: Expected, vocab_size: int) -> boo
 
 
 def _allowed(request: Request, new: Sequence[int], vocab_size: int) -> set[int]:
-    by_constraint = set(range(vocab_size))
-    if request.constraint is not None:
-        constraint = request.constraint.fork()
-        for token in new:
-            constraint.accept(token)
-        try:
-            by_constraint = set(constraint.mask(torch.zeros(vocab_size)).isfinite().nonzero().flatten().tolist())
-        except NoTokenLeft:
-            return set()
+    by_constraint = _allowed_by_constraint(request, new, vocab_size)
     early = set(request.stop_token_ids or ()) if len(new) < (request.min_tokens or 0) else set()
     if request.constraint is not None and by_constraint <= early:
         early = set()
-    tokens = [*request.tokens, *new]
-    bad = {last for *before, last in request.bad_words_ids or () if tokens[len(tokens) - len(before) :] == before}
-    bad |= {*(request.suppress_tokens or ()), *(() if new else request.begin_suppress_tokens or ())}
-    allowed = by_constraint - early - bad
-    if size := request.no_repeat_ngram_size:
-        seen = {tuple(tokens[end - size : end]) for end in range(size, len(tokens) + 1)}
-        allowed = {token for token in allowed if (*tokens[len(tokens) - size + 1 :], token) not in seen}
+    allowed = by_constraint - early - _forbidden(request, new)
     if request.allowed_token_ids is not None:
         allowed &= set(request.allowed_token_ids)
     if _no_even_token in (request.logits_processors or ()):
         allowed = {token for token in allowed if token % 2}
     return allowed
+
+
+def _allowed_by_constraint(request: Request, new: Sequence[int], vocab_size: int) -> set[int]:
+    if request.constraint is None:
+        return set(range(vocab_size))
+    constraint = request.constraint.fork()
+    for token in new:
+        constraint.accept(token)
+    try:
+        return set(constraint.mask(torch.zeros(vocab_size)).isfinite().nonzero().flatten().tolist())
+    except NoTokenLeft:
+        return set()
+
+
+def _forbidden(request: Request, new: Sequence[int]) -> set[int]:
+    """Return the tokens that are forbidden by name, or because of those before them."""
+    tokens = [*request.tokens, *new]
+    size = request.no_repeat_ngram_size
+    seen = [tokens[end - size : end] for end in range(size, len(tokens) + 1)] if size else []
+    ends = [*(request.bad_words_ids or ()), *seen]
+    forbidden = {last for *before, last in ends if tokens[len(tokens) - len(before) :] == before}
+    return forbidden | {*(request.suppress_tokens or ()), *(() if new else request.begin_suppress_tokens or ())}
 
 
 def _is_plain(request: Request) -> bool:

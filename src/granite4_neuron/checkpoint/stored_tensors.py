@@ -159,30 +159,26 @@ class StoredTensors:
             dtypes |= {f"{name}{ending}": dtype for ending, (_, dtype) in layout.items()}
         may_be_there = {HEAD} if config.tie_word_embeddings and HEAD not in (layouts or {}) else set()
         strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if not _is_of(dtype, dtypes.get(name))]
-        missing = sorted(map(self._names.published, expected.keys() - self._shapes.keys()))
-        surplus = sorted(
-            tensor.name
-            for name in self._shapes.keys() - expected.keys() - may_be_there
-            for one in self._parts[name]
-            for tensor in one.tensors.values()
-        )
-        wrong = [
+        found = {
+            "missing": sorted(map(self._names.published, expected.keys() - self._shapes.keys())),
+            "not of this model": self._stored_names(self._shapes.keys() - expected.keys() - may_be_there),
+            "of another shape": self._of_another_shape(expected),
+            "of a dtype that is not supported": strange,
+        }
+        faults = [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+        if faults:
+            raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
+
+    def _stored_names(self, names: Iterable[str]) -> list[str]:
+        """Return the stored names of the tensors that make up weights, sorted."""
+        return sorted(tensor.name for name in names for one in self._parts[name] for tensor in one.tensors.values())
+
+    def _of_another_shape(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+        return [
             f"{self._names.published(name)} is {list(self._shapes[name])} instead of {list(shape)}"
             for name, shape in expected.items()
             if name in self._shapes and self._shapes[name] != shape
         ]
-        faults = [
-            f"{what}: {_listed(names)}"
-            for what, names in (
-                ("missing", missing),
-                ("not of this model", surplus),
-                ("of another shape", wrong),
-                ("of a dtype that is not supported", strange),
-            )
-            if names
-        ]
-        if faults:
-            raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
 
     def _add(self, file: Path) -> None:
         with open_tensors(file, framework="np") as tensors:

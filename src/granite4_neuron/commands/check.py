@@ -200,22 +200,10 @@ def _largest_and_within(error: accuracy.TopKError) -> list[str]:
 
 def _print_layers(reports: Sequence[LayerReport], runtime: BoundRuntime) -> int:
     """Print a table, then the operators of each kind of layer; return the exit status."""
-    from rich.table import Table
-
     from granite4_neuron.evaluation.layers import operators_of_layers
 
     first_off = next((number for number, report in enumerate(reports) if report.is_off), None)
-    columns = ["layer", "", "prefill\nmax diff", "\nrelative", "decode\nmax diff", "\nrelative", "\nlimit", ""]
-    has_ratios = reports[0].r_ratio is not None
-    table = Table(*columns, *(["\nR-ratio"] if has_ratios else []))
-    table.title = "hidden states after each layer against transformers in float32"
-    for number, report in enumerate(reports):
-        values = [value for gap in (report.prefill, report.decode) for value in (gap.maximum, gap.relative)]
-        limit = "" if report.limit is None else f"{report.limit:.1e}"
-        mark = "<-" if number == first_off else ""
-        ratio = [] if report.r_ratio is None else [f"{report.r_ratio:.2f}"]
-        table.add_row(str(number), report.kind, *(f"{value:.1e}" for value in values), limit, mark, *ratio)
-    print_table(table)
+    print_table(_table_of_layers(reports, first_off))
     for kind in dict.fromkeys(runtime.config.layer_types):
         write(f"{kind} layers: {', '.join(operators_of_layers(runtime, kind))}")
     for sentence in runtime.fallbacks:
@@ -226,3 +214,20 @@ def _print_layers(reports: Sequence[LayerReport], runtime: BoundRuntime) -> int:
     is_judged = reports[0].limit is not None
     write("passed (no layer is off)" if is_judged else "not judged (quantized weights, or SSM states in 16 bits)")
     return 0
+
+
+def _table_of_layers(reports: Sequence[LayerReport], first_off: int | None) -> Table:
+    """Return a table of all layers, in which the first that is off is marked."""
+    from rich.table import Table
+
+    columns = ["layer", "", "prefill\nmax diff", "\nrelative", "decode\nmax diff", "\nrelative", "\nlimit", ""]
+    has_ratios = reports[0].r_ratio is not None
+    table = Table(*columns, *(["\nR-ratio"] if has_ratios else []))
+    table.title = "hidden states after each layer against transformers in float32"
+    for number, report in enumerate(reports):
+        values = [value for gap in (report.prefill, report.decode) for value in (gap.maximum, gap.relative)]
+        limit = "" if report.limit is None else f"{report.limit:.1e}"
+        mark = "<-" if number == first_off else ""
+        ratio = [] if report.r_ratio is None else [f"{report.r_ratio:.2f}"]
+        table.add_row(str(number), report.kind, *(f"{value:.1e}" for value in values), limit, mark, *ratio)
+    return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from granite4_neuron.commands.options import add_model, model_or_bundled, stored_model
 from granite4_neuron.commands.output import print_table, size, write
@@ -39,39 +39,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> list[tuple[str, str]]:
     itemsize = DTYPE_BYTES[dtype]
-    table = parameters(config).values()
-    total = active = sum(one.numel for one in table)
-    if config.num_local_experts:
-        experts = sum(one.numel for one in table if one.is_of_experts) // config.num_local_experts
-        active -= (config.num_local_experts - config.num_experts_per_tok) * experts
-    mamba = config.layers_with(MAMBA)
-    attention = [index for index, kind in enumerate(config.layer_types) if config.parts(kind).mixer == ATTENTION]
-    kinds = {MAMBA: "Mamba-2"}
-    others = {kind: config.layer_types.count(kind) for kind in config.layer_types if kind not in (MAMBA, ATTENTION)}
-    counts = {MAMBA: mamba, ATTENTION: len(attention), **others}
-    rows = [
-        ("layers", ", ".join(f"{count} {kinds.get(kind, kind)}" for kind, count in counts.items())),
-        (
-            "attention at",
-            "every layer" if len(attention) == len(config.layer_types) else ", ".join(map(str, attention)) or "none",
-        ),
-        ("hidden size, vocabulary", f"{config.hidden_size}, {config.vocab_size}"),
-    ]
-    if mamba:
-        heads = f"{config.mamba_n_heads} x {config.mamba_d_head}, {config.mamba_d_state}, {config.mamba_n_groups}"
-        rows.append(("Mamba heads, state, groups", heads))
-    if attention:
-        rows.append(
-            (
-                "attention heads, key heads, width, positions",
-                f"{config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}, "
-                f"{'rope' if config.uses_rope else 'none'}",
-            )
-        )
-    if config.num_local_experts:
-        rows.append(("experts, per token", f"{config.num_local_experts}, {config.num_experts_per_tok}"))
+    total, active = _parameters(config)
     return [
-        *rows,
+        *_rows_of_layers(config),
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
         ("weights", f"{size(weight_bytes(config, itemsize))} in {dtype}"),
@@ -80,3 +50,31 @@ def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> lis
         ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),
         ("longest context", f"{config.max_position_embeddings:,} tokens"),
     ]
+
+
+def _parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return the number of all parameters, and of those that a token uses."""
+    table = parameters(config).values()
+    total = sum(one.numel for one in table)
+    if not config.num_local_experts:
+        return total, total
+    expert = sum(one.numel for one in table if one.is_of_experts) // config.num_local_experts
+    return total, total - (config.num_local_experts - config.num_experts_per_tok) * expert
+
+
+def _rows_of_layers(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    attention = [index for index, kind in enumerate(config.layer_types) if config.parts(kind).mixer == ATTENTION]
+    others = {kind: config.layer_types.count(kind) for kind in config.layer_types if kind not in (MAMBA, ATTENTION)}
+    counts = {"Mamba-2": config.layers_with(MAMBA), ATTENTION: len(attention), **others}
+    yield "layers", ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    is_all = len(attention) == len(config.layer_types)
+    yield "attention at", "every layer" if is_all else ", ".join(map(str, attention)) or "none"
+    yield "hidden size, vocabulary", f"{config.hidden_size}, {config.vocab_size}"
+    if config.layers_with(MAMBA):
+        heads = f"{config.mamba_n_heads} x {config.mamba_d_head}"
+        yield "Mamba heads, state, groups", f"{heads}, {config.mamba_d_state}, {config.mamba_n_groups}"
+    if attention:
+        heads = f"{config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}"
+        yield "attention heads, key heads, width, positions", f"{heads}, {'rope' if config.uses_rope else 'none'}"
+    if config.num_local_experts:
+        yield "experts, per token", f"{config.num_local_experts}, {config.num_experts_per_tok}"

@@ -6,6 +6,7 @@ import io
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -69,7 +70,6 @@ def fitted(table: Table, console: Console) -> Table:
     """
     from rich.box import SIMPLE_HEAD
     from rich.measure import Measurement
-    from rich.table import Table
 
     wide = console.options.update(width=_WIDER_THAN_TABLES)
     ranges = [
@@ -83,23 +83,34 @@ def fitted(table: Table, console: Console) -> Table:
     if Measurement.get(console, wide, table).maximum <= console.width:
         return table
     if (room := console.width - _GAP * (len(most) - 1)) >= sum(least):
-        for lowest in (with_folded_headers, least):
-            while sum(most) > room and most != lowest:
-                widest = max(range(len(most)), key=lambda each: (most[each] > lowest[each], most[each]))
-                most[widest] -= 1
-        for column, width in zip(table.columns, most, strict=True):
+        widths = _narrowed(_narrowed(most, with_folded_headers, room), least, room)
+        for column, width in zip(table.columns, widths, strict=True):
             column.width = width
         table.box, table.show_edge, table.pad_edge, table.padding = SIMPLE_HEAD, False, False, (0, _GAP - 1, 0, 0)
         return table
-    if len(table.columns) <= 2:
-        return table
-    block = Table(show_header=False, box=table.box, title=table.title, caption=table.caption)
+    return table if len(table.columns) <= 2 else fitted(_blocks(table), console)
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Return widths of columns that together take `room` or less, as far as `least` allows: the widest get narrower."""
+    narrowed = list(widths)
+    while sum(narrowed) > room and narrowed != least:
+        widest = max(range(len(narrowed)), key=lambda each: (narrowed[each] > least[each], narrowed[each]))
+        narrowed[widest] -= 1
+    return narrowed
+
+
+def _blocks(table: Table) -> Table:
+    """Return a table of two columns that has a block for each row: the names of its cells beside them."""
+    from rich.table import Table
+
+    blocks = Table(show_header=False, box=table.box, title=table.title, caption=table.caption)
     for row, *cells in zip(table.rows, *(column.cells for column in table.columns), strict=True):
         for column, cell in zip(table.columns, cells, strict=True):
             if cell:
-                block.add_row(column.header, cell, style=row.style)
-        block.add_section()
-    return fitted(block, console)
+                blocks.add_row(column.header, cell, style=row.style)
+        blocks.add_section()
+    return blocks
 
 
 class _WithoutControls:

@@ -11,7 +11,7 @@ import itertools
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.sampling import Chosen
-from granite4_neuron.runtime.interface import UNDECIDED, Decoded, Runtime, Verification, require
+from granite4_neuron.runtime.interface import UNDECIDED, Decoded, Row, Runtime, Verification, require
 
 # One count for all engines: a drafter that outlives its engine must not take a new sequence for an old one.
 _IDS = itertools.count()
@@ -74,6 +74,44 @@ class _Launched(NamedTuple):
     def rows(self) -> dict[int, int]:
         """Return the numbers of all rows, by the ids of their sequences."""
         return {sequence.id: row for row, sequence in enumerate(self.step.sequences)}
+
+    def last_logits(self, sequences: Sequence[RunningSequence]) -> dict[int, list[torch.Tensor]]:
+        """Return the logits [vocab_size] after the last token of some of its sequences, each alone in a list, by id."""
+        rows = self.rows()
+        logits = self.decoded.logits([rows[each.id] for each in sequences]) if sequences else ()
+        return {each.id: [last] for each, last in zip(sequences, logits, strict=True)}
+
+
+class _Verified(NamedTuple):
+    """A verified row.
+
+    logits: after each of its tokens, [longest row, vocab_size].
+    certain: how many of its tokens are no drafts.
+    has_ended: whether the sequence ends with these, so that none follows.
+    """
+
+    sequence: RunningSequence
+    row: Row
+    logits: torch.Tensor
+    certain: int
+    has_ended: bool
+
+    @classmethod
+    def of(cls, sequence: RunningSequence, row: Row, logits: torch.Tensor) -> _Verified:
+        return cls(sequence, row, logits, sequence.num_unrun - sequence.has_ended, sequence.has_ended)
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.row.tokens[self.certain :]
+
+    @property
+    def question(self) -> tuple[RunningSequence, Sequence[torch.Tensor], Sequence[int]]:
+        """The sequence, and the arguments of `RunningSequence.ask` for the tokens after those that are certain."""
+        return self.sequence, self.logits[self.certain - 1 : len(self.row.tokens)].unbind(), self.drafts
+
+    def num_accepted(self, outputs: Sequence[Output]) -> int:
+        """Return how many of the row's tokens are the sequence's: the last output's token has not run."""
+        return self.certain - (not self.has_ended) + sum(output.error is None for output in outputs)
 
 
 class Engine:
@@ -375,20 +413,19 @@ class Engine:
         if self._ahead is not None:
             self._ahead = self._ahead._replace(idle=undecided)
         on_host = [each for each in step.sequences if each.id in undecided or not each.takes_chosen]
-        logits = launched.decoded.logits([rows[each.id] for each in on_host]) if on_host else ()
+        lasts = launched.last_logits(on_host)
         if is_sound:
             self._slots.failed_steps = 0
-        questions = {each.id: (each, [last], ()) for each, last in zip(on_host, logits, strict=True)}
-        answers = self._answers(list(questions.values()))
+        answers = self._answers([(each, lasts[each.id], ()) for each in on_host])
         for sequence in step.sequences:
-            question, row = questions.get(sequence.id), rows[sequence.id]
-            if question is not None and sequence.id not in answers:  # it has failed
+            last, row = lasts.get(sequence.id), rows[sequence.id]
+            if last is not None and sequence.id not in answers:  # it has failed
                 continue
             with self._live.guard(sequence):
-                if question is None:
+                if last is None:
                     outputs = [sequence.take(tokens[row])]
                 else:
-                    outputs = sequence.choose(question[1], (), answers[sequence.id])
+                    outputs = sequence.choose(last, (), answers[sequence.id])
                 if self._ahead is not None and sequence.takes_drawn:
                     sequence.backoff.note(len(sequence.tokens), int(sequence.id not in undecided))
                 self._live.count(sequence, 1, LogitsOnDevice(launched.decoded, row), outputs)
@@ -422,36 +459,30 @@ class Engine:
 
     def _accept(self, step: ScheduledStep, verification: Verification) -> None:
         """Choose the next token of each sequence, and further ones as long as they equal its drafts."""
-        chosen: list[Sequence[Output]] = [[] for _ in step.rows]
-        certain = [each.num_unrun - each.has_ended for each in step.sequences]  # tokens of rows that are no drafts
-        ended = [each.has_ended for each in step.sequences]
-        questions = [
-            (sequence, logits[before - 1 : len(row.tokens)], row.tokens[before:])
-            for sequence, row, logits, before in zip(
-                step.sequences, step.rows, verification.logits, certain, strict=True
-            )
-        ]
-        answers = self._answers([each for each, has_ended in zip(questions, ended, strict=True) if not has_ended])
-        for at, (sequence, logits, drafts) in enumerate(questions):
-            if sequence.id in answers:
-                with self._live.guard(sequence):
-                    chosen[at] = sequence.choose(logits, drafts, answers[sequence.id])
-        accepted = [
-            before - (not has_ended) + sum(output.error is None for output in outputs)
-            for before, has_ended, outputs in zip(certain, ended, chosen, strict=True)
-        ]
+        verified = [_Verified.of(*each) for each in zip(step.sequences, step.rows, verification.logits, strict=True)]
+        answers = self._answers([each.question for each in verified if not each.has_ended])
+        chosen = [self._chosen(each, answers) for each in verified]
+        accepted = [each.num_accepted(outputs) for each, outputs in zip(verified, chosen, strict=True)]
         self.runtime.commit(self._slots.state, verification, accepted)
         self._slots.failed_steps = 0
-        for sequence, row, logits, before, count, outputs in zip(
-            step.sequences, step.rows, verification.logits, certain, accepted, chosen, strict=True
-        ):
+        for each, outputs, count in zip(verified, chosen, accepted, strict=True):
+            sequence = each.sequence
             if sequence.id in self._live.running:
                 with self._live.guard(sequence):
-                    self._record_drafts(sequence, len(row.tokens) - before, max(0, count - before))
-                    self._live.count(sequence, count, logits[count - 1], [*sequence.give_taken(), *outputs])
+                    self._record_drafts(sequence, len(each.drafts), max(0, count - each.certain))
+                    self._live.count(sequence, count, each.logits[count - 1], [*sequence.give_taken(), *outputs])
         if verification.hidden_states is not None:
             seen = zip(verification.hidden_states, accepted, strict=True)
             self._show_drafter(step, [states[:count] for states, count in seen])
+
+    def _chosen(self, verified: _Verified, answers: Mapping[int, list[Chosen | UserError]]) -> Sequence[Output]:
+        """Return the outputs of a verified row; none if it has no answers, or fails."""
+        sequence, logits, drafts = verified.question
+        outputs: Sequence[Output] = []
+        if sequence.id in answers:
+            with self._live.guard(sequence):
+                outputs = sequence.choose(logits, drafts, answers[sequence.id])
+        return outputs
 
     def _record_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
         if drafted:

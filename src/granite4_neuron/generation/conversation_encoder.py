@@ -145,11 +145,7 @@ class ConversationEncoder:
         texts = "".join(texts_of(variables))
         check_text(texts, "the conversation")
         self._check_variables(chat_template_kwargs or {})
-        used = set(texts)
-        unused = (chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
-        mark, end = next(unused, None), next(unused, None)
-        if mark is None or end is None:
-            raise UserError("the conversation has all characters of Unicode's private planes; it may have all but two.")
+        mark, end = _two_not_in(texts)
         hidden = _changed(variables, lambda text: self._hide(text, mark))
         if continue_final_message:
             hidden["messages"][-1]["content"] += f"{end} "  # the space shows whether the template strips messages
@@ -157,10 +153,7 @@ class ConversationEncoder:
             hidden["messages"] = list(map(self._with_calls, hidden["messages"]))
         text = self._render({**hidden, "add_generation_prompt": add_generation_prompt})
         if continue_final_message:
-            text, found, after = text.rpartition(end)
-            if not found:
-                raise UserError("this checkpoint's chat template does not write the last message's end.")
-            text = text if after.startswith(" ") else text.rstrip()
+            text = _up_to(end, text)
         if not self._control_pattern.search(texts):
             return encode(self._tokenizer, text, add_special_tokens=False)
         return self._encode_rendered(text, mark)
@@ -250,6 +243,24 @@ class ConversationEncoder:
             return self._renderer.render(_template(self._tokenizer, variables.get("tools")), given)
         except chat_template.TemplateFailed as error:
             raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
+
+
+def _two_not_in(texts: str) -> tuple[str, str]:
+    """Return two of Unicode's private characters that a conversation does not have, to mark places in it."""
+    used = set(texts)
+    unused = (chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
+    first, second = next(unused, None), next(unused, None)
+    if first is None or second is None:
+        raise UserError("the conversation has all characters of Unicode's private planes; it may have all but two.")
+    return first, second
+
+
+def _up_to(end: str, rendered: str) -> str:
+    """Return a rendered conversation up to the end of its last message, which the mark `end` and a space mark."""
+    text, found, after = rendered.rpartition(end)
+    if not found:
+        raise UserError("this checkpoint's chat template does not write the last message's end.")
+    return text if after.startswith(" ") else text.rstrip()
 
 
 def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -134,33 +134,44 @@ def _with_near_bounds(part: dict[str, Any]) -> None:
 
 def _without_names(part: dict[str, Any], whole: Schema) -> None:
     """Remove `propertyNames`, or say the same by other keywords, if there are such."""
-    names = part.get("propertyNames")
-    target = target_of(names.get("$ref"), whole) if isinstance(names, Mapping) else None
-    names = target or names
+    said = _said_of_names(part.get("propertyNames"), whole)
+    others = part.get("additionalProperties", {})
+    if said is None:
+        return
+    instead: dict[str, Any] = {}
+    if not said:
+        pass  # all names may be there
+    elif (allowed := _listed(said)) is not None and "patternProperties" not in part:
+        known = part.get("properties", {})
+        instead = {"properties": {name: known.get(name, others) for name in allowed}, "additionalProperties": False}
+    elif said.keys() == {"pattern"} and not part.keys() & {"properties", "patternProperties"}:
+        instead = {"patternProperties": {said["pattern"]: others}, "additionalProperties": False}
+    else:
+        return
+    del part["propertyNames"]
+    part.update(instead)
+
+
+def _said_of_names(names: Any, whole: Schema) -> dict[str, Any] | None:
+    """Return what a schema of names says of strings, without what limits none; None if it is not about strings."""
+    if isinstance(names, Mapping):
+        names = target_of(names.get("$ref"), whole) or names
     if names is True:
-        del part["propertyNames"]
-    if not isinstance(names, Mapping):
-        return
-    said = {name: value for name, value in names.items() if name not in _NOTES}
-    if said.pop("type", "string") != "string":
-        return
+        return {}
+    if not isinstance(names, Mapping) or names.get("type", "string") != "string":
+        return None
+    said = {name: value for name, value in names.items() if name not in _NOTES and name != "type"}
     if said.get("format") not in _FORMATS or "pattern" in said:
         said.pop("format", None)
-    others = part.get("additionalProperties", {})
-    if not said:
-        del part["propertyNames"]
-    elif said.keys() in ({"enum"}, {"const"}) and "patternProperties" not in part:
-        allowed = said.get("enum", [said.get("const")])
-        if not isinstance(allowed, list) or not all(isinstance(name, str) for name in allowed):
-            return
-        known = part.get("properties", {})
-        part["properties"] = {name: known.get(name, others) for name in allowed}
-        part["additionalProperties"] = False
-        del part["propertyNames"]
-    elif said.keys() == {"pattern"} and not part.keys() & {"properties", "patternProperties"}:
-        part["patternProperties"] = {said["pattern"]: others}
-        part["additionalProperties"] = False
-        del part["propertyNames"]
+    return said
+
+
+def _listed(said: Schema) -> list[str] | None:
+    """Return the only names that there may be, if that is all that a schema says; None otherwise."""
+    if said.keys() not in ({"enum"}, {"const"}):
+        return None
+    allowed = said.get("enum", [said.get("const")])
+    return allowed if isinstance(allowed, list) and all(isinstance(name, str) for name in allowed) else None
 
 
 def _has_one_item(part: Schema) -> bool:

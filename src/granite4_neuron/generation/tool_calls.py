@@ -399,19 +399,8 @@ def calls_grammar(
     are_special = marks.are_special(special)
     opening, close = (f"{marks.open} ", marks.close) if are_special else map(json.dumps, (marks.open, marks.close))
     lines = [*_after_open(marks, len(tools), several, close if marks.close else ""), f"call: {opening} after_open"]
-    length = 0
-    for rule in chain.from_iterable(rules(number, each, disable_any_whitespace) for number, each in enumerate(tools)):
-        lines.append(rule)
-        length += len(rule)
-        if length > MOST_CHARACTERS:
-            raise UserError(f"the schemas of the tools have more than {MOST_CHARACTERS:,} characters together.")
-    repeats = several and not marks.is_list
-    if is_free:
-        more = "called* TEXT" if repeats else ""
-        start = "called* TEXT" if repeats else "called | TEXT"
-    else:
-        more = f'("\\n" call){{0,{MOST_CALLS - 1}}}' if repeats else ""
-        start = f"call {more}"
+    lines += _rules_of_tools(tools, rules, disable_any_whitespace)
+    start, more = _start(is_free, repeats=several and not marks.is_list)
     if answer is not None and not required:
         schema = schema_text(answer, "the JSON schema", disable_any_whitespace=disable_any_whitespace)
         start += " | answer"
@@ -426,6 +415,32 @@ def calls_grammar(
             text_rule("TEXT", marks.open, *marks.others),
         ]
     return "\n".join(["%llguidance {}", f"start: {start}", *lines]) + "\n"
+
+
+def _rules_of_tools(
+    tools: Sequence[Tool], rules: Callable[[int, Tool, bool], Iterable[str]], disable_any_whitespace: bool
+) -> list[str]:
+    """Return the rules of all tools; raise UserError if they are too long together."""
+    lines, length = [], 0
+    for rule in chain.from_iterable(rules(number, each, disable_any_whitespace) for number, each in enumerate(tools)):
+        lines.append(rule)
+        length += len(rule)
+        if length > MOST_CHARACTERS:
+            raise UserError(f"the schemas of the tools have more than {MOST_CHARACTERS:,} characters together.")
+    return lines
+
+
+def _start(is_free: bool, repeats: bool) -> tuple[str, str]:
+    """Return what an answer may be, and what may come after its first call.
+
+    Args:
+        is_free: whether text may come before calls, or take their place.
+        repeats: whether a call may follow another one.
+    """
+    if is_free:
+        return ("called* TEXT", "called* TEXT") if repeats else ("called | TEXT", "")
+    more = f'("\\n" call){{0,{MOST_CALLS - 1}}}' if repeats else ""
+    return f"call {more}", more
 
 
 def _after_open(marks: CallMarks, num_tools: int, several: bool, closing: str) -> list[str]:

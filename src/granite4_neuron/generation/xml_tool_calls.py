@@ -205,7 +205,7 @@ def xml_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Ite
             text = schema_text({**definitions, **schema}, about, disable_any_whitespace=disable_any_whitespace)
             yield f"{rule}_value: {rule}_json END_{number}"
             yield f"{rule}_json: %json {text}"
-        elif types == _TEXT and (choices := schema.get("enum") or [schema[key] for key in ("const",) if key in schema]):
+        elif types == _TEXT and (choices := _choices(schema)):
             yield f"{rule}_value: ({' | '.join(map(_quoted, choices))}) END_{number}"
         else:
             yield f"{rule}_value: text_{number}"
@@ -224,6 +224,11 @@ def _properties(tool: Tool) -> Mapping[str, Any]:
     """Return the schemas of a tool's parameters by name, as far as they are described here and not elsewhere."""
     properties = tool.parameters.get("properties")
     return properties if isinstance(properties, Mapping) else {}
+
+
+def _choices(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the only values that a schema allows, if it lists them."""
+    return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def _is_described(tool: Tool) -> bool:

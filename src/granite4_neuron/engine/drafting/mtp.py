@@ -68,18 +68,16 @@ class MTPDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """See `Drafter.propose`. A sequence gets drafts only if its last token alone has not run."""
         drafts = [self._begin(request) for request in requests]
-        growing = [draft for draft in drafts if draft is not None]
-        followed = {draft.request.id: self._followed[draft.request.id] for draft in growing}
-        self._read([each for each in followed.values() if each.num_unread])
-        results = [followed[draft.request.id].result for draft in growing]
+        begun = [(draft, self._followed[draft.request.id]) for draft in drafts if draft is not None]
+        self._read([followed for _, followed in begun if followed.num_unread])
+        growing = [(draft, followed, followed.result) for draft, followed in begun]
         while growing:
-            logits = self._mtp.logits(torch.stack(results))
-            grown = [draft.grow(each) for draft, each in zip(growing, logits, strict=True)]
-            results = [result for result, goes_on in zip(results, grown, strict=True) if goes_on]
-            growing = [draft for draft, goes_on in zip(growing, grown, strict=True) if goes_on]
+            logits = self._mtp.logits(torch.stack([result for _, _, result in growing]))
+            growing = [each for each, of_draft in zip(growing, logits, strict=True) if each[0].grow(of_draft)]
             if growing:
-                rows = [followed[draft.request.id].row_of_drafts(draft.tokens) for draft in growing]
-                results = list(self._mtp.step(self._state, rows, [result[None] for result in results]))
+                rows = [followed.row_of_drafts(draft.tokens) for draft, followed, _ in growing]
+                results = self._mtp.step(self._state, rows, [result[None] for _, _, result in growing])
+                growing = [(*each[:2], result) for each, result in zip(growing, results, strict=True)]
         return [[] if draft is None else draft.tokens for draft in drafts]
 
     def end(self, id: int) -> None:

@@ -171,7 +171,7 @@ class SimulatedEngine:
         self._sequences: dict[int, SimulatedSequence] = {}
 
     def arrive(self, arrival: Arrival) -> None:
-        """Queue a request, or refuse it as `add` does."""
+        """Queue a request, or refuse it as `Engine.add` does."""
         if arrival.prompt >= self.max_length:
             self.refused += 1
             return

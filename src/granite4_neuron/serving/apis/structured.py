@@ -77,9 +77,12 @@ def structure_of(
     if len(asked) > 1:
         fields = " and ".join(each.field for each in asked)
         raise RequestError(400, f"{fields} exclude each other; give one of them.")
-    if not asked or disable_any_whitespace is None:
-        return asked[0] if asked else None
-    structure = asked[0]
+    if not asked:
+        return None
+    return asked[0] if disable_any_whitespace is None else _with_whitespace(asked[0], disable_any_whitespace)
+
+
+def _with_whitespace(structure: Structure, disable_any_whitespace: Any) -> Structure:
     if not isinstance(disable_any_whitespace, bool) or structure.kind not in ("json", "structural_tag"):
         raise RequestError(
             400, f"structured_outputs: {_WHITESPACE} is true or false, and only for JSON.", "structured_outputs"

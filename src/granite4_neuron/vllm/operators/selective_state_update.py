@@ -110,27 +110,14 @@ def selective_state_update(
         A = A.unsqueeze(0)
         z = None if z is None else z.unsqueeze(1)
         D, dt_bias = (None if values is None else values.unsqueeze(0) for values in (D, dt_bias))
-    check_shape("state", state, -1, -1, -1, -1)
-    num_slots, num_heads, head_dim, d_state = state.shape
-    check_shape("x", x, -1, num_heads, head_dim)
-    tokens = len(x)
-    check_shape("dt", dt, *x.shape)
-    check_shape("A", A, num_heads, head_dim, d_state)
-    check_shape("B", B, tokens, -1, d_state)
-    check_shape("C", C, *B.shape)
-    check_shape("D", D, num_heads, head_dim)
-    check_shape("dt_bias", dt_bias, num_heads, head_dim)
-    check_shape("z", z, *x.shape)
+    _check_shapes(state, x, dt, A, B, C, D=D, dt_bias=dt_bias, z=z)
     check_floating(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias, z=z, out=out)
-    if B.shape[1] == 0 or num_heads % B.shape[1]:
-        raise ValueError(f"B has {B.shape[1]} groups, which do not divide {num_heads} heads")
     if cu_seqlens is None:
-        starts, lengths = torch.arange(tokens), torch.ones(tokens, dtype=torch.int64)
+        starts, lengths = torch.arange(len(x)), torch.ones(len(x), dtype=torch.int64)
     else:
-        starts, lengths = ragged("cu_seqlens", cu_seqlens, tokens)
-
+        starts, lengths = ragged("cu_seqlens", cu_seqlens, len(x))
     sources, destinations = _sources_and_destinations(
-        lengths, num_slots, state_batch_indices, dst_state_batch_indices, null_block_id, num_accepted_tokens
+        lengths, len(state), state_batch_indices, dst_state_batch_indices, null_block_id, num_accepted_tokens
     )
     live = (sources != PAD_SLOT_ID).nonzero()[:, 0]
     live = live[lengths[live].argsort(descending=True, stable=True)]
@@ -164,6 +151,32 @@ def selective_state_update(
         store=store,
     )
     return out.copy_(y.view(out.shape))
+
+
+def _check_shapes(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+) -> None:
+    check_shape("state", state, -1, -1, -1, -1)
+    _, num_heads, head_dim, d_state = state.shape
+    check_shape("x", x, -1, num_heads, head_dim)
+    check_shape("dt", dt, *x.shape)
+    check_shape("A", A, num_heads, head_dim, d_state)
+    check_shape("B", B, len(x), -1, d_state)
+    check_shape("C", C, *B.shape)
+    check_shape("D", D, num_heads, head_dim)
+    check_shape("dt_bias", dt_bias, num_heads, head_dim)
+    check_shape("z", z, *x.shape)
+    if B.shape[1] == 0 or num_heads % B.shape[1]:
+        raise ValueError(f"B has {B.shape[1]} groups, which do not divide {num_heads} heads")
 
 
 def _advance(
