@@ -26,7 +26,7 @@ from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.runtime import TorchRuntime
-from granite4_neuron.evaluation.accuracy import Difference, decode, last_of_prompts
+from granite4_neuron.evaluation.accuracy import Difference, all_of_continuations, last_of_prompts
 from granite4_neuron.runtime.interface import Runtime
 
 _SHORTEST_PROMPT = 60
@@ -65,7 +65,10 @@ def _logits(runtime: Runtime, batch_size: int, new_tokens: int) -> torch.Tensor:
     sequences = [each[: length + new_tokens] for each, length in zip(tokens, lengths, strict=True)]
     state = runtime.allocate(batch_size, longest)
     return torch.cat(
-        [*last_of_prompts(runtime, state, sequences, lengths), *decode(runtime, state, sequences, lengths)]
+        [
+            *last_of_prompts(runtime, state, sequences, lengths),
+            *all_of_continuations(runtime, state, sequences, lengths),
+        ]
     )
 
 

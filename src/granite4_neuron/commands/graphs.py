@@ -150,8 +150,8 @@ def _reports(
     from granite4_neuron.planning.analysis.nxdi_graphs import report
 
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}
-    kernels = {**kernels, **of_experts, "state_dtype": options.state_dtype}
-    return report(config, dtype, *sizes, kernels, options.verify)
+    choices = {**kernels, **of_experts, "state_dtype": options.state_dtype}
+    return report(config, dtype, *sizes, choices, options.verify)
 
 
 def _print(reports: Sequence[graphs.GraphReport], title: str, sbuf: str) -> None:

@@ -243,7 +243,7 @@ def measure(
     lengths = [len(prompt) for prompt in prompts]
     run_prompts = last_of_prompts if is_last_of_prompt else _all_of_prompts
     prefill = run_prompts(runtime, state, sequences, lengths)
-    decoded = decode(runtime, state, sequences, lengths)
+    decoded = all_of_continuations(runtime, state, sequences, lengths)
     ours = [torch.cat(both) for both in zip(prefill, decoded, strict=True)]
     progress(next(parts), num_parts)
     about = runtime.is_quantized, runtime.state_dtype, is_last_of_prompt
@@ -311,7 +311,7 @@ def last_of_prompts(
     return [runtime.step(state, [row]) for row in rows]
 
 
-def decode(
+def all_of_continuations(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
     """Return logits after each token that follows the prompts, all sequences at a time."""

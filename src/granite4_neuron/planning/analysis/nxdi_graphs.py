@@ -42,7 +42,7 @@ def report(
     batch_size: int,
     buckets: Sequence[int],
     max_length: int,
-    kernels: Mapping[str, str] = {},
+    choices: Mapping[str, str] = {},
     verified_tokens: int | None = None,
 ) -> Iterator[GraphReport]:
     """Report context encoding of one prompt per bucket, its continuation over the whole cache, and decode of all rows.
@@ -55,14 +55,14 @@ def report(
         batch_size: sequences that decode takes.
         buckets: tokens of the context encoding graphs, ascending.
         max_length: of the cache.
-        kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
+        choices: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graphs.
 
     Raises:
         ToolsMissing: jax is not installed.
         UserError: tp_degree does not divide the model.
     """
-    state_dtype = getattr(torch, kernels.get("state_dtype", "float32"))
+    state_dtype = getattr(torch, choices.get("state_dtype", "float32"))
     neuron_config = dict(
         tp_degree=tp_degree,
         batch_size=batch_size,
@@ -81,7 +81,7 @@ def report(
     def graph(name: str, kind: str, bucket: int, rows: int, tokens: int, least: Minimum | None = None) -> GraphReport:
         def traced(layer_types: Sequence[str]) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            application = _application(layers, neuron_config, kernels)
+            application = _application(layers, neuron_config, choices)
             return _traced(trace(application, getattr(application, kind), bucket, with_components=True), layer_types)
 
         if least is not None:
@@ -98,7 +98,7 @@ def report(
             prompt_tokens=rows * tokens if is_of_prompt else None,
         )
 
-    application = _application(config, neuron_config, kernels)
+    application = _application(config, neuron_config, choices)
     for bucket in buckets:
         yield graph(f"context {bucket}", "context_encoding_model", bucket, 1, bucket)
     if application.prefill_continuation_model is not None:
@@ -118,12 +118,12 @@ def report(
 
 
 def _application(
-    config: ModelConfig, neuron_config: Mapping[str, object], kernels: Mapping[str, str]
+    config: ModelConfig, neuron_config: Mapping[str, object], choices: Mapping[str, str]
 ) -> NeuronGraniteMoeHybridForCausalLM:
     """Make an application without a checkpoint: a graph has no weights."""
     config_class = GraniteMoeHybridInferenceConfig
     options = config_class.get_neuron_config_cls()(**neuron_config)
-    return NeuronGraniteMoeHybridForCausalLM("", config_class(options, **config.to_dict(), **kernels))
+    return NeuronGraniteMoeHybridForCausalLM("", config_class(options, **config.to_dict(), **choices))
 
 
 def _traced(traced: Trace, layer_types: Sequence[str]) -> Traced:

@@ -45,7 +45,7 @@ def compile_model(
     verified_tokens: int = 0,
     jobs: int,
     attention: str = ATTENTION_KERNELS[0],
-    **kernels: str,
+    **choices: str,
 ) -> None:
     """Compile the graphs that `load_compiled` runs. Weights are not copied.
 
@@ -64,7 +64,7 @@ def compile_model(
         verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
         jobs: how many graphs are compiled at a time.
         attention: one of `sdk.ATTENTION_KERNELS`.
-        kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
+        choices: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
         UserError: the folder is in use, a model cannot be split so, or the draft model has another vocabulary.
@@ -85,7 +85,7 @@ def compile_model(
         attn_kernel_enabled=None if attention == "nxd" else False,
     )
     folders = [folder] if draft_folder is None else [folder, draft_folder]
-    models = [_application(each, options, kernels) for each in folders]
+    models = [_application(each, options, choices) for each in folders]
     sizes = {model.config.granite.vocab_size for model in models}
     if len(sizes) > 1:
         raise UserError(f"{draft_folder} has another vocabulary than the model; they must have the same.")
@@ -104,10 +104,10 @@ def _compiling_at_a_time(jobs: int) -> Iterator[None]:
 
 
 def _application(
-    folder: Path, options: Mapping[str, object], kernels: Mapping[str, str]
+    folder: Path, options: Mapping[str, object], choices: Mapping[str, str]
 ) -> NeuronGraniteMoeHybridForCausalLM:
     load_config = load_pretrained_config(str(folder))
-    config = GraniteMoeHybridInferenceConfig(MoENeuronConfig(**options), load_config=load_config, **kernels)
+    config = GraniteMoeHybridInferenceConfig(MoENeuronConfig(**options), load_config=load_config, **choices)
     return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
 
 
