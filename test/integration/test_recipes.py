@@ -375,9 +375,11 @@ from functools import partial
 
 import torch
 
+from granite4_neuron.devices.mps.options import OPTIONS
 from granite4_neuron.model.step import step_of
 from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
+from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import step_inputs
 from granite4_neuron.runtime.prompt_cuts import Anywhere
 from granite4_neuron.state.hybrid_state import HybridState
@@ -392,9 +394,9 @@ class MPSRuntime(BoundModel):
     state_dtype = torch.float32
     tokens_per_step, rows_per_step, tokens_per_verification = 256, 4, 1
     prompt_cuts = Anywhere(is_exact=False)
-    numerics = "mps", str(DEVICE)
 
     def __init__(self, model, generation_config):
+        self.numerics = "mps", str(DEVICE), numbers_of(OPTIONS, locals())
         self.model = model.bind(TORCH, device=DEVICE)
         self.generation_config = generation_config
         self.weights_digest = partial(digest_of_weights, self.model)
