@@ -397,7 +397,7 @@ class Fuzz:
                 (1, self._target, "allocate"),
                 (1, Sampler, "ask", "answer", "allowed", "forced", "take_forced"),
                 (1, TextStream, "add", "finish"),
-                (1, RunningSequence, "append", "record_prompt_logprobs", "give_taken"),
+                (1, RunningSequence, "append", "record_prompt_logprobs", "give_forced"),
                 # These only save time, so their failure ends no sequence.
                 (0, self._target, "snapshot", "restore", "prepare_snapshot"),
                 (0, DraftRuntime, "step", "verify", "commit"),

@@ -86,14 +86,14 @@ class _Verified(NamedTuple):
     """A verified row.
 
     logits: after each of its tokens, [longest row, vocab_size].
-    certain: how many of its tokens are no drafts.
+    known: how many of its tokens are no drafts.
     has_ended: whether the sequence ends with these, so that none follows.
     """
 
     sequence: RunningSequence
     row: Row
     logits: torch.Tensor
-    certain: int
+    known: int
     has_ended: bool
 
     @classmethod
@@ -102,16 +102,16 @@ class _Verified(NamedTuple):
 
     @property
     def drafts(self) -> Sequence[int]:
-        return self.row.tokens[self.certain :]
+        return self.row.tokens[self.known :]
 
     @property
     def question(self) -> tuple[RunningSequence, Sequence[torch.Tensor], Sequence[int]]:
-        """The sequence, and the arguments of `RunningSequence.ask` for the tokens after those that are certain."""
-        return self.sequence, self.logits[self.certain - 1 : len(self.row.tokens)].unbind(), self.drafts
+        """The sequence, and the arguments of `RunningSequence.ask` for the tokens after those that are known."""
+        return self.sequence, self.logits[self.known - 1 : len(self.row.tokens)].unbind(), self.drafts
 
     def num_accepted(self, outputs: Sequence[Output]) -> int:
         """Return how many of the row's tokens are the sequence's: the last output's token has not run."""
-        return self.certain - (not self.has_ended) + sum(output.error is None for output in outputs)
+        return self.known - (not self.has_ended) + sum(output.error is None for output in outputs)
 
 
 class Engine:
@@ -356,7 +356,7 @@ class Engine:
                 if step.all_logits:
                     sequence.record_prompt_logprobs(row, row_logits)
                 outputs = sequence.choose([last], (), answers[sequence.id]) if is_run else []
-                self._live.count(sequence, len(row.tokens), last, [*sequence.give_taken(), *outputs])
+                self._live.count(sequence, len(row.tokens), last, [*sequence.give_forced(), *outputs])
 
     def _answers(
         self, questions: Sequence[tuple[RunningSequence, Sequence[torch.Tensor], Sequence[int]]]
@@ -390,7 +390,7 @@ class Engine:
         """Return whether a step's logits stay on the device, and only the rows that are needed come to the host."""
         if step.prompt_rows or "decode" in self.runtime.cannot or self._drafting.reads_hidden_states:
             return False
-        if any(each.taken for each in step.sequences):  # a row has several tokens, or nothing follows
+        if any(each.forced for each in step.sequences):  # a row has several tokens, or nothing follows
             return False
         return any(each.takes_chosen for each in step.sequences)
 
@@ -469,8 +469,8 @@ class Engine:
             sequence = each.sequence
             if sequence.id in self._live.running:
                 with self._live.guard(sequence):
-                    self._record_drafts(sequence, len(each.drafts), max(0, count - each.certain))
-                    self._live.count(sequence, count, each.logits[count - 1], [*sequence.give_taken(), *outputs])
+                    self._record_drafts(sequence, len(each.drafts), max(0, count - each.known))
+                    self._live.count(sequence, count, each.logits[count - 1], [*sequence.give_forced(), *outputs])
         if verification.hidden_states is not None:
             seen = zip(verification.hidden_states, accepted, strict=True)
             self._show_drafter(step, [states[:count] for states, count in seen])

@@ -262,8 +262,8 @@ class Scheduler:
                     sequence.take_forced(min(counts[sequence.id], longest - sequence.num_unrun))
                     if sequence.has_ended and self._prefixes.cache is None:  # nobody needs its state
                         assert sequence.logits is not None  # its prompt has been run
-                        self._live.stats.decode_tokens += len(sequence.taken)
-                        self._live.count(sequence, 0, sequence.logits, sequence.give_taken())
+                        self._live.stats.decode_tokens += len(sequence.forced)
+                        self._live.count(sequence, 0, sequence.logits, sequence.give_forced())
 
     def _drafts(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
         """Return drafts by sequence id, up to the first draft that a sequence's constraint forbids."""

@@ -53,7 +53,7 @@ class RunningSequence:
     length_at: how many tokens the prefix cache had of it, after how many of its changes; see `PrefixReuse.num_left`.
     backoff: decides when to draft, or to run a drawn token before the host knows it.
     logits: [vocab_size], after the last stored token, perhaps still on the device; None before the first step.
-    taken: the outputs of forced tokens, which count with the step that runs them.
+    forced: the outputs of forced tokens, which count with the step that runs them.
     is_due: whether a prefix cache will keep a snapshot before the next step.
     prompt_logprobs: of the prompt tokens run so far, except the first, if requested.
     """
@@ -76,7 +76,7 @@ class RunningSequence:
     cached_tokens: int = 0
     length_at: tuple[int, int] = (0, -1)
     logits: torch.Tensor | LogitsOnDevice | None = None
-    taken: list[Output] = field(default_factory=list)
+    forced: list[Output] = field(default_factory=list)
     is_due: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
@@ -172,7 +172,7 @@ class RunningSequence:
     @property
     def has_ended(self) -> bool:
         """Whether the sequence ends with a forced token, which does not run."""
-        return bool(self.taken) and self.taken[-1].finish_reason is not None
+        return bool(self.forced) and self.forced[-1].finish_reason is not None
 
     def last_row(self, drafts: Sequence[int]) -> Row:
         """Return all tokens that have not run, followed by drafts."""
@@ -206,14 +206,14 @@ class RunningSequence:
     def take_forced(self, count: int) -> None:
         """Add `count` forced tokens, up to one that ends the sequence."""
         for _ in range(count):
-            self.taken.append(self.append(self.sampler.take_forced()))
+            self.forced.append(self.append(self.sampler.take_forced()))
             if self.has_ended:
                 return
 
-    def give_taken(self) -> list[Output]:
+    def give_forced(self) -> list[Output]:
         """Return the outputs of the forced tokens that the present step runs."""
-        taken, self.taken = self.taken, []
-        return taken
+        forced, self.forced = self.forced, []
+        return forced
 
     def record_prompt_logprobs(self, row: Row, logits: torch.Tensor) -> None:
         """Record the prompt's log-probabilities, if the request asks for them, from logits [tokens, vocab_size] after
