@@ -6,7 +6,6 @@ import io
 import re
 import resource
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -91,7 +90,7 @@ def fitted(table: Table, console: Console) -> Table:
     return table if len(table.columns) <= 2 else fitted(_blocks(table), console)
 
 
-def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+def _narrowed(widths: list[int], least: list[int], room: int) -> list[int]:
     """Return widths of columns that together take `room` or less, as far as `least` allows: the widest get narrower."""
     narrowed = list(widths)
     while sum(narrowed) > room and narrowed != least:
