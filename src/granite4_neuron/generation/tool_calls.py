@@ -288,7 +288,7 @@ class ToolCallStream:
         head = _HEAD.match(self._held)
         if head:
             self._take(head.end())
-            self._step, self._object = self._in_arguments, _ObjectScan()
+            self._begin_arguments()
             return [CallStart(head[1])]
         begin = _BEGIN.match(self._held)
         if begin and begin[1] in ("", "{"):
@@ -313,6 +313,9 @@ class ToolCallStream:
         """Leave out the beginning of a call that is cut off before its name is complete."""
         self._held, self._step, self._follows_call = "", self._in_text, False
         return []
+
+    def _begin_arguments(self) -> None:
+        self._step, self._object = self._in_arguments, _ObjectScan()
 
     def _in_arguments(self) -> list[Piece] | None:
         length, has_ended = self._object.end(self._held, 0)

@@ -57,7 +57,8 @@ class XmlToolCallStream(ToolCallStream):
     string. Of values for one parameter the first counts. `END_THOUGHT` behind a call is not part of the text, because a
     thought ends where a call in it begins.
 
-    Models also write a call of a known tool without `OPEN`, and one in Granite's format.
+    Models also write a call of a known tool without `OPEN`, one in Granite's format, and one whose arguments are an
+    object in JSON behind the function's name.
     """
 
     def __init__(self, tools: Sequence[Tool]):
@@ -100,6 +101,12 @@ class XmlToolCallStream(ToolCallStream):
 
     def _after_call(self) -> list[Piece] | None:
         self._held = self._held.lstrip()
+        # Behind arguments in JSON their end comes here.
+        if self._held != _END_OF_CALL and _END_OF_CALL.startswith(self._held):
+            if not self._is_whole:
+                return None
+            self._held = ""
+        self._held = self._held.removeprefix(_END_OF_CALL).lstrip()
         if head := _HEAD.match(self._held, partial=not self._is_whole):
             return self._begin(head)
         return self._leave_out() if self._held and self._is_cut_head() else super()._after_call()
@@ -111,8 +118,18 @@ class XmlToolCallStream(ToolCallStream):
         if head.partial:
             return None
         self._take(head.end())
-        self._step, self._parameters, self._given = self._between_parameters, self._tools.get(head[1], {}), set()
-        return [CallStart(head[1]), Arguments("{")]
+        self._step, self._parameters, self._given = self._in_body, self._tools.get(head[1], {}), set()
+        return [CallStart(head[1])]
+
+    def _in_body(self) -> list[Piece] | None:
+        self._held = self._held.lstrip()
+        if self._held.startswith("{"):
+            self._begin_arguments()
+            return []
+        if not self._held and not self._is_whole:
+            return None
+        self._step = self._between_parameters
+        return [Arguments("{")]
 
     def _between_parameters(self) -> list[Piece] | None:
         self._held = self._held.lstrip()
