@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import load
-from granite4_neuron.system.sandbox.grammar_process import GrammarWorker
+from granite4_neuron.system.sandbox.grammar_process import GrammarWorker, WorkerEnded
 from test.support.serving import serving
 from test.support.waiting import until
 
@@ -149,7 +149,7 @@ def test_a_compilation_ends_with_its_client(server, monkeypatch):
 
 @pytest.mark.parametrize("error", [BlockingIOError(11, "Resource temporarily unavailable"), KeyError("x")], ids=repr)
 def test_a_failure_of_the_system_is_the_servers(server, monkeypatch, error):
-    """No process can be started, or something is wrong here: the answer says so in JSON."""
+    """No process can be started, also by one that runs, or something is wrong here: the answer says so in JSON."""
 
     def fail(*_, **__):
         raise error
@@ -172,7 +172,16 @@ def test_a_failure_of_the_system_is_the_servers(server, monkeypatch, error):
         assert post(server, prompt="x", max_tokens=1).status_code == 200
     monkeypatch.setattr(subprocess, "Popen", started)
     assert post(server, "/v1/chat/completions", **chat).status_code == 200
-    assert post(server, prompt="x", structured_outputs={"choice": ["a"]}).json()["choices"][0]["text"] == "a"
+
+    def end(_):
+        raise WorkerEnded
+
+    choice = dict(prompt="x", structured_outputs={"choice": ["a"]})
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarWorker, "fork", end)
+        answer = post(server, **choice)
+        assert answer.status_code == 503 and "no further process or thread" in answer.json()["error"]["message"]
+    assert post(server, **choice).json()["choices"][0]["text"] == "a"
 
 
 def test_prompts_wait_in_a_queue_too(server, pool, monkeypatch):
