@@ -51,9 +51,9 @@ def connect(server) -> socket.socket:
 
 def test_an_event_does_not_wait_until_the_headers_are_acknowledged(server):
     """Nagle's algorithm would hold it back until then, for some 40 ms."""
-    connect(server)
-    [connection] = server.server_state.connections
-    assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with connect(server):
+        [connection] = server.server_state.connections
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def everything(client: socket.socket) -> bytes:
