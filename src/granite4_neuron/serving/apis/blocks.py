@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from granite4_neuron.engine import Output, TokenLogprob
 from granite4_neuron.generation.answer_formats import AnswerStream, Thought
-from granite4_neuron.generation.tool_calls import CallStart, Content
+from granite4_neuron.generation.tool_calls import CallStart, Content, Piece
 from granite4_neuron.serving.apis.identity import new_id
 
 
@@ -95,20 +95,27 @@ class Blocks:
         if was_thinking or self._stream.is_thinking:
             self.thought_tokens = self._tokens
         for piece in pieces:
-            if isinstance(piece, CallStart):
-                yield from self._begin(piece.name)
-                continue
-            if isinstance(piece, Content | Thought) and not self._goes_on(is_thought := isinstance(piece, Thought)):
-                if self.found:
-                    del self._logprobs[:-1]  # those of the mark behind the call or the thought
-                yield from self._begin(is_thought=is_thought)
-            yield self._continue(piece.text)
+            yield from self._add_piece(piece)
         if has_ended:
-            if not self.found:
-                yield from self._begin()
-            if self._logprobs and self.found[-1].tool is None:
-                yield self._continue("")
-            yield self._end(is_cut=output.finish_reason == "length")
+            yield from self._finish(is_cut=output.finish_reason == "length")
+
+    def _add_piece(self, piece: Piece | Thought) -> Iterator[Change]:
+        if isinstance(piece, CallStart):
+            yield from self._begin(piece.name)
+            return
+        if isinstance(piece, Content | Thought) and not self._goes_on(is_thought := isinstance(piece, Thought)):
+            if self.found:
+                del self._logprobs[:-1]  # those of the mark behind the call or the thought
+            yield from self._begin(is_thought=is_thought)
+        yield self._continue(piece.text)
+
+    def _finish(self, is_cut: bool) -> Iterator[Change]:
+        """End the answer, which has at least one block."""
+        if not self.found:
+            yield from self._begin()
+        if self._logprobs and self.found[-1].tool is None:
+            yield self._continue("")
+        yield self._end(is_cut=is_cut)
 
     def _goes_on(self, is_thought: bool) -> bool:
         """Return whether the last block is a text, or a thought."""
