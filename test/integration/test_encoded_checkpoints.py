@@ -42,7 +42,7 @@ COMPRESSED_TENSORS = {
 MODELOPT = {
     "quant_algo": "MIXED_PRECISION",
     "kv_cache_quant_algo": "FP8",
-    "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}},
+    "quantized_layers": {"a": {"quant_algo": "fp8_pb_wo"}, "b": {"quant_algo": "NVFP4", "group_size": 16}},
 }
 IN_COMPRESSED_TENSORS = {
     "in_proj": fp8("weight_scale", rows=1, dtype=torch.bfloat16),
@@ -129,6 +129,7 @@ def test_files_of_mlx_are_read(case, random_checkpoints, tmp_path):
     assert all_equal(read(tmp_path / "quantized", dtype=torch.float32), meaning)
     checkpoint = open_checkpoint(tmp_path / "quantized")
     assert checkpoint.stored_in[0] == "MLX's 4 bits" and checkpoint.dtype == "bfloat16"
+    assert quantization_in({"quantization": {}}).affine == {"": (4, 64)}, "MLX's defaults"
     meaning = write_mlx(folder, tmp_path / "plain", lambda name: None, {})
     assert all_equal(read(tmp_path / "plain"), meaning)
     assert open_checkpoint(tmp_path / "plain").stored_in == ["MLX's layout"]
