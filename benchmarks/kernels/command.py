@@ -1,4 +1,4 @@
-"""The cost of the NKI kernels on Trainium2, from a model of its engines. Nothing is timed or run on a device.
+"""The cost of the NKI kernels on NeuronCore-v3, from a model of its engines. Nothing is timed or run on a device.
 
     python -m benchmarks.kernels
     python -m benchmarks.kernels --model granite-4.0-h-tiny --json kernels.json
@@ -35,12 +35,12 @@ from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
 from granite4_neuron.devices.neuron.expert_slots import expert_slots
-from test.support.nki_cases import conv_inputs, mamba_decode_inputs, nbytes, scan_inputs
+from test.support.nki_cases import conv_inputs, mamba_decode_inputs, mamba_prefill_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
 
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
 ENGINE_NAMES = ("PE", "DVE", "ACT", "Pool", "DMA")
-# One physical NeuronCore of Trainium2: cycles per microsecond, and cycles before an instruction's first element.
+# One NeuronCore-v3: cycles per microsecond, and cycles before an instruction's first element.
 CLOCK = dict(tensor=2400, vector=960, scalar=1200, gpsimd=1200)
 START_CYCLES = dict(vector=60, scalar=60, gpsimd=100)
 HBM_BYTES_PER_MICROSECOND = 2.9e6 / 8
@@ -120,6 +120,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     require_emulator()
     from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
     from granite4_neuron.devices.neuron.nki.mamba_decode import mamba_decode
+    from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill
     from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
     from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan
 
@@ -139,6 +140,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     for kernel in (ssd_chunk_scan, tensor_tensor_scan):
         yield from _prefill(kernel, lambda length: list(scan_inputs(1, length, **heads).values()))
     yield from _prefill(conv1d_prefill, lambda length: list(conv_inputs(1, length, **channels).values()))
+    yield from _prefill(mamba_prefill, lambda length: list(mamba_prefill_inputs(1, length, **heads).values()))
     dimensions = {name: value for name, value in heads.items() if name != "dtype"}
     for tokens in (1, VERIFIED_TOKENS):
         for batch in BATCH_SIZES:

@@ -1,4 +1,4 @@
-"""The steps of a Mamba layer's prompt that have no kernel here, as plain NKI kernels: norm, in_proj, gate and out_proj.
+"""The steps of a Mamba layer's prompt that have no kernel here, as plain NKI kernels: norms, in_proj and out_proj.
 
 Neuron's compiler makes these steps from torch. The kernels show how few bytes NKI would move for them, and are for
 counting only.
@@ -78,15 +78,12 @@ def in_projection(x: nl.ndarray, weight: nl.ndarray) -> tuple[nl.ndarray]:
 
 
 @nki.jit
-def gated_out_projection(
-    y: nl.ndarray, z: nl.ndarray, norm: nl.ndarray, weight: nl.ndarray
-) -> tuple[nl.ndarray, nl.ndarray]:
+def out_projection(y: nl.ndarray, norm: nl.ndarray, weight: nl.ndarray) -> tuple[nl.ndarray, nl.ndarray]:
     """
-    Compute (y * silu(z) * norm) @ weight, and the sum of squares of y * silu(z), by which the caller divides.
+    Compute (y * norm) @ weight, and the sum of squares of y, by which the caller divides.
 
     Args:
-        y (nl.ndarray): [tokens, inputs], bfloat16; tokens and inputs are multiples of 128.
-        z (nl.ndarray): like y.
+        y (nl.ndarray): [tokens, inputs], bfloat16, gated; tokens and inputs are multiples of 128.
         norm (nl.ndarray): [inputs], bfloat16.
         weight (nl.ndarray): [inputs, outputs], bfloat16.
 
@@ -102,13 +99,11 @@ def gated_out_projection(
     first, own = program_share(tokens)
     for start in range(0, tokens, TOKENS):
         rows = nl.ds(start, TOKENS)
-        gate_sb = load(z[rows, 0:inputs], nl.float32)
-        nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
-        nisa.tensor_tensor(dst=gate_sb, data1=gate_sb, data2=load(y[rows, 0:inputs], nl.float32), op=nl.multiply)
+        y_sb = load(y[rows, 0:inputs], nl.float32)
         if first <= start < first + own:
-            nisa.dma_copy(dst=squares[rows, 0:1], src=_squares(gate_sb))
+            nisa.dma_copy(dst=squares[rows, 0:1], src=_squares(y_sb))
         weighted_sb = nl.ndarray((TOKENS, inputs), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=weighted_sb, data1=gate_sb, data2=norm_sb, op=nl.multiply)
+        nisa.tensor_tensor(dst=weighted_sb, data1=y_sb, data2=norm_sb, op=nl.multiply)
         _transpose(columns_sb[:, :, rows], weighted_sb)
     _project(partial, columns_sb, weight)
     return partial, squares

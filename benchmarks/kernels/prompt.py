@@ -25,7 +25,7 @@ from benchmarks.kernels.command import PROGRAMS, experts_hbm_bytes, random_choic
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
-from test.support.nki_cases import conv_inputs, nbytes, scan_inputs
+from test.support.nki_cases import mamba_prefill_inputs, nbytes
 
 DTYPE = torch.bfloat16
 
@@ -68,9 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def mamba_layer(config: ModelConfig, tp_degree: int, tokens: int) -> tuple[list[Count], Minimum]:
     """Count a Mamba layer's steps for a piece of one sequence; tokens are a multiple of 256."""
-    from benchmarks.kernels.projections import gated_out_projection, in_projection, residual_norm
-    from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
-    from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
+    from benchmarks.kernels.projections import in_projection, out_projection, residual_norm
+    from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill
 
     rank, hidden = config.rank_dimensions(tp_degree), config.hidden_size
     inner, channels = rank.mamba_intermediate_size, rank.mamba_conv_dim
@@ -81,15 +80,14 @@ def mamba_layer(config: ModelConfig, tp_degree: int, tokens: int) -> tuple[list[
     out_weight = torch.zeros(inner, hidden, dtype=DTYPE)
     residual = torch.zeros(tokens, hidden)
     y, x = torch.zeros(tokens, inner, dtype=DTYPE), torch.zeros(tokens, hidden, dtype=DTYPE)
-    scan = scan_inputs(1, tokens, dtype=DTYPE, **heads)
+    mixer = mamba_prefill_inputs(1, tokens, d_conv=config.mamba_d_conv, dtype=DTYPE, **heads)
     counts = [
         _count("residual sum, norm", residual_norm, residual, residual, torch.zeros(hidden, dtype=DTYPE)),
         _count("in_proj", in_projection, x, in_weight),
-        _count("conv1d_prefill", conv1d_prefill, *conv_inputs(1, tokens, channels, dtype=DTYPE).values()),
-        _count("ssd_chunk_scan", ssd_chunk_scan, *scan.values()),
-        _count("gate, norm, out_proj", gated_out_projection, y, y, torch.zeros(inner, dtype=DTYPE), out_weight),
+        _count("mamba_prefill", mamba_prefill, *mixer.values()),
+        _count("norm, out_proj", out_projection, y, torch.zeros(inner, dtype=DTYPE), out_weight),
     ]
-    entries = scan["initial_states"].numel()
+    entries = mixer["states"].numel()
     state = 2 * (entries * 4 + channels * (config.mamba_d_conv - 1) * DTYPE.itemsize)
     weights = in_weight.numel() + out_weight.numel()
     stream = 3 * nbytes(residual)  # the norm reads it, the sum reads and writes it

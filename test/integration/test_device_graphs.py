@@ -263,12 +263,8 @@ def test_kernels_of_this_package(tmp_path):
     folder = one_layer_of_each_kind("h-small", tmp_path)
     app = application(folder, batch_size=4, config_options=kernels, speculation_length=4)
     for kind, bucket, expected in (
-        ("context_encoding_model", 128, ["conv1d_prefill", "experts_decode", "experts_decode", "ssd_chunk_scan"]),
-        (
-            "context_encoding_model",
-            512,
-            [FLASH_ATTENTION, "conv1d_prefill", *["experts_prefill"] * 2, "ssd_chunk_scan"],
-        ),
+        ("context_encoding_model", 128, ["experts_decode", "experts_decode", "mamba_prefill"]),
+        ("context_encoding_model", 512, [FLASH_ATTENTION, "experts_prefill", "experts_prefill", "mamba_prefill"]),
         ("token_generation_model", 1024, ["experts_decode", "experts_decode", "mamba_decode"]),
         ("verification_model", 1024, ["experts_decode", "experts_decode", "mamba_decode"]),
         ("commit_model", 2048, ["mamba_decode"]),

@@ -150,7 +150,7 @@ class TestVerification:
         runtime, uncut = with_kernels
         for rounds in (RAGGED[0], EVERY_COUNT[2]):
             assert verification_error(runtime, uncut, PREFIXES[0], rounds) <= TOLERANCE
-        assert {name for name, *_ in launches} == {"conv1d_prefill", "ssd_chunk_scan", "mamba_decode"}
+        assert {name for name, *_ in launches} == {"mamba_prefill", "mamba_decode"}
         forms = {(has_outputs, counts) for name, has_outputs, counts in launches if name == "mamba_decode"}
         assert forms == {(True, True), (True, False), (False, True)}
         assert runtime.fallbacks == ()

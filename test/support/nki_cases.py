@@ -182,3 +182,10 @@ def mamba_decode_oracle(case):
         new_states.append(state.permute(2, 0, 1))
         windows.append(history[count : count + reach].T)
     return torch.stack(outputs), torch.stack(new_states), torch.stack(windows)
+
+
+def mamba_prefill_inputs(batch=1, length=150, *shape, lengths=None, **options):
+    """Return arguments of mamba_prefill: those of mamba_decode, with dt = 0 for padding. Both have one oracle."""
+    case = mamba_decode_inputs(batch, length, *shape, accepted=lengths, **options)
+    case["dt"].masked_fill_((torch.arange(length) >= case["accepted"][:, None])[..., None], 0.0)
+    return case

@@ -113,6 +113,8 @@ def _with_mamba_operators(
         operators = replace(operators, mamba_prefill=base.mamba_quadratic)
     if decode_kernel == "nki":
         operators = _with_nki_decode(operators, config, tp_degree)
+        if prefill_scan == "ssd":
+            operators = _with_nki_prompts(operators)
     # Decode decides the state's layout, because it reads and writes the state for every token.
     prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
@@ -149,6 +151,14 @@ def _with_nki_decode(operators: Operators, config: ModelConfig, tp_degree: int) 
         return operators
     fallback = f"the token kernels are not used: {reason}."
     return replace(operators, token_operators=None, fallbacks=(*operators.fallbacks, fallback))
+
+
+def _with_nki_prompts(operators: Operators) -> Operators:
+    """Return operators whose prompts are one kernel too, within the limits that are checked for both its parts."""
+    # Not at the top: the package works without nki.
+    from granite4_neuron.devices.neuron.nki.mamba import PROMPT_MIXER
+
+    return replace(operators, mamba_prefill=replace(operators.mamba_prefill, fused_mixer=PROMPT_MIXER))
 
 
 def _scan_dimensions(config: ModelConfig, tp_degree: int) -> tuple[int, int, int, int]:

@@ -41,13 +41,13 @@ class MixerConstants(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedMixer:
-    """Convolution, recurrence and gate of a few tokens of each sequence as one kernel.
+    """Convolution, recurrence and gate of each sequence's tokens as one kernel.
 
     mix: takes xBC [batch, tokens, channels], before the convolution; dt [batch, tokens, num_heads], float32, after
         softplus; `MixerConstants`; and conv_state and ssm_state in the dtypes that they are kept in, the latter in the
         NKI kernels' layout. Then the gate z [batch, tokens, num_heads * head_dim], to get outputs y * silu(z), shaped
         like z; and accepted [batch], how many of a row's tokens advance the states, to get the new ssm_state and
-        conv_state, in this order. Either may be None; then its results are left out.
+        conv_state, in this order. Either may be None; then its results are left out. That of a prompt needs both.
     max_tokens: the most tokens per sequence.
     """
 
@@ -63,8 +63,8 @@ class MambaOperators:
     convolve: as `causal_conv1d`; y may be in x's dtype.
     has_kernel_layout: whether `scan` takes and returns ssm_state as the NKI kernels have it, [batch, d_state,
         num_heads, head_dim], and not as [batch, num_heads, head_dim, d_state].
-    fused_mixer: used in place of both for steps of no more tokens than it takes; None if there is none. See
-        `devices.neuron.forms`.
+    fused_mixer: used in place of both for steps of no more tokens than it takes; None if there is none. Prefill's is
+        used with that of decode only. See `devices.neuron.forms`.
     """
 
     scan: Callable[..., Results]

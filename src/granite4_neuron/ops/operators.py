@@ -63,7 +63,7 @@ class Operators:
     one_row_operators: of the same class, faster for decode of one sequence, where they add up in another order; None if
         it uses the same operators as several sequences.
     layer_form: then the form of layers that calls both, a `model.decoder_layer.DecoderLayer` with `why_not`.
-    mixer_form: the form of Mamba layers that calls `mamba_decode.fused_mixer`, a `model.mamba2.Mamba2`; or None.
+    mixer_form: the form of Mamba layers that calls the fused mixers, a `model.mamba2.Mamba2`; or None.
     launch_parameters: how Mamba layers divide a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: quantizes matrices when weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take only

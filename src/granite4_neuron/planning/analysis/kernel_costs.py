@@ -70,6 +70,16 @@ def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float
     return float(batch * tokens * per_token), everything
 
 
+def _mamba_prefill(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Count `_ssd_chunk_scan`, and each tap of the convolution."""
+    _, d_state, heads, head_dim = operands[0][1]
+    batch, tokens, channels = operands[2][1]
+    groups = (channels - heads * head_dim) // (2 * d_state)
+    x, BC = (batch, tokens, heads, head_dim), (batch, tokens, groups, d_state)
+    scan, _ = _ssd_chunk_scan([("", shape) for shape in (x, x[:3], x[2:3], BC)], everything)
+    return scan + 2.0 * batch * tokens * prod(operands[4][1]), everything
+
+
 def _mamba_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
     """Count the taps of the convolution and the tokens' contributions to each other. If the gate is among the operands,
     count two operations per entry of the state for each token that reads it. If the accepted counts are among them,
@@ -92,4 +102,5 @@ _COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = 
     "experts_prefill": _experts_prefill,
     "ssd_chunk_scan": _ssd_chunk_scan,
     "mamba_decode": _mamba_decode,
+    "mamba_prefill": _mamba_prefill,
 }

@@ -10,18 +10,21 @@ pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is install
 from benchmarks.kernels import command as kernels
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
+from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill
 from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
 from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan
-from test.support.nki_cases import conv_inputs, scan_inputs
+from test.support.nki_cases import conv_inputs, mamba_prefill_inputs, scan_inputs
 
 
-@pytest.mark.parametrize("kernel", [ssd_chunk_scan, tensor_tensor_scan, conv1d_prefill])
+@pytest.mark.parametrize("kernel", [ssd_chunk_scan, tensor_tensor_scan, conv1d_prefill, mamba_prefill])
 def test_extension_is_exact(kernel):
     """Three blocks cost as much as one, plus twice the difference between two blocks and one."""
 
     def cost(blocks):
         if kernel is conv1d_prefill:
             inputs = conv_inputs(1, blocks * kernels.BLOCK, 64)
+        elif kernel is mamba_prefill:
+            inputs = mamba_prefill_inputs(1, blocks * kernels.BLOCK, heads=2, head_dim=32)
         else:
             inputs = scan_inputs(1, blocks * kernels.BLOCK, heads=2, head_dim=32)
         return kernels.cost_of(kernel, list(inputs.values()))
@@ -37,7 +40,7 @@ def test_report(capsys, tmp_path):
     output = capsys.readouterr().out
     assert "modelled, not timed" in output and "mamba_decode" in output
     rows = json.loads((tmp_path / "report.json").read_text())
-    assert len(rows) == 3 * 3 + 2 * 3
+    assert len(rows) == 4 * 3 + 2 * 3
     for row in rows:
         assert row["bound_microseconds"] == max(row["microseconds"].values()) > 0
         assert row["dma_elements"] >= row["dma_elements_under_2048"] >= row["dma_elements_under_512"]

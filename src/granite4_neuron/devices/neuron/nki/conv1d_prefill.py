@@ -88,17 +88,15 @@ def conv1d_prefill(
     y = nl.ndarray((batch, length, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     new_states = nl.ndarray((batch, channels, reach), dtype=conv_states.dtype, buffer=nl.shared_hbm)
 
-    diagonals_sb = _diagonals(load(_tiled(weight, own_tiles, width), x.dtype))
+    diagonals_sb = tap_diagonals(load(tiled(weight, own_tiles, width), x.dtype))
     bias_sb = load(bias.reshape((1, channels))[0:1, own_channels], x.dtype)
     one_row = ones(1, TOKENS, x.dtype)
     lengths_sb = on_all_partitions(load(lengths.reshape((1, batch)), nl.float32))
-    # slot_of[p, j] = the length for which token p of the first block is the window's element j.
-    slot_of_sb = nl.ndarray((TOKENS, reach), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=slot_of_sb, pattern=[[-1, reach]], offset=reach, channel_multiplier=1)
+    slot_of_sb = window_slots(reach)
 
     for b in range(batch):
         length_sb = lengths_sb[:, b : b + 1]
-        old_window_sb = load(_tiled(conv_states[b], own_tiles, width), x.dtype)
+        old_window_sb = load(tiled(conv_states[b], own_tiles, width), x.dtype)
         window_psum = nl.ndarray((width, tiles, reach), dtype=nl.float32, buffer=nl.psum)
         previous_sb = old_window_sb
         for start in range(0, length, TOKENS):
@@ -106,33 +104,17 @@ def conv1d_prefill(
             x_sb = load(x[b, tokens, own_channels], x.dtype)
             rows = x_sb.shape[0]
             # Step 1: channels on partitions, after the last inputs of the previous block.
-            inputs_sb = _channels_on_partitions(x_sb, previous_sb, width)
+            inputs_sb = channels_on_partitions(x_sb, previous_sb, width)
             previous_sb = inputs_sb[:, :, rows : rows + reach]
 
             # Step 2: the taps as products with diagonal matrices, which put tokens back on partitions.
             y_sb = nl.ndarray((rows, own), dtype=x.dtype, buffer=nl.sbuf)
-            _convolve(y_sb, inputs_sb, diagonals_sb, bias_sb, one_row)
+            convolve_block(y_sb, inputs_sb, diagonals_sb, bias_sb, one_row)
             nisa.dma_copy(dst=y[b, tokens, own_channels], src=y_sb)
 
             # Step 3: the window up to the last real token, selected by a product wherever that token is.
-            is_slot_sb = nl.ndarray((rows, reach), dtype=x.dtype, buffer=nl.sbuf)
-            nisa.tensor_scalar(
-                dst=is_slot_sb,
-                data=slot_of_sb[0:rows, :],
-                op0=nl.add,
-                operand0=float(start),
-                op1=nl.equal,
-                operand1=length_sb[0:rows, :],
-            )
-            for tile in range(tiles):
-                nisa.nc_matmul(
-                    dst=window_psum[:, tile, :],
-                    stationary=x_sb[:, tile * width : (tile + 1) * width],
-                    moving=is_slot_sb,
-                    is_moving_onezero=True,
-                    accumulate=start > 0,
-                )
-        window_sb = _window(window_psum, old_window_sb, length_sb[0:width, :])
+            add_to_window(window_psum, x_sb, slot_of_sb, length_sb, start)
+        window_sb = next_window(window_psum, old_window_sb, length_sb[0:width, :])
         own_states = new_states.ap(
             pattern=[[reach, width], [width * reach, tiles], [1, reach]], offset=(b * channels + first_channel) * reach
         )
@@ -140,13 +122,13 @@ def conv1d_prefill(
     return y, new_states
 
 
-def _tiled(values: nl.ndarray, own_tiles: slice, width: int) -> nl.ndarray:
+def tiled(values: nl.ndarray, own_tiles: slice, width: int) -> nl.ndarray:
     """View [channels, n] in HBM, this program's share, as [width, tiles, n]."""
     channels, columns = values.shape
     return values.reshape((channels // width, width, columns))[own_tiles, :, :].permute((1, 0, 2))
 
 
-def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
+def tap_diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
     """Return taps [width, tiles, d_conv] as diagonal matrices [width, tiles, d_conv, width]."""
     width, tiles, d_conv = weight_sb.shape
     diagonals_sb = nl.ndarray((width, tiles, d_conv, width), dtype=weight_sb.dtype, buffer=nl.sbuf)
@@ -156,7 +138,7 @@ def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
     return diagonals_sb
 
 
-def _channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: int) -> nl.ndarray:
+def channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: int) -> nl.ndarray:
     """Append a block x [rows, own] to its previous inputs [width, tiles, reach]: [width, tiles, reach + rows]."""
     rows, own = x_sb.shape
     reach, tiles = previous_sb.shape[2], own // width
@@ -173,7 +155,7 @@ def _channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: in
     return inputs_sb
 
 
-def _convolve(
+def convolve_block(
     y_sb: nl.ndarray, inputs_sb: nl.ndarray, diagonals_sb: nl.ndarray, bias_sb: nl.ndarray, one_row: nl.ndarray
 ) -> None:
     """Compute y [rows, own] = silu(bias + the taps' sum), from inputs [width, tiles, reach + rows]."""
@@ -202,7 +184,47 @@ def _convolve(
         nisa.activation(dst=y_sb[:, columns], op=nl.silu, data=sum_psum)
 
 
-def _window(window_psum: nl.ndarray, old_window_sb: nl.ndarray, length_sb: nl.ndarray) -> nl.ndarray:
+def window_slots(reach: int) -> nl.ndarray:
+    """Return [128, reach] in float32: the length for which token p of the first block is the window's element j."""
+    slot_of_sb = nl.ndarray((TOKENS, reach), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=slot_of_sb, pattern=[[-1, reach]], offset=reach, channel_multiplier=1)
+    return slot_of_sb
+
+
+def add_to_window(
+    window_psum: nl.ndarray, x_sb: nl.ndarray, slot_of_sb: nl.ndarray, length_sb: nl.ndarray, start: int
+) -> None:
+    """Add a block's inputs that are in the window, which begins before the sequence's first block.
+
+    Args:
+        window_psum: [width, tiles, reach].
+        x_sb: [rows, tiles * width].
+        slot_of_sb: from `window_slots`.
+        length_sb: [128, 1], the sequence's real tokens on every partition.
+        start: the block's first token.
+    """
+    rows = x_sb.shape[0]
+    width, tiles, reach = window_psum.shape
+    is_slot_sb = nl.ndarray((rows, reach), dtype=x_sb.dtype, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=is_slot_sb,
+        data=slot_of_sb[0:rows, :],
+        op0=nl.add,
+        operand0=float(start),
+        op1=nl.equal,
+        operand1=length_sb[0:rows, :],
+    )
+    for tile in range(tiles):
+        nisa.nc_matmul(
+            dst=window_psum[:, tile, :],
+            stationary=x_sb[:, tile * width : (tile + 1) * width],
+            moving=is_slot_sb,
+            is_moving_onezero=True,
+            accumulate=start > 0,
+        )
+
+
+def next_window(window_psum: nl.ndarray, old_window_sb: nl.ndarray, length_sb: nl.ndarray) -> nl.ndarray:
     """Return the new window: inputs from x, plus inputs of the old one where fewer than d_conv - 1 tokens are real.
 
     Args:

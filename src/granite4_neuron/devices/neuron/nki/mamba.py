@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import torch
 
 from granite4_neuron.devices.neuron.nki.common import PSUM_BANK
@@ -9,6 +12,7 @@ from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill, co
 from granite4_neuron.devices.neuron.nki.launch import Launcher, launcher
 from granite4_neuron.devices.neuron.nki.limits import check_convolution, check_mamba_decode, check_scan
 from granite4_neuron.devices.neuron.nki.mamba_decode import MAX_TOKENS, mamba_decode, mamba_decode_torch
+from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill, mamba_prefill_torch
 from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
 from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
 from granite4_neuron.devices.neuron.sdk import LOGICAL_CORE_SIZE
@@ -16,7 +20,6 @@ from granite4_neuron.ops.mamba_operators import FusedMixer, MambaOperators, Mixe
 from granite4_neuron.ops.stochastic_rounding import Rounding
 
 _convolve = launcher(conv1d_prefill, conv1d_prefill_torch)
-_mamba_decode = launcher(mamba_decode, mamba_decode_torch)
 
 
 def convolve(
@@ -29,26 +32,37 @@ def convolve(
     """Compute `ops.causal_conv1d`; y is in x's dtype."""
     channels, d_conv = weight.shape
     check_convolution(channels, d_conv, x.shape[0], LOGICAL_CORE_SIZE)
-    bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    y, new_conv_state = _convolve(x, conv_state, weight, bias, lengths.to(torch.int32))
+    y, new_conv_state = _convolve(x, conv_state, weight, _bias(weight, bias), lengths.to(torch.int32))
     return y, new_conv_state
 
 
-def mix(
-    xBC: torch.Tensor,
-    dt: torch.Tensor,
-    constants: MixerConstants,
-    conv_state: torch.Tensor,
-    ssm_state: torch.Tensor,
-    z: torch.Tensor | None,
-    accepted: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """Compute `FusedMixer.mix`."""
-    weight, bias = constants.weight, constants.bias
-    taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
-    A_D = torch.stack([constants.A, constants.D])
-    counts = None if accepted is None else accepted.to(torch.int32)
-    return _mamba_decode(ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
+def _bias(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros_like(weight[:, 0]) if bias is None else bias
+
+
+def _mixing(kernel: Launcher, name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def mix(
+        xBC: torch.Tensor,
+        dt: torch.Tensor,
+        constants: MixerConstants,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        z: torch.Tensor | None,
+        accepted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        weight = constants.weight
+        taps = torch.cat([weight, _bias(weight, constants.bias)[:, None]], dim=1)
+        A_D = torch.stack([constants.A, constants.D])
+        counts = None if accepted is None else accepted.to(torch.int32)
+        return kernel(ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
+
+    mix.__qualname__ = name
+    return mix
+
+
+# Prompts have outputs and new states; `FusedMixer.mix` may leave out one of them for a few tokens only.
+PROMPT_MIXER = FusedMixer(_mixing(launcher(mamba_prefill, mamba_prefill_torch), "mamba_prefill"), sys.maxsize)
+_MIXER = _mixing(launcher(mamba_decode, mamba_decode_torch), "mamba_decode")
 
 
 def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FusedMixer:
@@ -58,7 +72,7 @@ def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> F
         UserError: the kernel does not take these dimensions.
     """
     check_mamba_decode(1, num_heads, head_dim, n_groups, d_state, LOGICAL_CORE_SIZE)
-    return FusedMixer(mix, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
+    return FusedMixer(_MIXER, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
 
 
 def round_in_hardware(

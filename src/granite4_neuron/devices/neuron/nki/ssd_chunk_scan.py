@@ -101,15 +101,11 @@ def ssd_chunk_scan(
     first_head, heads = program_share(num_heads)
     own_heads = nl.ds(first_head, heads)
     heads_per_group = num_heads // n_groups
-    run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
-    heads_per_bank = PSUM_BANK // head_dim
 
     y = nl.ndarray((batch, length, num_heads, head_dim), dtype=x.dtype, buffer=nl.shared_hbm)
     final_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=nl.float32, buffer=nl.shared_hbm)
 
-    up_to = ones_from_diagonal(CHUNK_SIZE)  # [k, i] = 1 for k <= i
-    after = ones_below_diagonal(CHUNK_SIZE)  # [k, j] = 1 for k > j
-    everywhere = ones(CHUNK_SIZE, MAX_PARTITIONS, nl.float32)
+    masks = chunk_masks()
     A_sb = on_all_partitions(load(A.reshape((1, num_heads))[0:1, own_heads], nl.float32))
     D_sb = on_all_partitions(load(D.reshape((1, num_heads))[0:1, own_heads], nl.float32))
 
@@ -121,47 +117,84 @@ def ssd_chunk_scan(
             dt_sb = load(dt[b, tokens, own_heads], nl.float32)
             B_sb = load(B[b, tokens, 0:n_groups, 0:d_state], x.dtype)
             C_sb = load(C[b, tokens, 0:n_groups, 0:d_state], x.dtype)
-            rows = x_sb.shape[0]
-
-            # Step 1: the decays from the chunk's start to each token, and from each token to the chunk's end.
-            log_decay_sb = nl.ndarray((rows, heads), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_tensor(dst=log_decay_sb, data1=dt_sb, data2=A_sb[0:rows, 0:heads], op=nl.multiply)
-            decays_sb = _boundary_decays(log_decay_sb, up_to, after, everywhere)
-            from_start_sb = decays_sb[0:rows, 0, 0:heads]
-            to_end_sb = decays_sb[0:rows, 1, 0:heads]
-            total_sb = decays_sb[0:d_state, 2, 0:heads]
-
-            # Step 2: the operands of the products, for all heads at once.
-            dt_x_sb = _times_per_head(x_sb, dt_sb, x.dtype, nisa.gpsimd_engine)
-            D_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads], nl.float32, nisa.gpsimd_engine)
-            remaining_sb = _times_per_head(dt_x_sb, to_end_sb, x.dtype, nisa.vector_engine)
-            state_operand_sb = state_sb
-            if x.dtype != nl.float32:
-                state_operand_sb = nl.ndarray((d_state, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
-                nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.scalar_engine)
-
-            # Step 3: a PSUM bank of heads at a time: the tokens' contributions to each other, and the state's.
-            y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
-            for run_start in range(0, heads, run):
-                group = (first_head + run_start) // heads_per_group
-                C_transposed_sb, scores_sb = _scores(B_sb[0:rows, group, :], C_sb[0:rows, group, :], up_to)
-                for bank_start in range(run_start, run_start + run, heads_per_bank):
-                    bank = nl.ds(bank_start, min(heads_per_bank, run_start + run - bank_start))
-                    within_psum = _within_chunk(log_decay_sb[:, bank], scores_sb, dt_x_sb[:, bank, :], up_to, after)
-                    _add_from_state(
-                        y_sb[:, bank, :],
-                        within_psum,
-                        C_transposed_sb,
-                        state_operand_sb[:, bank, :],
-                        from_start_sb[:, bank],
-                        D_x_sb[:, bank, :],
-                    )
-                    _advance_state(
-                        state_sb[:, bank, :], B_sb[0:rows, group, :], remaining_sb[:, bank, :], total_sb[:, bank]
-                    )
+            y_sb = nl.ndarray(x_sb.shape, dtype=x.dtype, buffer=nl.sbuf)
+            inputs = (x_sb, dt_sb, B_sb, C_sb)
+            scan_chunk(y_sb, state_sb, inputs, (A_sb, D_sb), masks, (first_head, heads_per_group))
             nisa.dma_copy(dst=y[b, tokens, own_heads, 0:head_dim], src=y_sb)
         nisa.dma_copy(dst=final_states[b, 0:d_state, own_heads, 0:head_dim], src=state_sb)
     return y, final_states
+
+
+def chunk_masks() -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
+    """Return three matrices of 0 and 1, [128, 128] in float32, that add up tokens: those up to each one, after it, and
+    all.
+    """
+    up_to = ones_from_diagonal(CHUNK_SIZE)  # [k, i] = 1 for k <= i
+    after = ones_below_diagonal(CHUNK_SIZE)  # [k, j] = 1 for k > j
+    everywhere = ones(CHUNK_SIZE, MAX_PARTITIONS, nl.float32)
+    return up_to, after, everywhere
+
+
+def scan_chunk(
+    y_sb: nl.ndarray,
+    state_sb: nl.ndarray,
+    inputs: tuple[nl.ndarray, nl.ndarray, nl.ndarray, nl.ndarray],
+    A_D: tuple[nl.ndarray, nl.ndarray],
+    masks: tuple[nl.ndarray, nl.ndarray, nl.ndarray],
+    place: tuple[int, int],
+) -> None:
+    """Write a chunk's outputs, and advance the state in place.
+
+    Args:
+        y_sb: [rows, heads, head_dim], written.
+        state_sb: [d_state, heads, head_dim], float32.
+        inputs: x [rows, heads, head_dim]; dt [rows, heads], float32; B and C [rows, groups, d_state], dtype of x.
+        A_D: A and D, [128, heads], float32, the same on every partition.
+        masks: from `chunk_masks`.
+        place: (the number of the first of the heads, from the first of the groups on; heads of a group).
+    """
+    x_sb, dt_sb, B_sb, C_sb = inputs
+    A_sb, D_sb = A_D
+    first_head, heads_per_group = place
+    rows, heads, head_dim = x_sb.shape
+    d_state = state_sb.shape[0]
+    up_to, after, everywhere = masks
+    run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
+    heads_per_bank = PSUM_BANK // head_dim
+
+    # Step 1: the decays from the chunk's start to each token, and from each token to the chunk's end.
+    log_decay_sb = nl.ndarray((rows, heads), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=log_decay_sb, data1=dt_sb, data2=A_sb[0:rows, 0:heads], op=nl.multiply)
+    decays_sb = _boundary_decays(log_decay_sb, up_to, after, everywhere)
+    from_start_sb = decays_sb[0:rows, 0, 0:heads]
+    to_end_sb = decays_sb[0:rows, 1, 0:heads]
+    total_sb = decays_sb[0:d_state, 2, 0:heads]
+
+    # Step 2: the operands of the products, for all heads at once.
+    dt_x_sb = _times_per_head(x_sb, dt_sb, x_sb.dtype, nisa.gpsimd_engine)
+    D_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads], nl.float32, nisa.gpsimd_engine)
+    remaining_sb = _times_per_head(dt_x_sb, to_end_sb, x_sb.dtype, nisa.vector_engine)
+    state_operand_sb = state_sb
+    if x_sb.dtype != nl.float32:
+        state_operand_sb = nl.ndarray((d_state, heads, head_dim), dtype=x_sb.dtype, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.scalar_engine)
+
+    # Step 3: a PSUM bank of heads at a time: the tokens' contributions to each other, and the state's.
+    for run_start in range(0, heads, run):
+        group = (first_head + run_start) // heads_per_group
+        C_transposed_sb, scores_sb = _scores(B_sb[0:rows, group, :], C_sb[0:rows, group, :], up_to)
+        for bank_start in range(run_start, run_start + run, heads_per_bank):
+            bank = nl.ds(bank_start, min(heads_per_bank, run_start + run - bank_start))
+            within_psum = _within_chunk(log_decay_sb[:, bank], scores_sb, dt_x_sb[:, bank, :], up_to, after)
+            _add_from_state(
+                y_sb[:, bank, :],
+                within_psum,
+                C_transposed_sb,
+                state_operand_sb[:, bank, :],
+                from_start_sb[:, bank],
+                D_x_sb[:, bank, :],
+            )
+            _advance_state(state_sb[:, bank, :], B_sb[0:rows, group, :], remaining_sb[:, bank, :], total_sb[:, bank])
 
 
 def _boundary_decays(

@@ -12,6 +12,7 @@ from granite4_neuron.devices.neuron.nki import (
     experts_prefill,
     head_factors,
     mamba_decode,
+    mamba_prefill,
     ssd_chunk_scan,
     tensor_tensor_scan,
     windows,
@@ -26,6 +27,7 @@ from test.support.nki_cases import (
     experts_oracle,
     mamba_decode_inputs,
     mamba_decode_oracle,
+    mamba_prefill_inputs,
     scan_inputs,
     scan_oracle,
 )
@@ -44,10 +46,10 @@ def mutated(module, old, new, parts=()):
     return getattr(copy, module.__name__.rpartition(".")[2])
 
 
-def check_fails(kernel, arguments, exact):
+def check_fails(kernel, arguments, exact, programs=1):
     """Check that a result is wrong by more than the tests allow, or that the emulator refuses the kernel."""
     try:
-        outputs = launch(kernel, *arguments, programs=1)
+        outputs = launch(kernel, *arguments, programs=programs)
     except emulation.NkiError:
         return
     assert max(error(output, expected) for output, expected in zip(outputs, exact, strict=True)) > 1e-5
@@ -124,6 +126,25 @@ CONV = {
     "window one token late": ("pattern=[[-1, reach]], offset=reach,", "pattern=[[-1, reach]], offset=reach - 1,"),
     "old window forgotten": ("for length in range(reach):", "for length in range(0):"),
     "uninitialised tile": ("nisa.tensor_copy(dst=inputs_sb[:, :, 0:reach], src=previous_sb)", "pass"),
+}
+PREFILL = {
+    "window not carried": ("(xBC_sb, previous_sb, width)", "(xBC_sb, old_window_sb, width)"),
+    "B and C swapped": (
+        "(first_B, own_B), (first_B + n_groups * d_state, own_B)",
+        "(first_B, own_B), (first_B, own_B)",
+    ),
+    "gate left out": ("op=nl.silu, data=load(z", "op=nl.copy, data=load(z"),
+    "gate of other channels": ("own_y = nl.ds(first_head * head_dim, own_x)", "own_y = nl.ds(0, own_x)"),
+    "D for A": ("load(A_D[0:1, own_heads]", "load(A_D[1:2, own_heads]"),
+    "bias of other channels": ("data=tiles_sb[:, first + i, :]", "data=tiles_sb[:, first, :]"),
+    "only the first batch row's state": ("load(states[b, 0:d_state", "load(states[0, 0:d_state"),
+    "only the first batch row's window": ("_load_tiles(conv_states[b],", "_load_tiles(conv_states[0],"),
+    "window of B and C not written": ("written = 3 if first_head % heads_per_group == 0 else 1", "written = 1"),
+    "gate of the first chunk": ("load(z[b, tokens, own_y]", "load(z[b, 0:rows, own_y]"),
+    "the scan's state not carried": (
+        "nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)",
+        "nisa.tensor_copy(dst=state_sb, src=update_psum)",
+    ),
 }
 EXPERTS = {
     "memory not zeroed before the first expert": (
@@ -267,6 +288,8 @@ def mutations(kernel_mutations):
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
 MAMBA_DECODE_INPUTS = mamba_decode_inputs(2, 3, heads=4, head_dim=32, groups=2, d_state=64, accepted=[1, 2])
 MAMBA_DECODE_BANKS_INPUTS = mamba_decode_inputs(9, 5, heads=16, head_dim=128, d_state=32)  # several banks of each kind
+# One group that two programs share, and a shorter second chunk.
+MAMBA_PREFILL_INPUTS = mamba_prefill_inputs(2, 135, heads=4, head_dim=32, d_state=64, lengths=[135, 135])
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
 # Fewer distinct experts than there is memory for, and a width of two blocks.
 EXPERTS_INPUTS = experts_inputs(4, width=192, top_k=2, idle=(1, 3))
@@ -298,6 +321,13 @@ def test_mamba_decode(old, new):
 def test_banks_of_mamba_decode(old, new):
     kernel = mutated(mamba_decode, old, new, parts=(head_factors, windows))
     check_fails(kernel, MAMBA_DECODE_BANKS_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_BANKS_INPUTS))
+
+
+@pytest.mark.slow
+@mutations(PREFILL)
+def test_mamba_prefill(old, new):
+    kernel = mutated(mamba_prefill, old, new, parts=(conv1d_prefill, ssd_chunk_scan))
+    check_fails(kernel, MAMBA_PREFILL_INPUTS.values(), mamba_decode_oracle(MAMBA_PREFILL_INPUTS), programs=2)
 
 
 @pytest.mark.slow
@@ -344,6 +374,7 @@ def test_the_unchanged_sources_pass():
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (tensor_tensor_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (mamba_decode, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS)),
+        (mamba_prefill, MAMBA_PREFILL_INPUTS.values(), mamba_decode_oracle(MAMBA_PREFILL_INPUTS)),
         (conv1d_prefill, CONV_INPUTS.values(), conv_oracle(CONV_INPUTS)),
         (experts_decode, experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS)),
     ):
