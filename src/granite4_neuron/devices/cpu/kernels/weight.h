@@ -191,7 +191,7 @@ inline Weight weight_in(const at::Tensor& bytes) {
 //   PREFETCH_BYTES   the bytes in memory to prefetch for a step
 //   LOADING_IS_WORK  whether to load the steps once for many vectors
 //   load<PART>       two of a step's VECTORS, numbers 2 * PART and 2 * PART + 1, for Arithmetic
-//   offset           where the value of a row and column is in a step, in bytes
+//   offset           where the value of a row and column is in a step, in bytes; a row's columns lie side by side
 //   tile_bytes       the size of a tile
 //   finish           scales the sums over all columns
 //   value            one value of a tile as a number
@@ -252,23 +252,42 @@ constexpr bool HAS_GROUPS = requires { Tiles::GROUP; };
 template <typename Tiles>
 constexpr bool HAS_PACKING = requires { &Tiles::pack; };
 
+// Some columns of all rows of a tile, one row after another. Packing reads them from here: in a matrix whose rows are a
+// power of two apart, the rows of a column displace one another in the processor's caches.
+template <typename Value>
+struct TileColumns {
+  static constexpr int64_t COLUMNS = 64;
+  Value values[TILE][COLUMNS];
+
+  // Reads `columns` columns of `rows` rows that are `stride` values apart, and fills up with zeros.
+  void read(const Value* from, int64_t rows, int64_t columns, int64_t stride) {
+    if (rows < TILE || columns < COLUMNS) std::memset(static_cast<void*>(values), 0, sizeof(values));
+    for (int64_t r = 0; r < rows; r++) std::memcpy(values[r], from + r * stride, columns * sizeof(Value));
+  }
+};
+
 // Packs the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
 template <typename Tiles>
   requires(!HAS_PACKING<Tiles>)
 inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
+  using Columns = TileColumns<typename Tiles::Value>;
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
   int64_t experts = weight.experts, rows = weight.rows, columns = weight.columns;
-  int64_t tiles = tiles_of(rows), bytes = Tiles::tile_bytes(columns);
+  int64_t tiles = tiles_of(rows), bytes = Tiles::tile_bytes(columns), steps = steps_of<typename Tiles::Arithmetic>(columns);
   parallel_tasks(experts * tiles, 1, [&](int64_t begin, int64_t end) {
+    Columns block;
     for (int64_t task = begin; task < end; task++) {
       int64_t first = task % tiles * TILE, count = std::min(TILE, rows - first), row = task / tiles * rows + first;
       char* tile = to + task * bytes;
       std::memset(tile, 0, bytes);
-      for (int64_t column = 0; column < columns; column++)
-        for (int64_t r = 0; r < count; r++)
-          std::memcpy(
-              tile + column / STEP * Tiles::STEP_BYTES + Tiles::offset(r, column % STEP),
-              values + (row + r) * columns + column, sizeof(typename Tiles::Value));
+      for (int64_t step = 0; step < steps; step += Columns::COLUMNS / STEP) {
+        int64_t column = step * STEP, there = std::min(Columns::COLUMNS, columns - column);
+        block.read(values + row * columns + column, count, there, columns);
+        char* to_step = tile + step * Tiles::STEP_BYTES;
+        for (int64_t c = 0; c < there; c += STEP, to_step += Tiles::STEP_BYTES)
+          for (int64_t r = 0; r < TILE; r++)
+            std::memcpy(to_step + Tiles::offset(r, 0), &block.values[r][c], STEP * sizeof(typename Tiles::Value));
+      }
       if (scales != nullptr) Tiles::add_scales(tile, columns, scales + row, count);
     }
   });

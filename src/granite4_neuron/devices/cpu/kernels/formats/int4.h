@@ -18,62 +18,79 @@ struct Rows {
     return (columns + GROUP - 1) / GROUP;
   }
   static void quantize(const float* row, int64_t columns, Value* values, Scale* scales) {
-    for (int64_t g = 0; g < scales_of(columns); g++, values += GROUP / 2) {
-      Values group;
-      for (int64_t v = 0; v < VECTORS; v++) group[v] = Vec::loadu(row + g * GROUP + v * LANES);
-      scales[g] = best_scale(group);
-      int32_t numbers[GROUP];
-      Values multiples = multiples_of(scales[g], group);
-      for (int64_t v = 0; v < VECTORS; v++)
-        at::vec::convert_to_int_of_same_size<float>(multiples[v] + Vec(ZERO)).store(numbers + v * LANES);
-      for (int64_t i = 0; i < GROUP / 2; i++)
-        values[i] = static_cast<Value>(numbers[2 * i] & 15 | numbers[2 * i + 1] << 4);
+    for (int64_t left = scales_of(columns); left > 0; left -= LANES, row += LANES * GROUP) {
+      int64_t count = std::min<int64_t>(LANES, left);
+      float lanes[GROUP][LANES] = {};
+      for (int64_t g = 0; g < count; g++)
+        for (int64_t i = 0; i < GROUP; i++) lanes[i][g] = row[g * GROUP + i];
+      Groups numbers;
+      for (int64_t i = 0; i < GROUP; i++) numbers[i] = Vec::loadu(lanes[i]);
+      Vec scale = best_scales(numbers);
+      float its_scales[LANES];
+      scale.store(its_scales);
+      int32_t codes[GROUP][LANES];
+      for (int64_t i = 0; i < GROUP; i++)
+        at::vec::convert_to_int_of_same_size<float>(clamped((numbers[i] / scale).round()) + Vec(ZERO)).store(codes[i]);
+      for (int64_t g = 0; g < count; g++, values += GROUP / 2) {
+        *scales++ = static_cast<Scale>(its_scales[g]);
+        for (int64_t i = 0; i < GROUP / 2; i++)
+          values[i] = static_cast<Value>(codes[2 * i][g] & 15 | codes[2 * i + 1][g] << 4);
+      }
     }
   }
 
  private:
-  static constexpr int64_t VECTORS = GROUP / LANES;
-  using Values = std::array<Vec, VECTORS>;
+  using Groups = std::array<Vec, GROUP>;  // the numbers of LANES groups: a lane has those of one group
 
-  static Values multiples_of(float scale, const Values& group) {
-    Values multiples;
-    for (int64_t v = 0; v < VECTORS; v++)
-      multiples[v] = at::vec::clamp((group[v] / Vec(scale)).round(), Vec(-ZERO), Vec(ZERO - 1));
-    return multiples;
+  static Vec clamped(Vec multiples) {
+    return at::vec::clamp(multiples, Vec(-ZERO), Vec(ZERO - 1));
   }
 
-  // The sum of the squared errors of a scale's multiples, summed pairwise: one half is added to the other, and so on.
-  static float squared_error(float scale, const Values& group) {
-    Values squares = multiples_of(scale, group);
-    for (int64_t v = 0; v < VECTORS; v++) {
-      Vec error = squares[v] * Vec(scale) - group[v];
-      squares[v] = error * error;
+  // The squared errors of the multiples of a scale, and of those of its negative.
+  struct Errors {
+    Vec of_scale, of_negative;
+
+    Errors operator+(const Errors& other) const {
+      return {of_scale + other.of_scale, of_negative + other.of_negative};
     }
-    for (int64_t half = VECTORS / 2; half > 0; half /= 2)
-      for (int64_t v = 0; v < half; v++) squares[v] = squares[v] + squares[v + half];
-    float values[LANES];
-    squares[0].store(values);
-    for (int64_t half = LANES / 2; half > 0; half /= 2)
-      for (int64_t i = 0; i < half; i++) values[i] += values[i + half];
-    return values[0];
+  };
+  static Errors squared_errors(Vec scale, Vec number) {
+    Vec multiple = (number / scale).round();  // of the negative it is the negative
+    Vec error = clamped(multiple) * scale - number, other = clamped(multiple.neg()) * scale.neg() - number;
+    return {error * error, other * other};
+  }
+  // The sums over the numbers `first`, `first` + STRIDE, and so on, added up pairwise: one half is added to the other.
+  template <int64_t STRIDE = 1>
+  static Errors sum_of_errors(Vec scale, const Groups& numbers, int64_t first = 0) {
+    if constexpr (STRIDE == GROUP) {
+      return squared_errors(scale, numbers[first]);
+    } else {
+      return sum_of_errors<2 * STRIDE>(scale, numbers, first) +
+          sum_of_errors<2 * STRIDE>(scale, numbers, first + STRIDE);
+    }
   }
 
-  static Scale best_scale(const Values& group) {
+  static Vec best_scales(const Groups& numbers) {
     constexpr std::array<float, 6> UNITS{8.5f, 8.0f, 7.5f, 7.0f, 6.5f, 6.0f};
-    Vec largest_of_lanes(0.0f);
-    for (const Vec& values : group) largest_of_lanes = at::vec::maximum(largest_of_lanes, values.abs());
-    float largest = maximum(largest_of_lanes), best = std::numeric_limits<float>::infinity();
-    if (largest < std::numeric_limits<float>::min()) largest = UNITS[0];
-    auto scale = static_cast<Scale>(largest / UNITS[0]);
-    for (float units : UNITS)
-      for (float signed_units : {units, -units}) {
-        auto candidate = static_cast<Scale>(largest / signed_units);
-        float error = squared_error(candidate, group);
-        if (error < best) {
-          best = error;
-          scale = candidate;
-        }
+    constexpr int64_t COUNT = UNITS.size() * LANES;
+    Vec largest(0.0f);
+    for (const Vec& each : numbers) largest = at::vec::maximum(largest, each.abs());
+    largest = Vec::blendv(largest, Vec(UNITS[0]), largest < Vec(std::numeric_limits<float>::min()));
+    float candidates[COUNT];
+    Scale rounded[COUNT];
+    for (size_t i = 0; i < UNITS.size(); i++) (largest / Vec(UNITS[i])).store(candidates + i * LANES);
+    from_float(candidates, rounded, COUNT);
+    to_float(rounded, candidates, COUNT);
+    Vec scale = Vec::loadu(candidates), best(std::numeric_limits<float>::infinity());
+    for (size_t i = 0; i < UNITS.size(); i++) {
+      Vec candidate = Vec::loadu(candidates + i * LANES);
+      auto [of_scale, of_negative] = sum_of_errors(candidate, numbers);
+      for (auto [signed_candidate, error] : {std::pair(candidate, of_scale), std::pair(candidate.neg(), of_negative)}) {
+        Vec is_better = error < best;
+        best = Vec::blendv(best, error, is_better);
+        scale = Vec::blendv(scale, signed_candidate, is_better);
       }
+    }
     return scale;
   }
 };
@@ -142,21 +159,30 @@ struct Tiles {
   static void pack(const Value* values, const float* scales, const Weight& weight, char* to) {
     int64_t tiles = tiles_of(weight.rows), groups = Rows::scales_of(weight.columns), width = groups * GROUP / 2;
     parallel_tasks(weight.experts * tiles, 1, [&](int64_t begin, int64_t end) {
+      TileColumns<Value> block;
       for (int64_t task = begin; task < end; task++) {
         int64_t first = task % tiles * TILE, count = std::min(TILE, weight.rows - first);
         int64_t row = task / tiles * weight.rows + first;
         char* tile = to + task * weight.tile_bytes;
         std::memset(tile, 0, weight.tile_bytes);
-        for (int64_t r = 0; r < count; r++) {
-          for (int64_t column = 0; column < groups * GROUP; column++) {
-            int number = values[(row + r) * width + column / 2] >> column % 2 * 4 & 15;
-            tile[offset(r, column)] |= static_cast<char>(r < HALF ? number : number << 4);
+        for (int64_t at = 0; at < width; at += block.COLUMNS) {
+          int64_t there = std::min(block.COLUMNS, width - at);
+          block.read(values + row * width + at, count, there, width);
+          for (int64_t i = 0; i < there; i++) {
+            int64_t column = 2 * (at + i);
+            char *even = tile + offset(0, column), *odd = tile + offset(0, column + 1);
+            for (int64_t r = 0; r < HALF; r++) {
+              Value lower = block.values[r][i], upper = block.values[r + HALF][i];
+              even[r * Arithmetic::COLUMNS] = static_cast<char>(lower & 15 | upper << 4);
+              odd[r * Arithmetic::COLUMNS] = static_cast<char>(lower >> 4 | upper & ~15);
+            }
           }
+        }
+        for (int64_t r = 0; r < count; r++)
           for (int64_t g = 0; g < groups; g++) {
             auto* tile_scales = reinterpret_cast<at::BFloat16*>(tile + g * GROUP_BYTES + SCALES);
             tile_scales[r] = static_cast<at::BFloat16>(scales[(row + r) * groups + g]);
           }
-        }
       }
     });
   }
