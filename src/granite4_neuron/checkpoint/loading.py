@@ -91,12 +91,13 @@ def load_model(
     available_memory.check_available(plan.num_bytes, what, _LESS_MEMORY)
     with available_memory.enough_for(what):
         block, done = LargeMemory(plan.tensors()), 0
-        for name in plan.largest_first():
+        places = {name: plan.places(name, block) for name in plan.largest_first()}
+        for name, its_places in places.items():
             weight = weights.read(name, plan.shapes[name])
             if must_be_finite:
                 held_in = plan.dtype_of(name) if name not in formats else torch.float32
                 _check_finite(f"{name} in {checkpoint.path}", weight, held_in)
-            set_parameter(model, name, plan.place(name, weight, block))
+            set_parameter(model, name, plan.place(name, weight, its_places))
             del weight  # so that it is not in memory while the next one is read
             if checkpoint.folder is None:  # decoding has left pieces
                 give_back_freed()

@@ -86,13 +86,32 @@ class WeightPlan:
     def num_bytes_of(self, name: str) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
-    def place(self, name: str, weight: torch.Tensor | QuantizedWeight, memory: LargeMemory) -> Weight:
-        """Lay out a stored weight in the model's form, in `memory`.
+    def form(self) -> list[str]:
+        """Return a line for each weight, in the order of `largest_first`, that says how it lies in memory."""
+        lines = []
+        for name in self.largest_first():
+            format = self._formats.get(name)
+            where = [f"{ending} {list(shape)} {dtype}" for ending, (shape, dtype) in self._tensors_of(name).items()]
+            lines.append(f"{name} {list(self.shapes[name])} {self.dtype_of(name)} {format and format.name} {where}")
+        return lines
+
+    def places(self, name: str, memory: LargeMemory) -> dict[str, torch.Tensor]:
+        """Take the memory for a weight."""
+        return {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
+
+    def lying_in(self, name: str, places: Mapping[str, torch.Tensor]) -> Weight:
+        """Return the weight that `place` has laid out in these places."""
+        shape, format = self.shapes[name], self._formats.get(name)
+        if (pack := self._pack(name)) is not None:
+            return pack.packed(shape, format, places[""])
+        return places[""] if format is None else QuantizedWeight(format, places[""], places["_scale"], shape)
+
+    def place(self, name: str, weight: torch.Tensor | QuantizedWeight, places: Mapping[str, torch.Tensor]) -> Weight:
+        """Lay out a stored weight in the model's form, in these places.
 
         Raises:
             UserError: its format cannot represent it.
         """
-        places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
         if isinstance(weight, torch.Tensor):
             weight = self._converted(name, weight)
         if (pack := self._pack(name)) is not None:

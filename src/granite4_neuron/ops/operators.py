@@ -35,6 +35,9 @@ class Pack(Protocol):
     def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> CompactWeight:
         """Lay out a matrix for products with activations of `dtype`, in `out` if given: `num_bytes` of uint8."""
 
+    def packed(self, shape: torch.Size, format: Format | None, out: torch.Tensor) -> CompactWeight:
+        """Return the matrix that a call has laid out in `out`."""
+
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
         """Return a packed matrix's bytes for activations of `dtype`: in that dtype, or quantized in `format`."""
 

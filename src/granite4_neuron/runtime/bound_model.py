@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout
 from granite4_neuron.system.processor import instruction_sets
+from granite4_neuron.system.version import installed_version
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -88,7 +88,7 @@ class BoundModel:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
-        machine = instruction_sets(), torch.__version__, _version()
+        machine = instruction_sets(), torch.__version__, installed_version()
         facts = self.numerics, self.prompt_cuts, self.model.kernel_layout, state_dtype, machine
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
@@ -138,13 +138,6 @@ class BoundModel:
         )
         tensors = state.slot_tensors(torch.tensor([1], device="meta"), 0, positions)
         return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("granite4-neuron")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        return None
 
 
 def digest_of_weights(model: HybridForCausalLM, adapters: Mapping[str, Adapter] = {}) -> str:

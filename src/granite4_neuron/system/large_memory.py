@@ -30,7 +30,7 @@ class LargeMemory:
         size = sum(padded_bytes(shape, dtype) for shape, dtype in tensors)
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = memory
-        self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+        self._start = self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
         whole = size - size % HUGE_PAGE  # a last page that is only partly used would waste the rest
         if hasattr(mmap, "MADV_HUGEPAGE") and whole:
             memory.madvise(mmap.MADV_HUGEPAGE, self._next, whole)
@@ -39,6 +39,11 @@ class LargeMemory:
         """Return an uninitialised contiguous tensor with a storage of its own."""
         start, self._next = self._next, self._next + padded_bytes(shape, dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    @property
+    def used(self) -> memoryview:
+        """The bytes that have been handed out."""
+        return memoryview(self._memory)[self._start : self._next]
 
 
 def give_back_freed() -> None:

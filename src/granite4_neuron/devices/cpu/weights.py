@@ -75,7 +75,10 @@ class Pack:
             about = torch.Size([self.num_bytes(weight.shape, dtype, format)]), torch.uint8
             out = LargeMemory([about]).empty(*about)
         kernel("pack")(values, scales, _name(format), dtype, weight.shape, out)
-        return PackedWeight(weight.shape, format, out)
+        return self.packed(weight.shape, format, out)
+
+    def packed(self, shape: torch.Size, format: Format | None, out: torch.Tensor) -> PackedWeight:
+        return PackedWeight(shape, format, out)
 
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
         return kernel("packed_bytes")(shape, _name(format), dtype)
