@@ -12,6 +12,7 @@ from torch import nn
 from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import rank_slice
+from granite4_neuron.checkpoint.weight_cache import WeightCache
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
@@ -41,6 +42,7 @@ def load_model(
     adapters: Sequence[Adapter] = (),
     must_be_finite: bool = False,
     keep_quantized: bool = False,
+    cache: WeightCache | None = None,
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[str], None] = lambda sentence: None,
 ) -> HybridForCausalLM:
@@ -65,6 +67,7 @@ def load_model(
         must_be_finite: check every number. Without this check, numbers that are not finite show up in the logits.
         keep_quantized: keep weights of a GGUF file quantized if int4 or int8 represents them exactly, unless
             `quantize` or adapters are given.
+        cache: where the weights are kept as they lie in memory, and read from if they are there; not with adapters.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
         remark: called with a sentence on weights that are converted or left out.
 
@@ -92,6 +95,13 @@ def load_model(
     with available_memory.enough_for(what):
         block, done = LargeMemory(plan.tensors()), 0
         places = {name: plan.places(name, block) for name in plan.largest_first()}
+        entry = None if cache is None else cache.entry(checkpoint, plan)
+        if entry is not None and entry.read_into(block):
+            for name, its_places in places.items():
+                set_parameter(model, name, plan.lying_in(name, its_places))
+            if progress is not None:
+                progress(plan.num_bytes, plan.num_bytes)
+            return _finished(model)
         for name, its_places in places.items():
             weight = weights.read(name, plan.shapes[name])
             if must_be_finite:
@@ -104,6 +114,13 @@ def load_model(
             done += plan.num_bytes_of(name)
             if progress is not None:
                 progress(done, plan.num_bytes)
+    if entry is not None:
+        entry.write(block)
+    return _finished(model)
+
+
+def _finished(model: HybridForCausalLM) -> HybridForCausalLM:
+    """Return a model whose weights are all there."""
     model.tie_weights()
     return model.eval()
 

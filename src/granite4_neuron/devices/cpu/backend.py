@@ -24,6 +24,7 @@ def load(
     dtype: torch.dtype | None,
     cpu_kernels: str,
     quantize: str | None,
+    cache_weights: str | Path | None,
     mtp: bool,
     adapters: Mapping[str, str | Path],
     progress: Callable[[int, int], None] | None,
@@ -33,16 +34,22 @@ def load(
     """Load a checkpoint into a `CPURuntime`, which takes the other options as they are."""
     from granite4_neuron.checkpoint.adapters import read_adapter
     from granite4_neuron.checkpoint.loading import load_model
+    from granite4_neuron.checkpoint.weight_cache import WeightCache
     from granite4_neuron.devices.cpu import operators as cpu
+    from granite4_neuron.devices.cpu.build import library_key
     from granite4_neuron.devices.cpu.runtime import CPURuntime
+    from granite4_neuron.system.version import installed_version
 
     options["adapters"] = {name: read_adapter(folder, checkpoint.config) for name, folder in adapters.items()}
+    operators = cpu.choose_operators(cpu_kernels)
+    layout = f"{None if operators.pack is None else library_key()} {installed_version()}"
     model = load_model(
         checkpoint.with_mtp() if mtp else checkpoint,
         dtype,
         quantize=quantize,
-        operators=cpu.choose_operators(cpu_kernels),
+        operators=operators,
         keep_quantized=True,
+        cache=None if cache_weights is None else WeightCache(Path(cache_weights), layout),
         progress=progress,
         remark=remark,
     )

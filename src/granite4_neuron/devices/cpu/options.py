@@ -35,6 +35,13 @@ OPTIONS = (
         changes_numbers=False,  # it changes the weights
     ),
     Option(
+        "cache_weights",
+        "for the cpu backend: keep the weights as they lie in memory in this folder, and read them from there at the "
+        "next start, which then converts nothing",
+        metavar="DIR",
+        changes_numbers=False,  # they are the same
+    ),
+    Option(
         "state_dtype",
         "for the cpu backend: dtype of SSM states; 16 bits are rounded stochastically (default: float32)",
         "SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.",
