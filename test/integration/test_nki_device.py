@@ -15,6 +15,7 @@ from test.support.nki_cases import (
     experts_oracle,
     mamba_decode_inputs,
     mamba_decode_oracle,
+    mamba_prefill_inputs,
     scan_inputs,
     scan_oracle,
 )
@@ -67,6 +68,14 @@ def test_a_few_tokens(device, tokens, dtype):
     check(device, mamba_decode, inputs.values(), exact, dtype)
     check(device, mamba_decode, (inputs | dict(accepted=None)).values(), exact[:1], dtype)
     check(device, mamba_decode, (inputs | dict(z=None)).values(), exact[1:], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_prompts(device, dtype):
+    from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill
+
+    inputs = mamba_prefill_inputs(2, 300, dtype=dtype, lengths=[300, 299], **HEADS)
+    check(device, mamba_prefill, inputs.values(), mamba_decode_oracle(inputs), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
