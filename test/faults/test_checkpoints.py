@@ -254,7 +254,7 @@ FAULTS = {
         f"the weights' quantization_config has the format None, and must have one of {', '.join(QUANTIZATIONS)}.",
     ),
     "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized by 'yes', and only"),
-    "MLX in 3 bits": (values_of(CONFIG, quantization={"bits": 3}), "by MLX in 3 bits for groups of 64, and only"),
+    "MLX in 6 bits": (values_of(CONFIG, quantization={"bits": 6}), "by MLX in 6 bits for groups of 64, and only"),
     "MLX in MXFP4": (values_of(CONFIG, quantization={"mode": "mxfp4"}), "by MLX in the mode 'mxfp4', and only"),
     "a tool without a name": (
         values_of(CONFIG, quantization_config={"bits": 4}),

@@ -104,22 +104,28 @@ def test_choice_of_experts(tokens, experts, top_k):
 
 OPTIONS = {
     "all": dict(temperature=1.3),
+    "three of equal weight": dict(temperature=1e30, top_k=3),  # in these two places the seeds show a token too many
     "flat": dict(temperature=1e30),
     "peaked": dict(temperature=1e-6),
     "top_k": dict(temperature=0.7, top_k=50),
     "the first": dict(temperature=1.0, top_k=1),
+    "most": dict(temperature=1e30, top_k=700),
     "too many": dict(temperature=1.0, top_k=10**6),
     "top_p": dict(temperature=0.7, top_p=0.8),
     "a low top_p": dict(temperature=1.0, top_p=1e-9),
+    "two of equal weight": dict(temperature=1e30, top_k=2),
     "min_p": dict(temperature=1.0, min_p=0.05),
     "each": dict(temperature=1.1, top_k=90, top_p=0.95, min_p=0.02),
 }
 
 
 def logits_of_kinds(vocab_size):
-    """Return logits that are different, equal in groups and around 0, all equal, -inf but one, and not finite."""
+    """Return logits that are different, equal in groups and around 0, all equal, -inf but one, and not finite. In the
+    first two rows the highest are 256 places apart.
+    """
     logits = random(6, vocab_size).mul(3)
     logits[1] = logits[1].div(3).round()
+    logits[:2, 5::256] += 30
     logits[2] = -2.5
     logits[3, torch.arange(vocab_size) != 7] = -math.inf
     logits[4, ::3] = -math.inf
