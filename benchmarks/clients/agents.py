@@ -8,10 +8,10 @@
     PATH=$PATH:$PWD/node_modules/.bin python -m benchmarks.clients.agents --to-the-end cline
 
 The bundled model writes no calls. So a proxy stands before the server and forces them: in the first turn a call that
-writes a file, and then a short text. In the second turn the session goes on. The third is interrupted while its answer
-comes, and in the fourth the session goes on again. With --to-the-end long turns follow until the context is full, and a
-last short one. The proxy changes nothing else of requests and answers. Agents see only the proxy: other hosts are
-unreachable, and their home is a temporary folder.
+writes a file, and then a short text. In the second turn the session goes on. The third is interrupted while the server
+reads its prompt and the fifth while its answer comes; in the fourth and the sixth the session goes on again. With
+--to-the-end long turns follow until the context is full, and a last short one. The proxy changes nothing else of
+requests and answers. Agents see only the proxy: other hosts are unreachable, and their home is a temporary folder.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ CONTEXT = 65_536  # tokens; the longest of the agents' first prompts has 38,000
 TOLD = 0.8  # of the context, to the agents
 SECONDS = 600
 MOST_LONG_TURNS = 20
-COMMAND = "echo made > made.txt"
+MADE = "made.txt"
+COMMAND = f"echo made > {MADE}"
 SAID = {"const": "Done."}
+# As aider reads a file in an answer.
+EDIT = {"const": f"Done.\n\n{MADE}\n```\nmade\n```\n"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Agent:
 
     begin, go_on: its arguments for the first and for further turns; None if one process has all turns, and gets them by
         the Agent Client Protocol, as from an editor.
-    tool, arguments: a tool that runs `COMMAND`; no name if it calls none.
+    tool, arguments: a tool that runs `COMMAND`; no name if it calls none, and writes the file of `EDIT`.
     environment: its variables.
     files: its settings, by their paths in the home.
     """
@@ -108,6 +111,14 @@ _PI = {
             "models": [{"id": "tiny", "contextWindow": "{context}", "maxTokens": 4096}],
         }
     }
+}
+_QWEN = {
+    "OPENAI_BASE_URL": "{api}",
+    "OPENAI_API_KEY": "none",
+    "OPENAI_MODEL": MODEL,
+    # It would use the proxy of other hosts for all.
+    "https_proxy": "",
+    "HTTPS_PROXY": "",
 }
 _CLINE = {
     "version": 1,
@@ -191,9 +202,15 @@ AGENTS = {
         None,
         "run_shell_command",
         {"command": COMMAND, "is_background": False},
-        # It would use the proxy of other hosts for all.
-        {"OPENAI_BASE_URL": "{api}", "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL, "https_proxy": ""}
-        | {"HTTPS_PROXY": ""},
+        _QWEN,
+    ),
+    "qwen-headless": Agent(
+        "qwen",
+        "--auth-type openai -y",
+        "--auth-type openai -y -c",
+        "run_shell_command",
+        {"command": COMMAND, "is_background": False},
+        _QWEN,
     ),
     "cline": Agent(
         "cline",
@@ -234,13 +251,14 @@ def _forced(path: str, body: dict[str, Any], agent: Agent, is_long: bool) -> dic
     schema = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
     history = json.dumps(body.get("messages", body.get("input", "")))
     has_result = any(mark in history for mark in ('"tool_result"', '"role": "tool"', '"function_call_output"'))
-    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
-    if agent.tool and not body.get("tools"):
-        return {**body, limit: 16, "max_completion_tokens": None}
+    if not _is_of_turn(body, agent):
+        return _limited(path, body, 16)
     if is_long:
         choice = {"type": "none"} if path.endswith("/messages") else "none"
-        return {**body, "tool_choice": choice, limit: 4096, "max_completion_tokens": None, "ignore_eos": True}
-    if has_result or not agent.tool:
+        return {**_limited(path, body, 4096), "tool_choice": choice, "ignore_eos": True}
+    if not agent.tool:
+        return {**body, "structured_outputs": {"choice": [(SAID if MADE in history else EDIT)["const"]]}}
+    if has_result:
         if path.endswith("/messages"):
             named = {"type": "json_schema", "schema": SAID}
             return {**body, "tool_choice": {"type": "none"}, "output_config": {"format": named}}
@@ -261,19 +279,44 @@ def _forced(path: str, body: dict[str, Any], agent: Agent, is_long: bool) -> dic
     return {**body, "tool_choice": named}
 
 
+def _limited(path: str, body: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Return a request whose answer has this many tokens at most."""
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    return {**body, limit: tokens, "max_completion_tokens": None}
+
+
+def _prompt_tokens(server: str, path: str, body: Mapping[str, Any]) -> int:
+    """Return how many tokens the prompt of a request has, as the server counts them."""
+    connection = http.client.HTTPConnection(server, timeout=SECONDS)
+    content = json.dumps({**_limited(path, body, 1), "stream": False}).encode()
+    connection.request("POST", path, content, {"Content-Type": "application/json"})
+    usage = json.load(connection.getresponse())["usage"]
+    connection.close()
+    # In Messages they are without those of the prefix cache.
+    return usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+
+
+def _is_of_turn(body: Mapping[str, Any], agent: Agent) -> bool:
+    """Return whether a request is for an answer of the session; agents ask for titles too, without tools."""
+    return not agent.tool or bool(body.get("tools"))
+
+
 @dataclass
 class _Seen:
     """What the proxy has seen.
 
+    first: tokens of the first prompt; None before it.
     statuses: of answers.
     sizes: of requests, in characters.
     is_long: whether it asks for a long answer.
-    has_begun: whether such an answer has begun.
+    is_read, has_begun: whether the server has begun to read the prompt of such an answer, and the answer has begun.
     """
 
+    first: int | None = None
     statuses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     is_long: bool = False
+    is_read: threading.Event = field(default_factory=threading.Event)
     has_begun: threading.Event = field(default_factory=threading.Event)
 
 
@@ -288,9 +331,13 @@ def _proxy(server: str, agent: Agent) -> Iterator[tuple[str, _Seen]]:
 
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            path = self.path.partition("?")[0]
+            path, is_long = self.path.partition("?")[0], False
             if content and not path.endswith("count_tokens"):
-                content = json.dumps(_forced(path, json.loads(content), agent, seen.is_long)).encode()
+                body = json.loads(content)
+                if seen.first is None and _is_of_turn(body, agent):
+                    seen.first = _prompt_tokens(server, path, body)
+                is_long = seen.is_long and _is_of_turn(body, agent)
+                content = json.dumps(_forced(path, body, agent, is_long)).encode()
             connection = http.client.HTTPConnection(server, timeout=SECONDS)
             connection.request(self.command, path, content or None, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -301,10 +348,12 @@ def _proxy(server: str, agent: Agent) -> Iterator[tuple[str, _Seen]]:
             self.send_header("Content-Type", answer.getheader("Content-Type", ""))
             self.end_headers()
             try:
+                if is_long:
+                    seen.is_read.set()
                 while part := answer.read1(65_536):
                     self.wfile.write(part)
                     self.wfile.flush()
-                    if seen.is_long and b"delta" in part:
+                    if is_long and b"delta" in part:
                         seen.has_begun.set()
             except ConnectionError:  # the agent is gone
                 pass
@@ -333,10 +382,10 @@ class _Commands:
         """Return whether a turn went well, and what the agent wrote; see `_Acp.turn`."""
         command = [self._agent.program, *self._arguments(self._next), said]
         self._next = self._agent.go_on
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, **self._place) as running:
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **self._place) as running:
             if interrupt_at is not None:
                 assert interrupt_at.wait(SECONDS)
-                running.send_signal(signal.SIGINT)
+                os.killpg(running.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
             output, _ = running.communicate(timeout=SECONDS)
         return running.returncode == 0, output.decode()
 
@@ -397,17 +446,25 @@ def run(name: str, server: str, folder: Path, context: int, to_the_end: bool) ->
                 went_well, text = session.turn(said)
                 assert SAID["const"] in text and went_well, text[-2000:]
 
+            def interrupted_turn(said: str, at: threading.Event) -> None:
+                seen.is_long = True
+                at.clear()
+                session.turn(said, at)
+                seen.is_long = False
+
             whole_turn("Make a file.")
+            made = (project / MADE).read_text().strip()
             whole_turn("Go on.")
-            seen.is_long = True
-            session.turn("Tell me more.", seen.has_begun)
-            seen.is_long = False
+            interrupted_turn("Read these words: " + "word " * 1000, seen.is_read)
             whole_turn("Go on again.")
+            interrupted_turn("Tell me more.", seen.has_begun)
+            whole_turn("Go on to the end.")
             assert set(seen.statuses) == {200}, seen.statuses
-            did = f"{name}: four turns, one of them interrupted, {len(seen.statuses)} requests"
-            if agent.tool:
-                did += f", a call whose file says {(project / 'made.txt').read_text().strip()!r}"
-            print(did, flush=True)
+            print(
+                f"{name}: a first prompt of {seen.first:,} tokens, a file that says {made!r}, six turns, two of them "
+                f"interrupted, {len(seen.statuses)} requests",
+                flush=True,
+            )
             if to_the_end:
                 _go_to_the_end(session, seen)
 
