@@ -9,8 +9,11 @@ import torch
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig, LayerParts, published_config
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
+from granite4_neuron.planning.analysis import hlo_lint
 from granite4_neuron.planning.analysis.graphs import COMMIT, DECODE, PREFILL, VERIFY, Graph, report
+from granite4_neuron.planning.analysis.hlo_cost import hlo_text
 from granite4_neuron.planning.analysis.torch_graphs import lower_torch, trace_torch
+from granite4_neuron.planning.analysis.torch_lowering import hlo_proto_of
 from test.support.checkpoints import DENSE, nemotron_config, small_config
 from test.support.stablehlo import text_findings
 
@@ -54,9 +57,11 @@ def test_one_graph_for_all_ranks(name, degree, kind, ranks):
     """A layer of each kind, of real widths. Nothing is run."""
     layers = tuple(dict.fromkeys(CONFIGS[name].layer_types))
     config = replace(CONFIGS[name], layer_types=layers, num_hidden_layers=len(layers))
-    text, *others = (lower_torch(graph_of(config, kind, degree), rank).text for rank in ranks)
-    assert all(other == text for other in others)
+    lowered, *others = (lower_torch(graph_of(config, kind, degree), rank) for rank in ranks)
+    text = lowered.text
+    assert all(other.text == text for other in others)
     assert text_findings(text) == []
+    assert hlo_lint.findings(hlo_text(hlo_proto_of(text)), True, states=tuple(lowered.donated)) == []
     everyone = str([list(range(degree))]), "f32"
     # Sums: one for each mixer, one for each feed-forward block, one for the embedding. A gather for the logits.
     expected = (0, 0) if kind == COMMIT else (config.num_parts + 1, 1)

@@ -15,7 +15,7 @@ _FORBIDDEN = {
     "is a sort": ("sort", "argsort", "msort", "topk", "kthvalue", "median", "unique", "_unique", "_unique2"),
     "is a running sum": ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
     "is a product of groups": ("_grouped_mm",),
-    "is a split": ("split", "split_with_sizes", "chunk"),
+    # A split has become a strided view here.
     "has strides": ("as_strided", "as_strided_scatter", "as_strided_copy"),
     "is a convolution": ("convolution", "_convolution", "conv1d"),
     # It is lowered as a scatter with an index as large as the values.
@@ -30,7 +30,7 @@ def findings(graph: fx.GraphModule, most_indices: int) -> list[str]:
 
     An input is written at most once, by a `copy_` of its new value, and not used after that. Nothing else is written.
     Some output is not an input. No tensor has a rank above 4, or is float64 or complex. There is no sort, running sum,
-    grouped product, split, strided view, convolution or random number, and no shape depends on values. Indices are
+    grouped product, strided view, convolution or random number, and no shape depends on values. Indices are
     int32 tensors of at most `most_indices` elements together.
     """
     nodes = list(graph.graph.nodes)

@@ -59,8 +59,11 @@ def topk_sigmoid(
     numbers = torch.arange(num_experts, dtype=torch.float32, device=choice.device)
     weights = torch.where(experts[..., None] == numbers, scores[:, None], 0.0).sum(-1)
     if norm_topk_prob:
-        # Term by term: a compiler may order a sum over an axis by the number of tokens.
-        total = sum(weights.split(1, -1)[1:], weights[:, :1])
+        # Term by term: a compiler may order a sum over an axis by the number of tokens. In slices: TorchNeuron makes a
+        # gather of a split.
+        total = weights[:, :1]
+        for place in range(1, top_k):
+            total = total + weights[:, place : place + 1]
         weights = weights / (total + SMALLEST_SUM)
     return weights * scaling_factor, experts.int()
 

@@ -30,9 +30,11 @@ from granite4_neuron.planning.analysis.hlo_cost import ToolsMissing
 
 aten = torch.ops.aten
 
-# TorchNeuron's decompositions that the model's operators could meet. Its decomposition of split is left out: a
-# split would become slices, and checks should see it.
+# TorchNeuron's decompositions that the model's operators could meet. That of a split is a strided view, of which
+# TorchNeuron makes a gather with an index of 64 bits for each element, and so does torch-mlir: graphs have slices.
 _DECOMPOSED = (
+    aten.split,
+    aten.split_with_sizes,
     aten.unbind,
     aten.embedding,
     aten.index_add,
