@@ -137,6 +137,8 @@ def _write_nemotron(writer: gguf.GGUFWriter, config: NemotronHConfig) -> None:
     writer.add_expert_group_used_count(config.topk_group)
     writer.add_expert_weights_norm(config.norm_topk_prob)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.moe_latent_size:
+        writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.devices.cpu import operators as cpu
-from test.support.checkpoints import CASES, NEMOTRON_CASES, save_byte_tokenizer, small_config
+from test.support.checkpoints import CASES, NEMOTRON_EXPERTS, save_byte_tokenizer, small_config
 from test.support.combinations import mark_combinations
 from test.support.nki_emulator import provide_nki
 
@@ -84,7 +84,7 @@ def random_checkpoints(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session", params=(*CASES, NEMOTRON_CASES[0]), ids=lambda case: case.name)
+@pytest.fixture(scope="session", params=(*CASES, *NEMOTRON_EXPERTS), ids=lambda case: case.name)
 def case_folder(request, random_checkpoints):
     """Return the folder of each random checkpoint in turn."""
     return random_checkpoints(request.param)

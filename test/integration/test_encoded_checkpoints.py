@@ -15,7 +15,7 @@ from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands import cli
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
-from test.support.checkpoints import CASES, NemotronCase
+from test.support.checkpoints import CASES, NEMOTRON_EXPERTS, NemotronCase
 from test.support.encoded import affine, fp8, mxfp4, nvfp4, write_encoded, write_mlx
 
 GRANITE, NEMOTRON = CASES[0], NemotronCase("nemotron")
@@ -111,7 +111,7 @@ def all_equal(loaded, meaning):
     return all(torch.equal(loaded[name].view(tensor.shape).float(), tensor.float()) for name, tensor in meaning.items())
 
 
-@pytest.mark.parametrize("case", [GRANITE, NEMOTRON], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [GRANITE, *NEMOTRON_EXPERTS], ids=lambda case: case.name)
 def test_files_of_mlx_are_read(case, random_checkpoints, tmp_path):
     """In a file of 4 bits mlx-lm gives a router 8. Its names and axes are others than the published ones."""
     routers = [f"model.layers.{number}.block_sparse_moe.router.layer" for number in range(6)]

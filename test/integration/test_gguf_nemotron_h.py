@@ -35,7 +35,8 @@ DENSE = NemotronCase(
         **UNLIMITED,
     ),
 )
-both = pytest.mark.parametrize("case", [EXPERTS, DENSE], ids=lambda case: case.name)
+LATENT = NemotronCase("nemotron_latent", dict(EXPERTS.changes, moe_latent_size=40))
+each_kind = pytest.mark.parametrize("case", [EXPERTS, LATENT, DENSE], ids=lambda case: case.name)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def file(tmp_path, random_checkpoints):
 
 @pytest.mark.skipif(not HAS_NEMOTRON, reason="this transformers has no Nemotron models")
 @pytest.mark.versions
-@both
+@each_kind
 def test_logits_equal_those_of_transformers(tmp_path, random_checkpoints, case):
     folder = random_checkpoints(case)
     model = load_model(nemotron_file(folder, tmp_path / "model.gguf"))
@@ -55,18 +56,18 @@ def test_logits_equal_those_of_transformers(tmp_path, random_checkpoints, case):
         assert (run_cuts(model, tokens, cuts) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@both
+@each_kind
 def test_every_config_and_weight_comes_back(tmp_path, random_checkpoints, case):
     folder = random_checkpoints(case)
     file = nemotron_file(folder, tmp_path / "model.gguf")
     config, expected = open_checkpoint(file).config, open_checkpoint(folder).config
     # llama.cpp's converter writes one length for all of them.
-    unused = () if case is EXPERTS else ("intermediate_size", "shared_intermediate_size")
+    unused = ("intermediate_size", "shared_intermediate_size") if case is DENSE else ()
     same = {one.name: getattr(expected, one.name) for one in dataclasses.fields(config) if one.name not in unused}
     assert {name: getattr(config, name) for name in same} == {
         **same,
         "max_position_embeddings": 2**20,
-        **({"mlp_intermediate_size": config.mlp_intermediate_size} if case is EXPERTS else {}),
+        **({} if case is DENSE else {"mlp_intermediate_size": config.mlp_intermediate_size}),
         **({"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0} if case is DENSE else {}),
     }
     original = dict(load_model(folder).named_parameters())
@@ -77,7 +78,7 @@ def test_every_config_and_weight_comes_back(tmp_path, random_checkpoints, case):
             assert torch.equal(weight, original[name]), name
 
 
-@both
+@each_kind
 def test_the_benchmarks_writer_writes_the_same_tensors(tmp_path, random_checkpoints, case):
     folder = random_checkpoints(case)
     write_gguf(folder, tmp_path / "ours.gguf")
@@ -149,7 +150,6 @@ def test_quantized_weights_that_a_format_can_store_are_kept(tmp_path, random_che
 @pytest.mark.parametrize(
     "metadata, message",
     [
-        ({"moe_latent_size": 32}, "moe_latent_size is 32, and must be null"),
         ({"expert_shared_count": 2}, "n_shared_experts is 2, and must be 1"),
         ({"expert_feed_forward_length": [0, 48, 0, 0, 40]}, "is .*, and must be a whole number or a list of 5"),
         ({"feed_forward_length": [48, 0]}, "feed_forward_length is .*, and must be a whole number or a list of 5"),

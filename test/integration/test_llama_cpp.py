@@ -29,6 +29,9 @@ CONFIGS = {
     "nemotron, one expert": nemotron_config(
         layer_types=("mamba", "moe", "attention"), num_experts_per_tok=1, **UNLIMITED
     ),
+    "nemotron, latent": nemotron_config(
+        layer_types=("mamba", "moe", "attention", "moe"), moe_latent_size=40, **UNLIMITED
+    ),
     "nemotron, dense": nemotron_config(**NO_EXPERTS, **UNLIMITED),
 }
 TOLERANCE = 5e-5

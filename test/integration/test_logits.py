@@ -16,7 +16,14 @@ from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import TORCH
 from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
-from test.support.checkpoints import CASES, HAS_NEMOTRON, NEMOTRON_CASES, nemotron_config, small_config
+from test.support.checkpoints import (
+    CASES,
+    HAS_NEMOTRON,
+    NEMOTRON_CASES,
+    NEMOTRON_EXPERTS,
+    nemotron_config,
+    small_config,
+)
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
 # An older transformers computes these differently: it normalises over all groups at once, or lacks time_step_limit.
@@ -212,7 +219,7 @@ def _error(logits, exact):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
-    "case", [case for case in (*CASES, NEMOTRON_CASES[0]) if case.name != "time_step_limit"], ids=lambda case: case.name
+    "case", [case for case in (*CASES, *NEMOTRON_EXPERTS) if case.name != "time_step_limit"], ids=lambda case: case.name
 )
 def test_bfloat16_error_is_not_above_that_of_transformers(case, random_checkpoints, kernels):
     skip_if_not_in_reference(case.name)

@@ -28,9 +28,10 @@ from test.support.engines import generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 
 KINDS = {
-    "attention, experts": ("attention", "moe"),
-    "experts, attention, MLP": ("moe", "attention", "mlp"),
-    "MLP, attention": ("mlp", "attention"),
+    "attention, experts": dict(mtp_layer_types=("attention", "moe")),
+    "experts, attention, MLP": dict(mtp_layer_types=("moe", "attention", "mlp")),
+    "MLP, attention": dict(mtp_layer_types=("mlp", "attention")),
+    "attention, latent experts": dict(mtp_layer_types=("attention", "moe"), moe_latent_size=40),
 }
 LENGTH = 50
 CUTS = [LENGTH], [1] * LENGTH, [7, 16, 1, 26]
@@ -38,7 +39,7 @@ CUTS = [LENGTH], [1] * LENGTH, [7, 16, 1, 26]
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request):
-    return random_model(nemotron_config(mtp_layer_types=KINDS[request.param]), seed=3)
+    return random_model(nemotron_config(**KINDS[request.param]), seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_beside_transformers(model, tokens, kernels, tmp_path):
 def folder(tmp_path_factory):
     bundled = open_checkpoint(bundled_checkpoint()).config
     vocabulary = {name: getattr(bundled, name) for name in ("vocab_size", "eos_token_id")}
-    config = nemotron_config(mtp_layer_types=("attention", "moe"), **vocabulary)
+    config = nemotron_config(mtp_layer_types=("attention", "moe"), moe_latent_size=40, **vocabulary)
     folder = tmp_path_factory.mktemp("mtp") / "checkpoint"
     save_model(random_model(config), folder, files_from=bundled_checkpoint())
     return folder
@@ -136,6 +137,7 @@ def test_published_names(folder):
         *(f"mtp.layers.0.mixer.{name}_proj.weight" for name in "qkvo"),
         *(f"mtp.layers.1.{name}.weight" for name in ("norm", "final_layernorm", "mixer.gate")),
         "mtp.layers.1.mixer.gate.e_score_correction_bias",
+        *(f"mtp.layers.1.mixer.{name}_latent_proj.weight" for name in ("fc1", "fc2")),
         *(f"mtp.layers.1.{part}.{name}_proj.weight" for part in feed_forwards for name in ("up", "down")),
     }
 
@@ -143,7 +145,7 @@ def test_published_names(folder):
 def test_they_are_read_only_when_they_are_asked_for(folder):
     remarks = []
     without = load_model(folder, remark=remarks.append)
-    sentence = "30 tensors for multi-token prediction are left out; only --speculate mtp uses them."
+    sentence = "32 tensors for multi-token prediction are left out; only --speculate mtp uses them."
     assert without.mtp is None and remarks == [sentence]
     whole = load_model(open_checkpoint(folder).with_mtp(), remark=remarks.append)
     assert len(remarks) == 1 and whole.mtp is not None

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.adapters import read_adapter
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.quantized import CompressedFormat
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
@@ -26,16 +27,16 @@ from granite4_neuron.model.step import step_of
 from granite4_neuron.ops import FORMATS
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import MambaState
-from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, NemotronCase, nemotron_config
+from test.support.checkpoints import HAS_NEMOTRON, NEMOTRON_CASES, NEMOTRON_EXPERTS, NemotronCase, nemotron_config
 from test.support.compressed_tensors import Scheme, compress
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
 pytestmark = pytest.mark.skipif(not HAS_NEMOTRON, reason="this transformers has no Nemotron models")
 
 
-@pytest.fixture(scope="module")
-def folder(random_checkpoints):
-    return random_checkpoints(NEMOTRON_CASES[0])
+@pytest.fixture(scope="module", params=NEMOTRON_EXPERTS, ids=lambda case: case.name)
+def folder(request, random_checkpoints):
+    return random_checkpoints(request.param)
 
 
 @pytest.fixture
@@ -157,10 +158,11 @@ def test_experts_of_compressed_tensors(folder, tmp_path, scheme):
     """Each expert's numbers, scales and shape are separate tensors, and all experts become one weight."""
     is_expert = re.compile(r".*\.experts\.\d+\.up_proj\.weight").fullmatch  # their rows are whole groups
     meaning = compress(folder, tmp_path / "small", lambda name, _: scheme if is_expert(name) else None)
-    stored = StoredTensors(tmp_path / "small", nemotron_config())
+    config = open_checkpoint(folder).config
+    stored = StoredTensors(tmp_path / "small", config)
     name = "model.layers.1.block_sparse_moe.input_linear.weight"
     found = CompressedFormat(WeightScheme(scheme.num_bits, scheme.group_size, scheme.format == "pack-quantized"))
-    weight = found.read(name, torch.Size([8, 48, 64]), stored)
+    weight = found.read(name, torch.Size([8, 48, config.expert_hidden_size]), stored)
     expected = [meaning[f"backbone.layers.1.mixer.experts.{expert}.up_proj.weight"] for expert in range(8)]
     assert torch.equal(weight.dequantize(torch.float32), torch.stack(expected))
 
@@ -222,13 +224,15 @@ def test_an_adapter_of_a_projection(tmp_path, folder):
 
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 def test_an_adapter_of_experts(tmp_path, folder):
-    """Their matrices have no gate. Logits are PEFT's, merged and beside the weights."""
+    """Their matrices have no gate; projections may be around them. Logits are PEFT's, merged and beside the weights."""
     adapters = pytest.importorskip("test.support.adapters", reason="peft is not installed")
-    options = dict(target_modules=["q_proj"], target_parameters=list(adapters.NEMOTRON_EXPERTS))
+    config = open_checkpoint(folder).config
+    around = ["fc1_latent_proj", "fc2_latent_proj"] if config.moe_latent_size else []
+    options = dict(target_modules=["q_proj", *around], target_parameters=list(adapters.NEMOTRON_EXPERTS))
     path = adapters.save_adapter(folder, tmp_path, **options)
     tokens = [(7 * place + place * place) % 160 for place in range(40)]
     expected = adapters.peft_logits(folder, path, tokens)
-    adapter = read_adapter(path, nemotron_config())
+    adapter = read_adapter(path, config)
     merged = CPURuntime(load_model(folder, torch.float32, adapters=[adapter]), GenerationConfig())
     beside = CPURuntime(load_model(folder, torch.float32), GenerationConfig(), adapters={"one": adapter})
     for runtime, number in ((merged, 0), (beside, 1)):

@@ -47,6 +47,7 @@ MODELS = {
     "experts": lambda: random_model(small_config(num_local_experts=16, num_experts_per_tok=4)),
     "odd sizes": lambda: random_model(small_config(**ODD)),
     "nemotron": lambda: random_model(nemotron_config()),
+    "nemotron, latent": lambda: random_model(nemotron_config(moe_latent_size=40)),
 }
 NUMBERS = {
     "float32": (torch.float32, None),
@@ -57,7 +58,9 @@ NUMBERS = {
 }
 STATES = [torch.float16, torch.bfloat16]
 REAL = ("float32", "bfloat16", *QUANTIZATIONS)
-OF_MODELS = {"bundled": REAL, "h-350m": REAL, "nemotron": ("float32", "bfloat16", "int8")}
+OF_MODELS = {"bundled": REAL, "h-350m": REAL} | dict.fromkeys(
+    ("nemotron", "nemotron, latent"), ("float32", "bfloat16", "int8")
+)
 CASES = [(model, numbers) for model in MODELS for numbers in OF_MODELS.get(model, NUMBERS)]
 
 

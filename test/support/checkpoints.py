@@ -151,7 +151,9 @@ NEMOTRON_CASES = (
             mamba_conv_bias=False,
         ),
     ),
+    NemotronCase("nemotron_latent", dict(layer_types=("mamba", "moe", "attention", "moe"), moe_latent_size=32)),
 )
+NEMOTRON_EXPERTS = NEMOTRON_CASES[0], NEMOTRON_CASES[2]  # those with routed experts
 
 
 def save_dense(folder: Path, max_shard_size: str = "1GB", **changes) -> GraniteForCausalLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import GenerationConfig
@@ -43,7 +44,11 @@ def mtp_engine_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Hybri
     return nemotron_engine_model(seed, dtype, mtp_layer_types=("attention", "moe"))
 
 
-ENGINE_MODELS = {"granite": engine_model, "nemotron": nemotron_engine_model}
+ENGINE_MODELS = {
+    "granite": engine_model,
+    "nemotron": nemotron_engine_model,
+    "nemotron, latent": partial(nemotron_engine_model, moe_latent_size=20),
+}
 
 
 class ChunkRuntime(CPURuntime):

@@ -72,6 +72,8 @@ def nemotron_file(folder: Path, to: Path, predicting: bool = False) -> Path:
         writer.add_expert_weights_scale(values["routed_scaling_factor"])
         writer.add_expert_group_count(values["n_group"])
         writer.add_expert_group_used_count(values["topk_group"])
+        if values["moe_latent_size"] is not None:
+            writer.add_moe_latent_size(values["moe_latent_size"])
     if predicting:
         writer.add_nextn_predict_layers(1)
     writer.add_bos_token_id(values["bos_token_id"])
@@ -111,6 +113,8 @@ _OF_LAYER = {
     "mixer.down_proj.weight": "ffn_down.weight",
     "mixer.gate.weight": "ffn_gate_inp.weight",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
     "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
     "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
 }

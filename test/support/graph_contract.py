@@ -25,7 +25,7 @@ from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.interface import FROM_DEVICE, Row
 from granite4_neuron.runtime.prompt_cuts import Pieces
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
-from test.support.checkpoints import CASES, DENSE, NEMOTRON_CASES, small_config
+from test.support.checkpoints import CASES, DENSE, NEMOTRON_EXPERTS, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 from test.support.verification import LONGEST, Round, streams, verified_error
@@ -96,7 +96,7 @@ def exhaustive_except(*names: str) -> list:
     """Return all cases as parameters and mark the others exhaustive: the named ones cover all parts of graphs."""
     return [
         pytest.param(case, marks=[] if case.name in names else [pytest.mark.exhaustive], id=case.name)
-        for case in (*CASES, NEMOTRON_CASES[0])
+        for case in (*CASES, *NEMOTRON_EXPERTS)
     ]
 
 

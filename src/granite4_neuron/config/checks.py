@@ -24,6 +24,7 @@ LARGEST = {
         "intermediate_size",
         "shared_intermediate_size",
         "mlp_intermediate_size",
+        "moe_latent_size",
         "head_dim",
         "num_attention_heads",
         "num_key_value_heads",

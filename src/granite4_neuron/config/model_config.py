@@ -211,6 +211,16 @@ class ModelConfig(ABC):
         return False
 
     @property
+    def expert_latent_size(self) -> int:
+        """Width of the space in which routed experts compute, between two projections; 0 for that of hidden states."""
+        return 0
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the vectors that routed experts take and return."""
+        return self.expert_latent_size or self.hidden_size
+
+    @property
     def has_gated_mlp(self) -> bool:
         """Whether MLP and experts have a gate, silu(gate) * up, and so two input matrices."""
         return self.hidden_act == "silu"

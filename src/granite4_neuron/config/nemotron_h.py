@@ -39,6 +39,7 @@ _STORED_MODULES = {
     "shared_mlp.output_linear": "mixer.down_proj",
     "block_sparse_moe.router": "mixer.gate",
     "block_sparse_moe.router.layer": "mixer.gate",
+    **{f"block_sparse_moe.{name}_latent_proj": f"mixer.{name}_latent_proj" for name in ("fc1", "fc2")},
     "block_sparse_moe.input_linear": f"mixer.experts.{EXPERT_NUMBER}.up_proj",
     "block_sparse_moe.output_linear": f"mixer.experts.{EXPERT_NUMBER}.down_proj",
 }
@@ -51,7 +52,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "mamba_hidden_act": ("silu", "no other activation is known here"),
     "mlp_bias": (False, "MLPs have no biases here"),
     "attention_bias": (False, "attention has no biases here"),
-    "moe_latent_size": (None, "experts after a projection to fewer dimensions are not supported"),
     "sliding_window": (None, "attention sees all tokens here"),
     "n_shared_experts": (1, "one expert is shared by all tokens here"),
 }
@@ -90,6 +90,7 @@ class NemotronHConfig(ModelConfig):
     layer_types: "mamba", "attention", "mlp" or "moe".
     shared_intermediate_size: width of the expert that all tokens share.
     mlp_intermediate_size: width of the MLP of an "mlp" layer.
+    moe_latent_size: `expert_latent_size`.
     n_group, topk_group, norm_topk_prob, routed_scaling_factor: the router's, see `ops.topk_sigmoid`.
     mtp_layer_types: of the layers for multi-token prediction, which are loaded only where a drafter needs them:
         "attention", "mlp" or "moe".
@@ -118,6 +119,7 @@ class NemotronHConfig(ModelConfig):
     head_dim: int = 128
     mlp_intermediate_size: int = 0
     hidden_act: str = "relu2"
+    moe_latent_size: int = 0
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -138,6 +140,10 @@ class NemotronHConfig(ModelConfig):
     @property
     def has_correction_bias(self) -> bool:
         return True
+
+    @property
+    def expert_latent_size(self) -> int:
+        return self.moe_latent_size
 
     @property
     def left_out_tensors(self) -> Mapping[str, str]:
@@ -203,6 +209,8 @@ class NemotronHConfig(ModelConfig):
 
     def _check_router(self) -> None:
         require_positive(self, "shared_intermediate_size", "n_group")
+        latent = self.moe_latent_size
+        require(latent >= 0, f"moe_latent_size is {latent}, and must be at least 1, or null")
         experts, groups = self.num_local_experts, self.n_group
         require(
             experts % groups == 0 and experts // groups >= (1 if groups == 1 else 2),
@@ -249,6 +257,7 @@ class NemotronHConfig(ModelConfig):
         """The result is for transformers 5.x."""
         written = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         del written["time_step_limit"]
+        written["moe_latent_size"] = self.moe_latent_size or None  # transformers would make projections to 0 numbers
         mtp_layer_types = [_WRITTEN[kind] for kind in written.pop("mtp_layer_types")]
         of_mtp = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": mtp_layer_types} if mtp_layer_types else {}
         if isinstance(self.eos_token_id, tuple):

@@ -132,5 +132,5 @@ class DecoderLayer(Module):
             top_k=0 if experts is None else experts.top_k,
             eps=norm.eps,
             residual_multiplier=self.residual_multiplier,
-            **({} if experts is None else experts.choice()),
+            **({} if experts is None else experts.choice() | experts.latent_weights()),
         )

@@ -14,7 +14,7 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.ops import relu2
+from granite4_neuron.ops import Weight, relu2
 
 
 class SharedMLP(Module):
@@ -47,10 +47,10 @@ class SparseMoe(Module):
 
     def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
-        experts, hidden = config.num_local_experts, config.hidden_size
+        experts, hidden = config.num_local_experts, config.expert_hidden_size
         width = config.rank_dimensions(parallel.degree).intermediate_size
         self.top_k = config.num_experts_per_tok
-        self.router = Router(hidden, experts)
+        self.router = Router(config.hidden_size, experts)
         self.input_linear = StackedWeights(experts, 2 * width if config.has_gated_mlp else width, hidden)
         self.output_linear = StackedWeights(experts, hidden, width)
 
@@ -69,6 +69,10 @@ class SparseMoe(Module):
 
     def choice(self) -> dict[str, Any]:
         """Return the fields of `ops.layer_weights.FeedForwardWeights` that describe `choose`, except `top_k`."""
+        return {}
+
+    def latent_weights(self) -> dict[str, Weight]:
+        """Return the fields of `ops.layer_weights.FeedForwardWeights` with the projections around the experts."""
         return {}
 
     def choose(self, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

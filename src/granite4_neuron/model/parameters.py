@@ -145,9 +145,13 @@ def _of_layer(config: ModelConfig, kind: str, tp_degree: int) -> dict[str, Param
     gates = 2 if config.has_gated_mlp else 1
     if parts.has_experts:
         experts, width = config.num_local_experts, config.rank_dimensions(tp_degree).intermediate_size
+        inner = config.expert_hidden_size
         matrices[_ROUTER] = (experts, hidden)
-        matrices["block_sparse_moe.input_linear.weight"] = (experts, (width,) * gates, hidden)  # gate, up
-        matrices["block_sparse_moe.output_linear.weight"] = (experts, hidden, (width,))
+        matrices["block_sparse_moe.input_linear.weight"] = (experts, (width,) * gates, inner)  # gate, up
+        matrices["block_sparse_moe.output_linear.weight"] = (experts, inner, (width,))
+        if config.expert_latent_size:
+            matrices["block_sparse_moe.fc1_latent_proj.weight"] = (inner, hidden)
+            matrices["block_sparse_moe.fc2_latent_proj.weight"] = (hidden, inner)
         if config.has_correction_bias:
             others[_CORRECTION_BIAS] = (experts,)
     if parts.mlp_width:

@@ -71,6 +71,7 @@ class FeedForwardWeights(NamedTuple):
     top_k: experts per token.
     correction_bias: for `ops.topk_sigmoid`, like the fields after it; it and the router are then in float32. None for
         `ops.topk_softmax`.
+    latent_input, latent_output: the projections before and after the experts; None if these take hidden states.
     """
 
     norm: torch.Tensor
@@ -87,3 +88,5 @@ class FeedForwardWeights(NamedTuple):
     topk_group: int = 1
     norm_topk_prob: bool = True
     scaling_factor: float = 1.0
+    latent_input: Weight | None = None
+    latent_output: Weight | None = None

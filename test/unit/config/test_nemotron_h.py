@@ -95,7 +95,7 @@ def test_degrees_that_split_it(published):
 
 
 REFUSED = {
-    "latent experts": (dict(moe_latent_size=1024), "moe_latent_size is 1024, and must be null"),
+    "latent space": (dict(moe_latent_size=-1), "moe_latent_size is -1, and must be at least 1, or null"),
     "gated MLP": (dict(mlp_hidden_act="silu"), "mlp_hidden_act is 'silu', and must be one of: relu2"),
     "biases": (dict(mlp_bias=True), "mlp_bias is True, and must be false"),
     "biases of attention": (dict(attention_bias=True), "attention_bias is True, and must be false"),

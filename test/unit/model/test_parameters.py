@@ -12,7 +12,7 @@ from test.support.checkpoints import CASES, NEMOTRON_CASES, NemotronCase, small_
 
 pytestmark = pytest.mark.versions
 
-WITH_MTP = NemotronCase("nemotron_mtp", dict(mtp_layer_types=("attention", "mlp", "moe")))
+WITH_MTP = NemotronCase("nemotron_mtp", dict(mtp_layer_types=("attention", "mlp", "moe"), moe_latent_size=40))
 
 
 def module_parameters(config, degree):

@@ -28,6 +28,8 @@ _NAMES = {
     "self_attn.o_proj": "attn_output",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.router.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.fc1_latent_proj": "ffn_latent_down",
+    "block_sparse_moe.fc2_latent_proj": "ffn_latent_up",
 }
 # Names for MLPs and experts, the first with a gate.
 _GATED = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}

@@ -81,7 +81,8 @@ class HalfLayer(Protocol):
 
         Args:
             projection: "in_proj" or "out_proj" of a `MambaLayer`; "q_proj", "k_proj", "v_proj" or "o_proj" of an
-                `AttentionLayer`; "input", "output", "expert_input" or "expert_output" of a `FeedForward`.
+                `AttentionLayer`; "input", "output", "expert_input", "expert_output", "expert_fc1_latent_proj" or
+                "expert_fc2_latent_proj" of a `FeedForward`.
             down, up: packed matrices for float32, or one of each expert.
         """
 

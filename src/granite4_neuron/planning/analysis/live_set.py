@@ -138,4 +138,8 @@ def products(config: ModelConfig, tp_degree: int) -> Iterator[Product]:
     if with_experts:
         width = gates * rank.intermediate_size
         columns = config.num_experts_per_tok * width
-        yield Product("experts' first", hidden, width + hidden, columns, with_experts)
+        inner = config.expert_hidden_size
+        yield Product("experts' first", inner, width + inner, columns, with_experts)
+        if config.expert_latent_size:
+            yield product("latent space's first", hidden, inner, with_experts)
+            yield product("latent space's last", inner, hidden, with_experts)

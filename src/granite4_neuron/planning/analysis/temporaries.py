@@ -51,14 +51,14 @@ def of_decode(config: ModelConfig, tp_degree: int, batch_size: int, context: int
         keys = min(block_length(1, context), context)
         entries += _OF_KEYS_AND_VALUES * batch_size * 2 * keys * rank.key_value_heads * config.head_dim
     if config.num_local_experts:
-        expert = _widths(config) * rank.intermediate_size * config.hidden_size
+        expert = _widths(config) * rank.intermediate_size * config.expert_hidden_size
         entries += _OF_CHOSEN * config.num_experts_per_tok * expert
     return round(entries * _NUMBER)
 
 
 def _entries_of_experts(config: ModelConfig, width: int, tokens: int) -> int:
     """Return the entries of the experts' rows during their computation, for the form that a graph has."""
-    experts, hidden = config.num_local_experts, config.hidden_size
+    experts, hidden = config.num_local_experts, config.expert_hidden_size
     path = expert_path(tokens, config.num_experts_per_tok, experts, width, gathers=False)
     inner = _widths(config) * width
     if path.name == ALL:

@@ -26,6 +26,7 @@ MODELS = {
 CONFIGS = {
     **{name: small_config(**changes) for name, changes in MODELS.items()},
     "nemotron": nemotron_config(layer_types=("mamba", "moe", "attention", "mlp", "mamba")),
+    "nemotron, latent": nemotron_config(layer_types=("mamba", "moe", "attention"), moe_latent_size=40),
 }
 
 

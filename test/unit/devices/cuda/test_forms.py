@@ -13,7 +13,7 @@ from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import step_of
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
-from test.support.checkpoints import CASES, NEMOTRON_CASES
+from test.support.checkpoints import CASES, NEMOTRON_CASES, NEMOTRON_EXPERTS
 from test.support.stepping import random_tokens
 
 pytestmark = pytest.mark.versions
@@ -78,7 +78,7 @@ def test_logits_and_state(case, batch, dtype, taken):
 
 @pytest.mark.parametrize(
     "case",
-    [CASES[0], NEMOTRON_CASES[0], *(case for case in CASES if case.name in ("rope", "dense", "two_groups"))],
+    [CASES[0], *NEMOTRON_EXPERTS, *(case for case in CASES if case.name in ("rope", "dense", "two_groups"))],
     ids=lambda case: case.name,
 )
 def test_verification(case):
@@ -105,7 +105,7 @@ def test_verification(case):
     torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", (CASES[0], NEMOTRON_CASES[0]), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (CASES[0], *NEMOTRON_EXPERTS), ids=lambda case: case.name)
 def test_all_layers_of_a_verification_use_the_joined_operators(case, taken):
     """The step is run as in graphs, which share some constants between layers."""
     model = random_model(case.config()).bind(GPU)

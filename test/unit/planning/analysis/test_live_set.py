@@ -64,6 +64,12 @@ def test_layers_of_one_part_by_hand():
         ("MLP's last", 40, 64, 64, 2),
         ("experts' first", 64, 24 + 64, 3 * 24, 2),
     }
+    latent = {tuple(vars(each).values()) for each in products(nemotron_config(moe_latent_size=40), 2)}
+    assert {each for each in latent if each[0].startswith(("exp", "lat"))} == {
+        ("latent space's first", 64, 40, 40, 2),
+        ("experts' first", 40, 24 + 40, 3 * 24, 2),
+        ("latent space's last", 40, 64, 64, 2),
+    }
 
 
 @pytest.mark.parametrize("name", ["h-small", "h-tiny", "h-micro", "micro"])

@@ -143,15 +143,21 @@ inline void register_layers(torch::Library& library) {
           init([](const Tensor& norm, const Tensor& input, const Tensor& output, const MaybeTensor& router,
                   const MaybeTensor& expert_input, const MaybeTensor& expert_output, int64_t top_k, double eps,
                   double residual_multiplier, const MaybeTensor& correction_bias, int64_t n_group, int64_t topk_group,
-                  bool norm_topk_prob, double scaling_factor) {
+                  bool norm_topk_prob, double scaling_factor, const MaybeTensor& latent_input,
+                  const MaybeTensor& latent_output) {
             std::optional<Experts> experts;
             if (router.has_value()) {
               TORCH_CHECK(expert_input.has_value() && expert_output.has_value(), "there is a router without experts");
-              experts = Experts{
-                  Matrix(*router), ExpertLinear(*expert_input), ExpertLinear(*expert_output), top_k, std::nullopt};
+              experts = Experts{Matrix(*router), ExpertLinear(*expert_input), ExpertLinear(*expert_output), top_k};
               if (correction_bias.has_value())
                 experts->sigmoid =
                     SigmoidChoice{*correction_bias, n_group, topk_group, norm_topk_prob, scaling_factor};
+              TORCH_CHECK(
+                  latent_input.has_value() == latent_output.has_value(), "one latent projection is there, one is not");
+              if (latent_input.has_value()) {
+                experts->latent_input.emplace(*latent_input);
+                experts->latent_output.emplace(*latent_output);
+              }
             }
             return c10::make_intrusive<FeedForward>(
                 Residual(norm, eps, residual_multiplier), Linear(input), Linear(output), experts);
@@ -159,7 +165,8 @@ inline void register_layers(torch::Library& library) {
           "",
           {arg("norm"), arg("input"), arg("output"), arg("router"), arg("expert_input"), arg("expert_output"),
            arg("top_k"), arg("eps"), arg("residual_multiplier"), arg("correction_bias"), arg("n_group"),
-           arg("topk_group"), arg("norm_topk_prob"), arg("scaling_factor")})
+           arg("topk_group"), arg("norm_topk_prob"), arg("scaling_factor"), arg("latent_input"),
+           arg("latent_output")})
       .def(
           "step",
           [](const intrusive_ptr<FeedForward>& self, const Tensor& hidden_states) {

@@ -244,11 +244,26 @@ struct Experts {
   ExpertLinear input, output;
   int64_t top_k;
   std::optional<SigmoidChoice> sigmoid;
+  std::optional<Linear> latent_input, latent_output;  // both or none
+
+  // The width of the vectors that an expert takes and returns, in a model of this width.
+  int64_t width(int64_t hidden) const {
+    return latent_input.has_value() ? latent_input->rows() : hidden;
+  }
 
   // x: [tokens, hidden_size].
   std::pair<at::Tensor, at::Tensor> choose(const at::Tensor& x) const {
     if (!sigmoid.has_value()) return topk_softmax(logits(x, router.weight, 1.0), top_k);
     return topk_sigmoid(logits(x.to(at::kFloat), router.weight, 1.0), top_k, *sigmoid);
+  }
+
+  // x: [tokens, hidden_size].
+  at::Tensor operator()(const at::Tensor& x, const AdapterRows& adapters) const {
+    auto [topk_weights, topk_ids] = choose(x);
+    at::Tensor sum = fused_experts(
+        latent_input.has_value() ? (*latent_input)(x, adapters) : x, input.matrix.weight, output.matrix.weight,
+        topk_weights, topk_ids, input.additions.of_experts(adapters), output.additions.of_experts(adapters));
+    return latent_output.has_value() ? (*latent_output)(sum, adapters) : sum;
   }
 };
 
@@ -270,8 +285,13 @@ struct FeedForward : torch::CustomClassHolder {
     int64_t width = second.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
     const at::Tensor& routed = experts->sigmoid.has_value() ? experts->sigmoid->correction_bias : residual.norm;
     check_projection(experts->router, "router", routed, count, hidden);
-    check_projection(first, "expert_input", residual.norm, rows_before(first, width), hidden);
-    check_projection(second, "expert_output", residual.norm, hidden, width);
+    int64_t inner = experts->width(hidden);
+    check_projection(first, "expert_input", residual.norm, rows_before(first, width), inner);
+    check_projection(second, "expert_output", residual.norm, inner, width);
+    if (experts->latent_input.has_value()) {
+      check_projection(experts->latent_input->matrix, "latent_input", residual.norm, inner, hidden);
+      check_projection(experts->latent_output->matrix, "latent_output", residual.norm, hidden, inner);
+    }
     for (const Matrix* matrix : {&first, &second})
       TORCH_CHECK(
           matrix->weight.experts == count, "there are matrices of ", matrix->weight.experts, " experts, and ", count,
@@ -284,6 +304,10 @@ struct FeedForward : torch::CustomClassHolder {
     if (experts.has_value()) {
       projections.emplace("expert_input", experts->input);
       projections.emplace("expert_output", experts->output);
+      if (experts->latent_input.has_value()) {
+        projections.emplace("expert_fc1_latent_proj", *experts->latent_input);
+        projections.emplace("expert_fc2_latent_proj", *experts->latent_output);
+      }
     }
     granite4_neuron::adapt(projections, projection, adapter, addition);
   }
@@ -295,12 +319,7 @@ struct FeedForward : torch::CustomClassHolder {
     at::Tensor sum = residual.add(hidden_states, output(activated, adapters));
     if (!experts.has_value()) return sum;
     at::Tensor tokens = x.view({-1, x.size(-1)});
-    auto [topk_weights, topk_ids] = experts->choose(tokens);
-    const ExpertLinear &first = experts->input, &second = experts->output;
-    at::Tensor expert_sum = fused_experts(
-        tokens, first.matrix.weight, second.matrix.weight, topk_weights, topk_ids, first.additions.of_experts(adapters),
-        second.additions.of_experts(adapters));
-    return residual.add(sum, expert_sum.view(hidden_states.sizes()));
+    return residual.add(sum, (*experts)(tokens, adapters).view(hidden_states.sizes()));
   }
 };
 

@@ -44,7 +44,7 @@ MADE_OF = {
     ),
     "FeedForward": (
         "norm", "input", "output", "router", "expert_input", "expert_output", "top_k", "eps", "residual_multiplier",
-        "correction_bias", "n_group", "topk_group", "norm_topk_prob", "scaling_factor",
+        "correction_bias", "n_group", "topk_group", "norm_topk_prob", "scaling_factor", "latent_input", "latent_output",
     ),
 }  # fmt: skip
 
@@ -132,6 +132,7 @@ GOOD = {
         hidden_states=torch.randn(1, 3, 8), norm=torch.ones(8), input=packed(12, 8), output=packed(8, 6),
         router=packed(4, 8), expert_input=packed(4, 20, 8), expert_output=packed(4, 8, 10), top_k=2, eps=1e-5,
         residual_multiplier=1.0, correction_bias=None, n_group=1, topk_group=1, norm_topk_prob=True, scaling_factor=1.0,
+        latent_input=None, latent_output=None,
     ),
     "packed_bytes": lambda: dict(shape=[5, 8], format="plain", dtype=torch.float32),
 }  # fmt: skip
@@ -189,6 +190,22 @@ BAD = [
     ("FeedForward.step", dict(expert_output=None), "a router without experts"),
     ("FeedForward.step", dict(expert_input=packed(3, 20, 8)), "matrices of 3 experts, and 4 experts"),
     ("FeedForward.step", dict(expert_output=packed(4, 8, 9)), "expert_input is .20, 8. and should be .18, 8."),
+    ("FeedForward.step", dict(latent_input=packed(6, 8)), "one latent projection is there, one is not"),
+    (
+        "FeedForward.step",
+        dict(latent_input=packed(6, 8), latent_output=packed(8, 6)),
+        "expert_input is .20, 8. and should be .20, 6.",
+    ),
+    (
+        "FeedForward.step",
+        dict(
+            expert_input=packed(4, 20, 6),
+            expert_output=packed(4, 6, 10),
+            latent_input=packed(6, 8),
+            latent_output=packed(8, 7),
+        ),
+        "latent_output is .8, 7. and should be .8, 6.",
+    ),
     ("FeedForward.step", dict(top_k=5), "top_k is 5 of 4 experts"),
     ("FeedForward.step", dict(hidden_states=torch.randn(1, 3, 7)), "weight has the shape"),
     ("FeedForward.step", dict(input=torch.zeros(5)), "packed weight|kByte"),

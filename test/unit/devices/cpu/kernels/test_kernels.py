@@ -540,23 +540,27 @@ def test_feed_forward_equals_its_parts(dtype, tokens, has_experts, format):
 
 
 @every_dtype
-@pytest.mark.parametrize("n_group", [1, 4])
-def test_feed_forward_without_gates_and_with_a_sigmoid_router(dtype, n_group):
+@pytest.mark.parametrize(("n_group", "latent"), [(1, 0), (4, 0), (4, 20)])
+def test_feed_forward_without_gates_and_with_a_sigmoid_router(dtype, n_group, latent):
     """One token is NaN; the bias decides which experts are chosen."""
     torch.manual_seed(n_group)
     x = torch.randn(9, 48)
     norm, router, bias = torch.randn(48).to(dtype), torch.randn(8, 48), torch.randn(8)
-    mlp, experts = (
+    inner = latent or 48
+    mlp, experts, projections = (
         [cpu.pack(torch.randn(shape).to(dtype) / 7, dtype) for shape in shapes]
-        for shapes in (((40, 48), (48, 40)), ((8, 24, 48), (8, 48, 24)))
+        for shapes in (((40, 48), (48, 40)), ((8, 24, inner), (8, inner, 24)), ((inner, 48), (48, inner)))
     )
     choice = dict(n_group=n_group, topk_group=(n_group + 1) // 2, norm_topk_prob=True, scaling_factor=2.5)
+    around = dict(zip(("latent_input", "latent_output"), projections, strict=True)) if latent else {}
     packed_router = cpu.pack(router, torch.float32)
-    half = feed_forward(norm, *mlp, packed_router, *experts, multiplier=0.3, correction_bias=bias, **choice)
+    half = feed_forward(norm, *mlp, packed_router, *experts, multiplier=0.3, correction_bias=bias, **choice, **around)
     normed = cpu.rms_norm(x, norm, 1e-5)
     weights, ids = ops.topk_sigmoid(ops.router_logits(normed, router), bias, 2, **choice)
     expected = cpu.residual_add(x, cpu.mlp(normed, *mlp), 0.3)
-    expected = cpu.residual_add(expected, cpu.fused_experts(normed, *experts, weights, ids), 0.3)
+    routed = cpu.linear(normed, projections[0], None) if latent else normed
+    routed = cpu.fused_experts(routed, *experts, weights, ids)
+    expected = cpu.residual_add(expected, cpu.linear(routed, projections[1], None) if latent else routed, 0.3)
     assert torch.allclose(half.step(x), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
     exact = ops.mlp(normed.float(), *(one.dequantize(torch.float32) for one in mlp))
     assert relative_error(cpu.mlp(normed, *mlp), exact) <= TOLERANCES[dtype]
