@@ -256,6 +256,12 @@ class _Recorded:
             id="4-nemotron",
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(
+            4,
+            nemotron_config(layer_types=("mamba", "moe", "attention"), mamba_n_groups=2, moe_latent_size=40),
+            id="4-nemotron, latent, groups of two ranks",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_speculation_snapshots_and_a_prefix_cache(tmp_path, degree, config):

@@ -246,9 +246,8 @@ class ModelConfig(ABC):
             UserError: the model cannot be split into `tp_degree` equal parts; the message lists the degrees that can.
         """
         if not self._divides(tp_degree):
-            most = math.gcd(*self._split_sizes())
-            possible = [str(degree) for degree in range(1, most + 1) if self._divides(degree)]
-            raise UserError(f"tp_degree is {tp_degree}; this model can be split by {', '.join(possible)}.")
+            possible = ", ".join(map(str, self.tp_degrees()))
+            raise UserError(f"tp_degree is {tp_degree}; this model can be split by {possible}.")
         groups = max(1, self.mamba_n_groups // tp_degree)
         width = self.mamba_intermediate_size // tp_degree
         return RankDimensions(
@@ -263,8 +262,20 @@ class ModelConfig(ABC):
             vocab_size=self.vocab_size // tp_degree,
         )
 
+    def tp_degrees(self) -> list[int]:
+        """Return the numbers of ranks that the model can be split over, ascending."""
+        most = math.gcd(*self._split_sizes())
+        return [degree for degree in range(1, most + 1) if self._divides(degree)]
+
+    def has_collective_for_norms(self, tp_degree: int) -> bool:
+        """Whether ranks that share a group of a Mamba layer's gated norm, one of several, add up its squares first."""
+        return tp_degree > self.mamba_n_groups > 1
+
     def _divides(self, tp_degree: int) -> bool:
         if type(tp_degree) is not int or tp_degree < 1 or any(size % tp_degree for size in self._split_sizes()):
+            return False
+        groups = self.mamba_n_groups
+        if self.layers_with(MAMBA) and groups % tp_degree and tp_degree % groups:
             return False
         key_heads = self.num_key_value_heads
         return not self.layers_with(ATTENTION) or key_heads % tp_degree == 0 or tp_degree % key_heads == 0
@@ -277,8 +288,6 @@ class ModelConfig(ABC):
             split.append(self.intermediate_size)
         if self.layers_with(MAMBA):
             split.append(self.mamba_n_heads)
-            if self.mamba_n_groups > 1:
-                split.append(self.mamba_n_groups)
         if self.layers_with(ATTENTION):
             split.append(self.num_attention_heads)
         return split

@@ -138,18 +138,30 @@ class _ConvWeights(Module):
 
 
 class _NormedProjection(Projection):
-    """The gated norm and out_proj. If the norm's channels are split over ranks, one all-reduce serves the norm and the
-    projection.
+    """The gated norm and out_proj. If the norm has one group, whose channels are split over ranks, one all-reduce
+    serves the norm and the projection.
 
     The norm divides a token by a scalar, which commutes with the projection. So the sum of squares is reduced together
-    with the partial sums, in float32 like them, and the division comes afterwards.
+    with the partial sums, in float32 like them, and the division comes afterwards. With several groups, each split over
+    ranks, there is a scalar for each, and so their sums of squares have an all-reduce of their own.
+
+    own_group: whether a group is this rank's, [n_groups], where ranks share one of several. It is a tensor, so that a
+        graph takes it as an input, see `VocabParallelEmbedding.first_row`.
     """
+
+    own_group: torch.Tensor | None
 
     def __init__(self, config: ModelConfig, in_features: int, parallel: Parallel):
         super().__init__(in_features, config.hidden_size, bias=config.mamba_proj_bias)
+        groups = config.mamba_n_groups
         self.parallel = parallel
-        self.norm_is_split = parallel.degree > 1 and config.mamba_n_groups == 1
-        self.norm_channels = config.mamba_intermediate_size
+        self.norm_is_split = parallel.degree > groups
+        self.norm_channels = config.mamba_intermediate_size // groups
+        own_group = None
+        if config.has_collective_for_norms(parallel.degree):
+            # On the CPU even if the model is made on the meta device: no checkpoint has these values.
+            own_group = torch.arange(groups, device="cpu") == parallel.rank * groups // parallel.degree
+        self.register_buffer("own_group", own_group, persistent=False)
 
     def forward(self, y: torch.Tensor, z: torch.Tensor | None, norm: RMSNormGated) -> torch.Tensor:
         """Map y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is already gated."""
@@ -159,8 +171,20 @@ class _NormedProjection(Projection):
             total = self.parallel.all_reduce(self.operators.linear(norm(y, z), self.weight, None).float())
         else:
             gated = y.float() if z is None else y.float() * F.silu(z.float())
-            partial = self.operators.linear((gated * norm.weight.float()).to(norm.weight.dtype), self.weight, None)
             squares = (gated * gated).sum(-1, keepdim=True)
-            total, squares = self.parallel.all_reduce_together(partial.float(), squares)
-            total = total * torch.rsqrt(squares / self.norm_channels + norm.eps)
+            if self.own_group is not None:
+                of_groups = self.parallel.all_reduce(squares.where(self.own_group, 0.0))
+                squares = of_groups.where(self.own_group, 0.0).sum(-1, keepdim=True)
+                total = self.parallel.all_reduce(self._multiply(gated * self._factor(squares, norm), norm))
+            else:
+                total, squares = self.parallel.all_reduce_together(self._multiply(gated, norm), squares)
+                total = total * self._factor(squares, norm)
         return total if self.bias is None else total + self.bias.float()
+
+    def _factor(self, squares: torch.Tensor, norm: RMSNormGated) -> torch.Tensor:
+        return torch.rsqrt(squares / self.norm_channels + norm.eps)
+
+    def _multiply(self, normed: torch.Tensor, norm: RMSNormGated) -> torch.Tensor:
+        """Return this rank's partial sums in float32."""
+        weighted = (normed * norm.weight.float()).to(norm.weight.dtype)
+        return self.operators.linear(weighted, self.weight, None).float()

@@ -165,7 +165,8 @@ def step_work(
         vector_elements=config.layers_with(MAMBA) * per_layer,
         # Ranks add up float32.
         link_bytes=link_bytes(parts, batch_size * tokens, config.hidden_size, tp_degree, torch.float32.itemsize),
-        collectives=num_collectives(parts, tp_degree),
+        collectives=num_collectives(parts, tp_degree)
+        + config.layers_with(MAMBA) * config.has_collective_for_norms(tp_degree),
         layers=parts / PARTS_OF_LAYER,
     )
 

@@ -87,11 +87,11 @@ def test_a_model_without_expert_layers_is_dense(published):
 
 
 def test_degrees_that_split_it(published):
-    """Each rank has whole groups of the Mamba layers, so a norm needs no other rank."""
+    """Each rank has whole groups of the Mamba layers, or a part of one."""
     config = config_from_dict(published)
-    assert config.rank_dimensions(8).mamba_groups == 1
-    with pytest.raises(UserError, match="tp_degree is 16; this model can be split by 1, 2, 4, 8"):
-        config.rank_dimensions(16)
+    assert config.rank_dimensions(8).mamba_groups == config.rank_dimensions(32).mamba_groups == 1
+    with pytest.raises(UserError, match="tp_degree is 64; this model can be split by 1, 2, 4, 8, 16, 32"):
+        config.rank_dimensions(64)
 
 
 REFUSED = {

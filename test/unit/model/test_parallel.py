@@ -28,7 +28,7 @@ LAYERS = dict(layer_types=(MAMBA, ATTENTION))
 BIASES = dict(mamba_proj_bias=True, attention_bias=True)
 CASES = {
     "one group, two key heads": (dict(), (2, 4)),
-    "two groups, biases": (dict(mamba_n_groups=2, **BIASES), (2,)),
+    "two groups, biases": (dict(mamba_n_groups=2, **BIASES), (2, 4)),
     "four groups, biases, rope": (dict(mamba_n_groups=4, position_embedding_type="rope", **BIASES), (2, 4)),
     "one key head, three taps": (dict(num_key_value_heads=1, mamba_d_conv=3), (2, 4)),
     "four key heads, no conv bias": (dict(num_key_value_heads=4, mamba_conv_bias=False), (2, 4)),
@@ -45,7 +45,15 @@ MODELS = [
         for name, (changes, degrees) in CASES.items()
         for degree in degrees
     ),
-    *(pytest.param(nemotron_config(), degree, id=f"nemotron, {degree} ranks") for degree in (2, 4)),
+    *(
+        pytest.param(nemotron_config(**changes), degree, id=f"nemotron{name}, {degree} ranks")
+        for name, changes, degrees in (
+            ("", {}, (2, 4)),
+            (", groups of two ranks", dict(mamba_n_groups=2), (4,)),
+            (", latent", dict(moe_latent_size=40), (2, 4)),
+        )
+        for degree in degrees
+    ),
 ]
 CUTS = [20, 1, 5, 1]
 
@@ -226,14 +234,15 @@ def test_degrees_that_attention_can_be_split_by(heads, keys):
             config.rank_dimensions(degree)
 
 
-@pytest.mark.parametrize("groups, degree", list(product((1, 2, 4, 8), (1, 2, 4, 8))))
+@pytest.mark.parametrize("groups, degree", [*product((1, 2, 4, 8), (1, 2, 4, 8)), (4, 6), (6, 4)])
 def test_degrees_that_groups_can_be_split_by(groups, degree):
-    """A single group is on every rank. Several groups are divided evenly over the ranks, with their heads."""
-    config = small_config(layer_types=(MAMBA,), mamba_n_groups=groups, **DENSE)
-    if groups == 1 or groups % degree == 0:
+    """Groups are divided evenly over the ranks, with their heads; or ranks over the groups, whose heads they share."""
+    sizes = dict(mamba_n_heads=24, mamba_d_head=8, hidden_size=96, vocab_size=240, shared_intermediate_size=240)
+    config = small_config(layer_types=(MAMBA,), mamba_n_groups=groups, **sizes, **DENSE)
+    if groups % degree == 0 or degree % groups == 0:
         rank = config.rank_dimensions(degree)
         assert rank.mamba_groups == max(1, groups // degree)
-        assert rank.mamba_conv_dim == (8 * 16 + 2 * max(degree, groups) * 16) // degree
+        assert rank.mamba_conv_dim == (24 * 8 + 2 * max(degree, groups) * 16) // degree
     else:
         with pytest.raises(UserError, match=f"tp_degree is {degree}; this model can be split by "):
             config.rank_dimensions(degree)

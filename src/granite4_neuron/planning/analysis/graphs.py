@@ -219,7 +219,8 @@ def report(
         trace = partial(_trace_layers, trace_graph, graph)
         prompt_tokens = tokens if kind == PREFILL else None
         num_experts = config.num_local_experts if kind == DECODE and graph.rows > MOST_GATHERED else 0
-        yield replace(graph_report(name, config, trace, graph.minimum(), num_experts), prompt_tokens=prompt_tokens)
+        reported = graph_report(name, config, trace, graph.minimum(), num_experts, tp_degree)
+        yield replace(reported, prompt_tokens=prompt_tokens)
 
 
 def _trace_layers(trace_graph: Callable[[Graph], Traced], graph: Graph, layer_types: Sequence[str]) -> Traced:
@@ -232,6 +233,7 @@ def graph_report(
     trace: Callable[[Sequence[str]], Traced],
     least: Minimum,
     num_experts: int = 0,
+    tp_degree: int = 1,
 ) -> GraphReport:
     """Report a model's graph, from graphs of few layers.
 
@@ -240,6 +242,7 @@ def graph_report(
         trace: makes the graph of a model with other `layer_types`.
         least: the minimum cost of the graph.
         num_experts: as `hlo_lint.findings` takes it.
+        tp_degree: ranks, of one of which the graph is.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -262,7 +265,9 @@ def graph_report(
             outside = outside - of_layers[kind]
     findings = hlo_lint.findings(hlo_text(few.proto), few.widens_places, num_experts, few.states)
     for kind, found in of_layers.items():
-        findings += hlo_lint.findings_of_layer(kind, found, config.parts(kind).count)
+        parts = config.parts(kind)
+        needed = parts.count + (parts.mixer == MAMBA and config.has_collective_for_norms(tp_degree))
+        findings += hlo_lint.findings_of_layer(kind, found, needed)
     return GraphReport(
         graph=name,
         weight_bytes=weight_bytes,
