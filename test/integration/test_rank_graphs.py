@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig, LayerParts, published_config
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, LayerParts, published_config
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.planning.analysis import hlo_lint
@@ -25,8 +25,14 @@ CONFIGS = {
     "h-small": GraniteMoeHybridConfig.from_family("h-small"),
     "h-tiny": GraniteMoeHybridConfig.from_family("h-tiny"),
     "nano": published_config("nemotron-3-nano-30b-a3b"),
+    "super": published_config("nemotron-3-super-120b-a12b"),
 }
-FAST = [("h-small", 4, DECODE, (0, 3)), ("h-tiny", 2, COMMIT, (0, 1)), ("nano", 2, DECODE, (0, 1))]
+FAST = [
+    ("h-small", 4, DECODE, (0, 3)),
+    ("h-tiny", 2, COMMIT, (0, 1)),
+    ("nano", 2, DECODE, (0, 1)),
+    ("super", 16, DECODE, (0, 15)),
+]
 CASES = [
     *FAST,
     *(
@@ -63,8 +69,10 @@ def test_one_graph_for_all_ranks(name, degree, kind, ranks):
     assert text_findings(text) == []
     assert hlo_lint.findings(hlo_text(hlo_proto_of(text)), True, states=tuple(lowered.donated)) == []
     everyone = str([list(range(degree))]), "f32"
-    # Sums: one for each mixer, one for each feed-forward block, one for the embedding. A gather for the logits.
-    expected = (0, 0) if kind == COMMIT else (config.num_parts + 1, 1)
+    # Sums: one for each mixer, one for each feed-forward block, one for the embedding, one for each norm whose groups
+    # ranks share. A gather for the logits.
+    norms = config.layers_with(MAMBA) if degree > config.mamba_n_groups > 1 else 0
+    expected = (0, 0) if kind == COMMIT else (config.num_parts + 1 + norms, 1)
     assert sent(text) == {"all_reduce": [everyone] * expected[0], "all_gather": [everyone] * expected[1]}
 
 
@@ -100,9 +108,10 @@ def test_the_report_counts_collectives(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_the_report_of_layers_of_one_part():
+@pytest.mark.parametrize("latent", [0, 40])
+def test_the_report_of_layers_of_one_part(latent):
     """Each kind of layer has its weights and one all-reduce; routers stay in float32; nothing breaks a rule."""
-    config = nemotron_config()
+    config = nemotron_config(moe_latent_size=latent)
     decode, commit = (
         each for each in report(config, torch.bfloat16, 2, 1, (), 64, 4, trace_torch) if "verify" not in each.graph
     )

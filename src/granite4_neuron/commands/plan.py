@@ -15,6 +15,7 @@ from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_o
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, is_compiled
@@ -56,6 +57,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
+    planner.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="memory: count the weights in this format. No backend for Neuron computes with such weights yet",
+    )
     add_ranks_and_sequences(planner, tp_degree=4)
     planner.add_argument(
         "--context",
@@ -132,7 +138,7 @@ def _check_questions(options: argparse.Namespace, has_traffic: bool) -> None:
     of_latency += ["count_graphs"] if options.count_graphs else []
     _refuse(of_latency, "belongs to --latency; give that too, or leave it out.")
     if has_traffic:
-        of_memory = [name for name in ("verify", "draft_model", "context") if getattr(options, name)]
+        of_memory = [name for name in ("verify", "draft_model", "context", "quantize") if getattr(options, name)]
         _refuse(of_memory, "is about memory; leave it out with --traffic and --rate.")
 
 
@@ -149,7 +155,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
     check_plot(options.plot)
-    of_memory = [name for name in ("verify", "draft_model", "token_buckets") if getattr(options, name)]
+    of_memory = [name for name in ("verify", "draft_model", "token_buckets", "quantize") if getattr(options, name)]
     _refuse(of_memory, "is about memory; leave it out with --latency.")
     config, stored_dtype = config_and_dtype(options.model)
     dtype = dtype_of(options.dtype or stored_dtype)
@@ -283,7 +289,8 @@ def _plan_model(options: argparse.Namespace) -> int:
     def add(name: str, count: int, at_most: float = 1, remark: str = "") -> None:
         table.add_row(name, _gibibytes(count), _gibibytes(round(count * at_most)), remark)
 
-    add("weights", planned.weights)
+    in_format = "" if planned.quantize is None else f"in {planned.quantize}, which no backend for Neuron runs yet"
+    add("weights", planned.weights, remark=in_format)
     add(f"Mamba state of {batch_size}", batch_size * planned.state)
     length = planned.options.cache_length(planned.config, context)
     add(f"KV cache of {batch_size} x {length:,} tokens", batch_size * length * planned.token)
@@ -307,6 +314,8 @@ def _plan_model(options: argparse.Namespace) -> int:
     table.add_row("sum", _gibibytes(planned.total), _gibibytes(planned.at_most), "")
     table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens", "", "")
     table.add_row("largest batch of this context", f"{planned.largest_batch:,}", "", "")
+    if (split := planned.fewest_ranks) is not None:
+        table.add_row("fewest ranks", f"{split.tp_degree}, on {split.chips_in_words}", "", "")
     write(planned.verdict())
     print_table(table)
     _write_live_sets(planned)
@@ -360,6 +369,8 @@ def _plan_all(options: argparse.Namespace) -> int:
     """Print a line for each published model: what fits at its whole context, or at the requested one."""
     from rich.table import Table
 
+    from granite4_neuron.planning import plan
+
     table = Table("model", "weights", "context", "state and cache", "sum", "at most", "", "largest batch")
     batch = f"{options.tp_degree} ranks, --backend {options.backend}, batch {options.batch_size}"
     room = _gibibytes(INSTANCES[options.instance].chip.core_bytes)
@@ -373,7 +384,9 @@ def _plan_all(options: argparse.Namespace) -> int:
             continue
         sequence = planned.state + planned.context * planned.token
         short_name = name.removeprefix("granite-4.0-")
-        outcomes[short_name] = _fit(planned)
+        fit = _fit(planned)
+        does_not_fit = fit == plan.DOES_NOT_FIT
+        outcomes[short_name] = f"{fit}; over more ranks {planned.where_it_fits()}" if does_not_fit else fit
         table.add_row(
             short_name,
             _gibibytes(planned.weights),
@@ -381,7 +394,7 @@ def _plan_all(options: argparse.Namespace) -> int:
             _gibibytes(sequence),
             _gibibytes(planned.total),
             _gibibytes(planned.at_most),
-            outcomes[short_name],
+            fit,
             f"{planned.largest_batch:,}",
         )
     if not table.rows:
@@ -421,7 +434,8 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     sizes = (options.instance, options.tp_degree, options.batch_size, context)
 
     def plan_one(config: ModelConfig, stored_dtype: str, draft: plan.Plan | None = None) -> plan.Plan:
-        return plan.plan(config, dtype_of(options.dtype or stored_dtype), *sizes, graphs, draft=draft)
+        planned = plan.plan(config, dtype_of(options.dtype or stored_dtype), *sizes, graphs, draft=draft)
+        return planned if options.quantize is None else planned.quantized(options.quantize)
 
     model, *drafts = models
     return plan_one(*model, *(plan_one(*draft) for draft in drafts))

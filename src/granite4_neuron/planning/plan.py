@@ -7,6 +7,7 @@ Tensors are exact. Graphs and temporaries are estimates with an upper end. So a 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,8 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.devices.neuron.sdk import INSTANCES, Chip
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.parameters import parameters
+from granite4_neuron.model.parameters import HEAD, Parameter, parameters
+from granite4_neuron.ops import FORMATS
 from granite4_neuron.planning.analysis import temporaries
 from granite4_neuron.planning.analysis.device_graphs import DeviceGraphOptions
 from granite4_neuron.planning.analysis.graph_memory import GRAPHS_AT_MOST, MICROCODE_BYTES, GraphMemory, graph_memory
@@ -47,6 +49,7 @@ class Plan:
     options: the graphs that are compiled.
     chip: that the core is of.
     draft: the plan of a draft model that is loaded too. A step's temporaries are the larger of the two models'.
+    quantize: the format that the weights are counted in, see `quantized`; None for `dtype`.
     """
 
     config: ModelConfig
@@ -61,6 +64,7 @@ class Plan:
     options: GraphOptions | DeviceGraphOptions
     chip: Chip
     draft: Plan | None = None
+    quantize: str | None = None
 
     @property
     def core_bytes(self) -> int:
@@ -113,6 +117,31 @@ class Plan:
         draft = None if self.draft is None else replace(self.draft, options=options)
         return replace(self, options=options, draft=draft)
 
+    def quantized(self, quantize: str) -> Plan:
+        """Return this plan with the weights in one of `QUANTIZATIONS`. No backend for Neuron computes with them."""
+        return replace(self, quantize=quantize)._over(self.tp_degree)
+
+    @property
+    def fewest_ranks(self) -> Plan | None:
+        """The plan of this over the fewest ranks that fit for certain, with one graph of each kind if need be; None if
+        the model cannot be split over so many. It may be more ranks than an instance has.
+        """
+        for tp_degree in self.config.tp_degrees():
+            if self.draft is None or tp_degree in self.draft.config.tp_degrees():
+                split = self._over(tp_degree)
+                for each in (split, split.with_fewest_graphs):
+                    if each.outcome == FITS:
+                        return each
+        return None
+
+    @property
+    def chips(self) -> int:
+        return math.ceil(self.tp_degree / self.chip.logical_cores)
+
+    @property
+    def chips_in_words(self) -> str:
+        return f"{self.chips} chip{'' if self.chips == 1 else 's'}"
+
     @property
     def longest_context(self) -> int:
         """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
@@ -123,6 +152,13 @@ class Plan:
         """The most sequences of this context that fit; 0 for none."""
         enough = self.core_bytes // self._sequence(self.context)
         return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= self.core_bytes)
+
+    def where_it_fits(self) -> str:
+        """Return a clause on `fewest_ranks`, to follow "over more ranks"."""
+        split = self.fewest_ranks
+        if split is None:
+            return f"no number up to {self.config.tp_degrees()[-1]} surely fits"
+        return f"{split.tp_degree} fit, on {split.chips_in_words}"
 
     def verdict(self) -> str:
         """Return whether it fits, how certain that is, and what would fit."""
@@ -147,11 +183,16 @@ class Plan:
                 f"{self.options.fewest(self.context)[1]}."
             )
         if fewest._at_most(1, 1) > self.core_bytes:
-            return " Split it over more ranks."
+            return f" Split it over more ranks: {self.where_it_fits()}."
         longest, largest = self.longest_context, self.largest_batch
         if not longest and not largest:
             return " Take fewer graphs and shorter sequences."
         return f" {longest:,} tokens do at this batch size, or {largest:,} sequences of this context."
+
+    def _over(self, tp_degree: int) -> Plan:
+        draft = None if self.draft is None else self.draft._over(tp_degree)
+        weights, state, token = _tensor_bytes(self.config, self.dtype, tp_degree, self.quantize)
+        return replace(self, tp_degree=tp_degree, draft=draft, weights=weights, state=state, token=token)
 
     def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
         made = self.options.graphs(self.config, batch_size, context)
@@ -225,22 +266,40 @@ def plan(
     check_ranks(instance, tp_degree)
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
-    # A tied head is stored a second time: by NxD Inference, and on PyTorch's device with its inputs first.
-    table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
+    weights, state, token = _tensor_bytes(config, dtype, tp_degree)
     return Plan(
         config,
         dtype,
         tp_degree,
         batch_size,
         context,
-        weights=sum(one.nbytes(dtype.itemsize) for one in table.values()),
-        state=sequence_bytes(config, dtype.itemsize, tp_degree),
-        token=token_bytes(config, dtype.itemsize, tp_degree),
+        weights=weights,
+        state=state,
+        token=token,
         logits=config.vocab_size * torch.float32.itemsize * 2,
         options=options,
         chip=INSTANCES[instance].chip,
         draft=draft,
     )
+
+
+def _tensor_bytes(
+    config: ModelConfig, dtype: torch.dtype, tp_degree: int, quantize: str | None = None
+) -> tuple[int, int, int]:
+    """Return a rank's bytes of weights, of a sequence's state, and of a token's keys and values."""
+    # A tied head is stored a second time: by NxD Inference, and on PyTorch's device with its inputs first.
+    table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
+    weights = {name: one.nbytes(dtype.itemsize) for name, one in table.items()}
+    if quantize is not None:
+        weights |= {name: _quantized_bytes(name, one, quantize) for name, one in table.items() if one.may_be_quantized}
+    sequence = sequence_bytes(config, dtype.itemsize, tp_degree), token_bytes(config, dtype.itemsize, tp_degree)
+    return sum(weights.values()), *sequence
+
+
+def _quantized_bytes(name: str, matrix: Parameter, quantize: str) -> int:
+    of_model = FORMATS[quantize]
+    layout = (of_model.head if name == HEAD else of_model).layout(torch.Size(matrix.shape))
+    return sum(size.numel() * dtype.itemsize for size, dtype in layout.values())
 
 
 def check_ranks(instance: str, tp_degree: int) -> None:

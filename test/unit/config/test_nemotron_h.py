@@ -132,7 +132,13 @@ def test_another_family_is_not_read_as_one():
 
 
 @pytest.mark.parametrize(
-    "name, counts, millions", [("nano-4b", (21, 4, 17, 0), 3_974), ("nemotron-3-nano-30b-a3b", (23, 6, 0, 23), 31_578)]
+    "name, counts, millions",
+    [
+        ("nano-4b", (21, 4, 17, 0), 3_974),
+        ("nemotron-3-nano-30b-a3b", (23, 6, 0, 23), 31_578),
+        ("nemotron-3-super-120b-a12b", (40, 8, 0, 40), 120_669),
+        ("nemotron-3-ultra-550b-a55b", (48, 12, 0, 48), 549_309),
+    ],
 )
 def test_published_dimensions(name, counts, millions):
     config = published_config(name)

@@ -197,13 +197,48 @@ ON_TORCH = re.findall(
 )
 
 
+ON_CHIPS = re.findall(
+    r"^\| (\S+) \| (bfloat16|8 bits) \| (\d+) \| (Trainium\d) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| "
+    r"([\d,]+) \|$",
+    (ROOT / "docs" / "trainium.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
 def test_the_published_table_of_a_pytorch_device():
-    assert len(ON_TORCH) == 10
+    assert len(ON_TORCH) == 10 and len(ON_CHIPS) == 8
     for name, ranks, context, *figures in ON_TORCH:
         sizes = "trn2.3xlarge", int(ranks), 1, int(context.replace(",", ""))
         result = plan.plan(published_config(name), torch.bfloat16, *sizes, DeviceGraphOptions())
         bytes_of = result.weights, result.total, result.at_most
         assert figures == [*(f"{count / GIBIBYTE:.1f}" for count in bytes_of), f"{result.largest_batch:,}"], name
+    for name, format, state, chip, *figures in ON_CHIPS:
+        config = published_config(name)
+        assert f"{plan.sequence_bytes(config, 2) / 2**20:.0f}" == state
+        sizes = f"trn{chip[-1]}.3xlarge", 4, 1, 4096
+        result = plan.plan(config, torch.bfloat16, *sizes, DeviceGraphOptions())
+        result = (result if format == "bfloat16" else result.quantized("int8")).fewest_ranks
+        counts = [f"{count / GIBIBYTE:.1f}" for count in (result.weights, result.total, result.at_most)]
+        assert figures == [str(result.tp_degree), str(result.chips), *counts, f"{result.largest_batch:,}"], name
+
+
+@pytest.mark.parametrize("name", ["h-tiny", "nemotron-3-nano-30b-a3b"])
+def test_weights_in_a_format(name):
+    """Every matrix but the embedding and the routers has a byte for each number, and four for each row's scale."""
+    config = published_config(name)
+    plain = plan.plan(config, torch.bfloat16, "trn2.3xlarge", 4, 1, 4096, DeviceGraphOptions())
+    quantized = plain.quantized("int8")
+    with torch.device("meta"):
+        matrices = [
+            module.weight
+            for module in model_of(config, Parallel(0, 4)).modules()
+            if getattr(module, "may_be_quantized", False)
+        ]
+    saved = sum(matrix.numel() - 4 * matrix.shape[:-1].numel() for matrix in matrices)
+    assert (
+        plain.weights - quantized.weights == saved and plain.fewest_ranks.tp_degree >= quantized.fewest_ranks.tp_degree
+    )
+    assert (plain.state, plain.token) == (quantized.state, quantized.token)
 
 
 def test_refusals():
@@ -293,7 +328,15 @@ def test_command(capsys):
     output = capsys.readouterr().out
     assert "h-small" in output and "can be split by" in output
     assert main(["plan"]) == 0
-    assert capsys.readouterr().out.startswith(f"{len(published_names())} of {len(published_names())} models fit")
+    output = capsys.readouterr().out
+    assert output.startswith(f"{len(published_names()) - 2} of {len(published_names())} models fit")
+    assert "nemotron-3-super-120b-a12b: does not fit; over more ranks 16 fit, on 4 chips." in output
+    super_in_8_bits = ["plan", "--model", "nemotron-3-super-120b-a12b", "--quantize", "int8", "--context", "4096"]
+    assert main(super_in_8_bits) == 1
+    output = capsys.readouterr().out
+    assert "Split it over more ranks: 8 fit, on 2 chips." in output and "in int8, which no backend" in output
+    assert main([*super_in_8_bits, "--latency"]) == 2
+    assert "--quantize is about memory" in capsys.readouterr().err
     assert main(["plan", *nxdi]) == 0
     output = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert "fits with fewer graphs" in output and output.startswith("8 of 9 models fit")
