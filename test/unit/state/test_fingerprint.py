@@ -239,7 +239,7 @@ class TestKernels:
         some, others = (fingerprint_of("torch", only_attention, state_dtype=dtype) for dtype in (None, torch.float16))
         assert some.difference(others) is None
 
-    @pytest.mark.parametrize("what", ["instruction_sets", "_version"])
+    @pytest.mark.parametrize("what", ["instruction_sets", "installed_version"])
     def test_another_version(self, monkeypatch, what):
         before = fingerprint_of("torch")
         monkeypatch.setattr(bound_model, what, lambda: "another")
