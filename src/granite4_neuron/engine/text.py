@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -36,6 +36,7 @@ class TextStream:
     ):
         self._tokenizer: Tokenizer | None = None if tokenizer is None else tokenizer.backend_tokenizer
         self._skips_special = skip_special_tokens
+        self._textless: Set[str] = _special_tokens(self._tokenizer) if skip_special_tokens else frozenset()
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._searched = _searched(tuple(stop))
         self._place = 0  # in what is searched
@@ -71,19 +72,39 @@ class TextStream:
     def finish(self) -> str:
         """Return the text that was held back. Call it when no token follows."""
         if self._tokenizer is not None and len(self._undecoded) > self._of_prompt:
-            self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
+            self._held += self._decoded(self._undecoded)
         self._undecoded = []
         return self._give_out(len(self._held))
 
     def _text_of(self, token: int) -> str:
         if self._tokenizer is None:
             return ""
+        spelled = self._tokenizer.id_to_token(token)
+        if spelled is None or spelled in self._textless:
+            return ""
         self._undecoded.append(token)
         text = self._decoder.step(self._tokenizer, token)
         if text is None:
-            return ""
+            return self._broken_text() if len(self._undecoded) > _LONGEST_CHARACTER else ""
         self._undecoded, self._of_prompt = [], 0
         return text
+
+    def _broken_text(self) -> str:
+        """Return what is certain of a text that is no whole character yet, though it has the tokens of one. The decoder
+        would keep these tokens, and read them again with each new one.
+        """
+        whole = self._decoded(self._undecoded)
+        for number in range(1, _LONGEST_CHARACTER):
+            certain, last = self._undecoded[:-number], self._undecoded[-number:]
+            if (text := self._decoded(certain)) + self._decoded(last) == whole:
+                self._decoder = DecodeStream(ids=last, skip_special_tokens=self._skips_special)
+                self._undecoded, self._of_prompt = last, 0
+                return text
+        return ""
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips_special)
 
     def _incomplete_end(self, prompt: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of a prompt that ends in the middle of a character; otherwise none."""
@@ -147,6 +168,12 @@ class SearchedTexts:
         while place and character not in self._next[place]:
             place = self._shorter[place]
         return self._next[place].get(character, 0)
+
+
+@lru_cache(maxsize=1)
+def _special_tokens(tokenizer: Tokenizer | None) -> Set[str]:
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return {token.content for token in added.values() if token.special}
 
 
 @lru_cache(maxsize=4)  # the choices of a request have the same

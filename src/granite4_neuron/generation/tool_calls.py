@@ -93,16 +93,17 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         UserError: it is not text.
     """
     check_text(text, "the answer")
-    content, calls = "", []
+    content: list[str] = []
+    calls: list[tuple[str, list[str]]] = []
     for piece in pieces_of(text, ToolCallStream()):
         match piece:
             case Content():
-                content += piece.text
+                content.append(piece.text)
             case CallStart():
-                calls.append(ToolCall(piece.name, ""))
+                calls.append((piece.name, []))
             case Arguments():
-                calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + piece.text)
-    return content, calls
+                calls[-1][1].append(piece.text)
+    return "".join(content), [ToolCall(name, "".join(arguments)) for name, arguments in calls]
 
 
 def without_space(text: str) -> str:
@@ -168,9 +169,7 @@ class PieceStream(Protocol):
 
 def pieces_of(text: str, stream: PieceStream, is_cut: bool = False) -> list[Any]:
     """Return all pieces of a whole answer; see `PieceStream.finish`."""
-    # In parts, because each step copies what is held.
-    pieces = [piece for start in range(0, len(text), _PART) for piece in stream.add(text[start : start + _PART])]
-    return [*pieces, *stream.finish(is_cut)]
+    return [*stream.add(text), *stream.finish(is_cut)]
 
 
 class _ObjectScan:
@@ -234,16 +233,22 @@ class ToolCallStream:
 
     def add(self, text: str) -> list[Piece]:
         """Add a piece of the answer; return what is now certain."""
-        self._held += text
         pieces: list[Piece] = []
-        while (found := self._step()) is not None:
-            pieces += found
-        return [piece for piece in pieces if isinstance(piece, CallStart) or piece.text]
+        for start in range(0, len(text), _PART):  # because each step copies what is held
+            self._held += text[start : start + _PART]
+            pieces += self._steps()
+        return pieces
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
         """See `PieceStream.finish`."""
         self._is_whole, self._is_cut = True, is_cut
-        return self.add("")
+        return self._steps()
+
+    def _steps(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while (found := self._step()) is not None:
+            pieces += found
+        return [piece for piece in pieces if isinstance(piece, CallStart) or piece.text]
 
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
@@ -325,11 +330,11 @@ class ToolCallStream:
             length = len(self._held)
         elif not length:
             return None
-        text = self._held[:length]
-        for begin, end, right in reversed(self._object.wrong):
-            text = text[:begin] + right + text[end:]
-        self._take(length)
-        return [Arguments(text)]
+        text, parts, at = self._take(length), [], 0
+        for begin, end, right in self._object.wrong:
+            parts += [text[at:begin], right]
+            at = end
+        return [Arguments("".join([*parts, text[at:]]))]
 
     def _after_call(self) -> list[Piece] | None:
         self._held = self._held.lstrip()

@@ -64,12 +64,13 @@ class XmlToolCallStream(ToolCallStream):
     def __init__(self, tools: Sequence[Tool]):
         super().__init__(CallMarks(others=(_FUNCTION,)))
         self._tools = {tool.name: _properties(tool) for tool in tools}
+        self._ends: dict[str, regex.Pattern[str]] = {}  # of values, by the tool; "" for those that are unknown
+        self._end_of_value: regex.Pattern[str]
         self._parameters: Mapping[str, Any] = {}  # schemas of the call that has begun, by name
         self._given: set[str] = set()  # its parameters up to now
         self._is_again = False  # whether the value that has begun is of a parameter that has one, and is left out
         self._types: frozenset[str] = frozenset()  # of the value that has begun; none for any
         self._value: list[str] = []  # the parts of it, unless it is a string
-        self._end_of_value = _end_of_value(())
 
     def _in_text(self) -> list[Piece] | None:
         if self._follows_call:
@@ -118,7 +119,11 @@ class XmlToolCallStream(ToolCallStream):
         if head.partial:
             return None
         self._take(head.end())
-        self._step, self._parameters, self._given = self._in_body, self._tools.get(head[1], {}), set()
+        tool = head[1] if head[1] in self._tools else ""
+        self._step, self._parameters, self._given = self._in_body, self._tools.get(tool, {}), set()
+        if tool not in self._ends:
+            self._ends[tool] = _end_of_value(self._parameters)
+        self._end_of_value = self._ends[tool]
         return [CallStart(head[1])]
 
     def _in_body(self) -> list[Piece] | None:
@@ -147,7 +152,6 @@ class XmlToolCallStream(ToolCallStream):
         self._is_again = name in self._given
         self._given.add(name)
         self._types, self._value = _types(self._parameters.get(name, {})), []
-        self._end_of_value = _end_of_value(self._parameters.keys() - self._given)
         self._step = self._in_text_value if self._types == _TEXT else self._in_value
         if self._is_again:
             self._step = self._in_value
@@ -175,6 +179,8 @@ class XmlToolCallStream(ToolCallStream):
         # The end of the answer ends a call, too.
         text = self._held + (CLOSE if self._is_whole else "")
         end = self._end_of_value.search(text, partial=not self._is_whole)
+        while end is not None and not end.partial and end["next"] in self._given:  # a value may spell it
+            end = self._end_of_value.search(text, end.end() + 1, partial=not self._is_whole)
         value = self._take(len(self._held) if end is None else end.start())
         if end is None or end.partial:
             return value, False
@@ -188,15 +194,15 @@ class XmlToolCallStream(ToolCallStream):
         return [Arguments(arguments)]
 
 
-def _end_of_value(others: Collection[str]) -> regex.Pattern[str]:
+def _end_of_value(parameters: Collection[str]) -> regex.Pattern[str]:
     """Return what ends a value: its mark, if another one follows, because a text may spell it; or, where it is missing,
-    the next parameter, one of these `others`, or the end of the call.
+    the `next` one of these parameters, or the end of the call.
     """
     open_or_close = f"(?:{OPEN}|{CLOSE}|<function=)"
     return regex.compile(
         rf"\n?(?:{_END_OF_VALUE}{SPACE}(?=<parameter=|{_END_OF_CALL}|{open_or_close})"
-        rf"|(?=<parameter=\L<others>>)|(?={_END_OF_CALL}{SPACE}{open_or_close}))",
-        others=others,
+        rf"|(?=<parameter=(?P<next>\L<parameters>)>)|(?={_END_OF_CALL}{SPACE}{open_or_close}))",
+        parameters=parameters,
     )
 
 

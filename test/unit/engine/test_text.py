@@ -49,6 +49,9 @@ def text_of(tokenizer, tokens, prompt=(), stop=()):
         b"ab\xff\xffcd",
         b"\xe2\x82a",
         "🎉".encode()[:3],
+        b"\x80" * 9 + "é".encode(),
+        b"a" + b"\xe2\x82" * 7 + b"\xac",
+        b"\xff" * 5 + "🎉".encode() * 2 + b"\xf0\x9f\x8e" * 3,
         "\N{REPLACEMENT CHARACTER}".encode(),
     ],
     ids=repr,
@@ -65,6 +68,18 @@ def test_a_prompt_that_ends_in_the_middle_of_a_character(tokenizer, ids, cut):
     whole = 2 + cut // 3 * 3
     expected = ("ab" + WORD + "cd").encode()[whole:].decode()
     assert text_of(tokenizer, tokens[2 + cut :], prompt=tokens[: 2 + cut]) == expected
+
+
+def test_what_is_no_character_is_not_read_again(tokenizer, ids):
+    """The decoder gets back, with each token, those that have given no text."""
+    draw, special, unknown = random.Random(0), tokenizer.all_special_ids[0], 10**6
+    broken = [draw.choice([*ids(b"\x80\xbf\xc3\xe2\xf0\xff"), special, unknown]) for _ in range(500)]
+    for tokens in (ids(b"\xe2\x82" * 250), [special] * 500, [unknown] * 500, broken):
+        stream, text = TextStream(tokenizer, ()), ""
+        for token in tokens:
+            text += stream.add(token)
+            assert len(stream._undecoded) <= 5
+        assert text + stream.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_a_prompt_that_ends_with_a_replacement_character(tokenizer):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation import tool_calls
 from granite4_neuron.generation.answer_formats import (
     GRANITE,
     GRANITE_3,
@@ -19,7 +20,9 @@ from granite4_neuron.generation.answer_formats import (
     GRANITE_3_3,
     NEMOTRON,
     NEMOTRON_NANO_2,
+    AnswerStream,
     Thought,
+    _MarkedAnswer,
     answer_format,
     shows_unknown_calls,
 )
@@ -32,11 +35,13 @@ from granite4_neuron.generation.tool_calls import (
     CallStart,
     Content,
     Tool,
+    ToolCallStream,
     calls_grammar,
     pieces_of,
 )
 from granite4_neuron.generation.xml_tool_calls import XmlToolCallStream, xml_call_rules
 from test.support.checkpoints import save_byte_tokenizer
+from test.support.counting import steps_of
 from test.support.tool_template import (
     GRANITE_3_2_TEMPLATE,
     GRANITE_3_3_TEMPLATE,
@@ -591,40 +596,80 @@ def test_strings_are_streamed_as_they_are_generated():
 
 
 CALL = f"{OPEN}\n<function=weather>\n"
-LONG = {  # what may be held back, and what is repeated
+VALUE = "<parameter=days>\n3\n</parameter>\n"
+IN_JSON = f'{OPEN}{{"name": "weather", "arguments": {{"city": '
+LONG = {  # the beginning of an answer, and what is repeated behind it
+    "text": ("", "a "),
     "space before a call": ("text", " "),
+    "marks": ("", OPEN),
+    "the beginning of marks": ("", OPEN[:-1]),
+    "ends of thoughts": ("", "</think>"),
+    "thoughts": ("", "<think></think>"),
+    "space before a thought": ("", " "),
+    "thoughts in words": ("Here is my thought process:", "Here is my response:"),
+    "marked answers": ("<think></think><response>", "</response"),
     "space behind a mark": (OPEN, " "),
+    "a name in JSON": (f'{OPEN}{{"name": "', "a"),
+    "space in JSON": (f'{OPEN}{{"name": "weather"', " "),
+    "space before JSON": (OPEN, "\t"),
+    "another order": (f'{OPEN}{{"arguments": {{"city": "', "a"),
+    "calls in JSON": ("", f"{IN_JSON}1}}}}{CLOSE}\n"),
+    "calls without an end": ("", f"{IN_JSON}1}}}}\n"),
+    "constants": (f"{IN_JSON}[", "NaN,"),
+    "control characters": (f'{IN_JSON}"', "\n"),
+    "escapes": (f'{IN_JSON}"', "\\"),
+    "objects": (IN_JSON, '{"x":'),
+    "braces": (f"{IN_JSON}1}}", "}"),
+    "listed calls": (f"{OPEN}[", '{"name": "weather", "arguments": {}}, '),
+    "space in a list": (f"{OPEN}[", " "),
+    "functions": ("", "<function=weather>"),
     "the name of a function": (f"{OPEN}<function=f", "f"),
     "the name of a known function": ("<function=w", "e"),
     "space in a call": (CALL, "\n"),
     "the name of a parameter": (f"{CALL}<parameter=p", "p"),
+    "parameters": (CALL, VALUE),
+    "a parameter in the value of another": (f"{CALL}{VALUE}<parameter=city>\n", "<parameter=days>"),
+    "calls": ("", f"{CALL}{VALUE}</function>\n{CLOSE}\n"),
+    "a text": (f"{CALL}<parameter=city>\n", "a\n"),
+    "a value": (f"{CALL}<parameter=days>\n", "3"),
     "space behind a text": (f"{CALL}<parameter=city>\nx\n</parameter>", " "),
-    "space behind a value": (f"{CALL}<parameter=days>\n3\n</parameter>", " "),
+    "space behind a value": (f"{CALL}{VALUE}".rstrip(), " "),
+    "ends in a text": (f"{CALL}<parameter=city>\n", "</parameter>"),
     "space behind a call": (f"{CALL}</function>", " "),
-    "space behind a call in JSON": (f"{CALL}{{}}", " "),
+    "space behind a call in XML with JSON": (f"{CALL}{{}}", " "),
     "space behind all calls": (f"{CALL}</function>\n{CLOSE}", " "),
     "the end of a call in a text": (f"{CALL}<parameter=city>\n</function>", " "),
-    "a name in JSON": (f'{OPEN}{{"name": "', "a"),
-    "space in JSON": (f'{OPEN}{{"name": "weather"', " "),
-    "space before JSON": (OPEN, "\t"),
 }
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_thinking", [False, True])
-@pytest.mark.parametrize("granite", [False, True])
-def test_what_a_piece_costs_does_not_grow_with_what_came_before(is_thinking, granite):
-    """What is held back is read again with each piece; of an object in JSON only the new part is."""
-    for name, (start, repeated) in LONG.items():
-        if granite and "<function" in start:
+@pytest.mark.parametrize(
+    "format",
+    [NEMOTRON, GRANITE, GRANITE_3, GRANITE_3_2, GRANITE_3_3, NEMOTRON_NANO_2],
+    ids=["Nemotron", "Granite", "Granite 3", "Granite 3.2", "Granite 3.3", "Nemotron Nano 2"],
+)
+def test_the_work_grows_as_the_answer(format, is_thinking, monkeypatch):
+    """Four times the answer takes some four times the steps, not sixteen, in small pieces and all at once."""
+    monkeypatch.setattr(tool_calls, "_MOST_OBJECT", 300)
+    monkeypatch.setattr(tool_calls, "_PART", 300)
+    kinds = AnswerStream, ToolCallStream, _MarkedAnswer
+    opening = format.marks.open + "[" * format.marks.is_list
+    for name, parts in LONG.items():
+        if "<function" in "".join(parts) and format is not NEMOTRON:
             continue
-        divided = (GRANITE if granite else NEMOTRON).stream(TOOLS, is_thinking)
-        text, most = start + repeated * 9000, 0
-        pieces = []
-        for at in range(0, len(text), 3):
-            pieces += divided.add(text[at : at + 3])
-            calls = divided._stream
-            unread = calls._held[calls._scanned :] if calls._scanned else calls._held
-            most = max(most, len(unread) + len(divided._held) + len(divided._space))
-        assert most < 400, name
-        whole = pieces_of(text, (GRANITE if granite else NEMOTRON).stream(TOOLS, is_thinking))
-        assert joined([*pieces, *divided.finish()]) == joined(whole), name
+        start, repeated = (part.replace(OPEN, opening) for part in parts)
+        for part in (3, 10_000):
+            taken, pieces = [], []
+            for length in (700, 2800):
+                text, divided = start + repeated * (length // len(repeated)), format.stream(TOOLS, is_thinking)
+                pieces = []
+
+                def read(text=text, divided=divided, pieces=pieces, part=part):
+                    for at in range(0, len(text), part):
+                        pieces += divided.add(text[at : at + part])
+                    pieces += divided.finish()
+
+                taken.append(steps_of(read, *kinds))
+            assert taken[1] < 6 * taken[0], (name, part, taken)
+            assert joined(pieces) == joined(pieces_of(text, format.stream(TOOLS, is_thinking))), (name, part)

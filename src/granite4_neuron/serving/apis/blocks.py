@@ -18,7 +18,7 @@ class Block:
     index: its place among all.
     tool: the name of the tool that it calls; None for a text or a thought.
     is_thought: whether it is what the model thinks before it answers.
-    text: what there is of the text, or of the call's arguments in JSON.
+    parts: of the text, or of the call's arguments in JSON.
     logprobs: of its tokens, if the request asks for them; a call's begin with those of the mark before it.
     has_ended: whether nothing more is added to it.
     is_cut: whether the answer ended within it before it was complete.
@@ -28,11 +28,16 @@ class Block:
     index: int
     tool: str | None = None
     is_thought: bool = False
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_ended: bool = False
     is_cut: bool = False
     id: str = field(default_factory=new_id)
+
+    @property
+    def text(self) -> str:
+        """What there is of it."""
+        return "".join(self.parts)
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,6 @@ class Blocks:
     def _continue(self, text: str) -> Delta:
         block = self.found[-1]
         logprobs, self._logprobs = self._logprobs, []
-        block.text += text
+        block.parts.append(text)
         block.logprobs += logprobs
         return Delta(block, text, logprobs)

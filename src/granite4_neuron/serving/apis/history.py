@@ -18,15 +18,15 @@ class History:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        self._thought = ""  # before the model's next message
+        self._thoughts: list[str] = []  # before the model's next message
 
     def think(self, text: str) -> None:
         """Add what the model thought before it said what follows."""
-        self._thought += text
+        self._thoughts.append(text)
 
     def say(self, role: str, text: str) -> None:
         """Add a text of the role."""
-        thought, self._thought = self._thought, ""
+        thought, self._thoughts = "".join(self._thoughts), []
         self._messages.append({"role": role, "content": text, "reasoning_content": thought or None})
 
     def call(self, id: str, name: str, arguments: Mapping[str, Any]) -> None:

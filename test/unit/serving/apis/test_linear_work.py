@@ -1,29 +1,33 @@
-"""The work for a body grows as its length does, whatever a client writes: counted in lines of this package that run,
-and in bytes that are held at once.
+"""The work for a body grows as its length does, whatever a client writes, and that for an answer, whatever the model
+writes: counted in lines of this package that run, in characters that are copied, and in bytes that are held at once.
 """
 
 import json
-import sys
 import tracemalloc
 from contextlib import closing
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 pytest.importorskip("pydantic", reason="granite4-neuron[serve] is not installed")
 
-import granite4_neuron
+from granite4_neuron.engine import Output
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.answer_formats import AnswerStream
+from granite4_neuron.generation.tool_calls import ToolCallStream
+from granite4_neuron.serving.apis.blocks import Block
+from granite4_neuron.serving.apis.chat.answers import TokenTexts
 from granite4_neuron.serving.apis.chat.protocol import parse
 from granite4_neuron.serving.apis.endpoints import BY_PATH
-from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.apis.history import History
+from granite4_neuron.serving.errors import RequestError, to_short_json
 from granite4_neuron.serving.http.bodies import in_utf8
 from granite4_neuron.serving.sequences import Limits, RequestBuilder
 from granite4_neuron.system.sandbox.grammar_process import GrammarProcess, GrammarTooCostly
 from test.support import thinking
+from test.support.counting import steps_of
 from test.support.tool_template import GRANITE_3_3_TEMPLATE, NEMOTRON_TEMPLATE, TOOL_TEMPLATE
 
-PACKAGE = str(Path(granite4_neuron.__file__).parent)
 USER = {"role": "user", "content": "Hi"}
 MARKS = "<think></think><tool_call>|<response>"
 
@@ -33,8 +37,12 @@ MARKS = "<think></think><tool_call>|<response>"
     params=[TOOL_TEMPLATE, NEMOTRON_TEMPLATE, GRANITE_3_3_TEMPLATE],
     ids=["Granite 4", "Nemotron", "Granite 3.3"],
 )
-def maker(request, tmp_path_factory):
-    model = thinking.thinking_model(tmp_path_factory.mktemp("model"), template=request.param)
+def model(request, tmp_path_factory):
+    return thinking.thinking_model(tmp_path_factory.mktemp("model"), template=request.param)
+
+
+@pytest.fixture(scope="module")
+def maker(model):
     with closing(RequestBuilder(*model, Limits(2**20, None, 2**10))) as maker:
         yield maker
 
@@ -87,7 +95,7 @@ def items(number):
 
 def blocks(number):
     said = [
-        {"type": "thinking", "thinking": "so", "signature": ""},
+        {"type": "thinking", "thinking": "so " * 50, "signature": ""},
         {"type": "text", "text": "a"},
         {"type": "tool_use", "id": "c", "name": "f", "input": {"x": [1]}},
     ]
@@ -154,25 +162,14 @@ def prepare(maker, path, content):
 
 
 def work(maker, path, body):
-    """Return how many lines of this package ran, and how many bytes were held at once."""
-    content, lines = json.dumps(body).encode(), 0
-
-    def in_frame(frame, event, _):
-        nonlocal lines
-        lines += event == "line"
-        return in_frame
-
-    before = sys.gettrace()
-    sys.settrace(lambda frame, *_: in_frame if frame.f_code.co_filename.startswith(PACKAGE) else None)
-    try:
-        prepare(maker, path, content)
-    finally:
-        sys.settrace(before)
+    """Return the steps (see `steps_of`), and how many bytes were held at once."""
+    content = json.dumps(body).encode()
+    steps = steps_of(partial(prepare, maker, path, content), History)
     tracemalloc.start()
     prepare(maker, path, content)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return lines, most
+    return steps, most
 
 
 @pytest.mark.slow_cases
@@ -180,8 +177,8 @@ def work(maker, path, body):
 def test_it_grows_as_the_body(maker, kind):
     path, body = BODIES[kind](2)
     prepare(maker, path, json.dumps(body).encode())  # what is kept from the first time on
-    (lines, held), (more_lines, more_held) = (work(maker, *BODIES[kind](number)) for number in (60, 240))
-    assert more_lines < 4.5 * lines
+    (steps, held), (more_steps, more_held) = (work(maker, *BODIES[kind](number)) for number in (60, 240))
+    assert more_steps < 4.5 * steps
     assert more_held < 6 * held  # tables double
 
 
@@ -207,3 +204,43 @@ def test_costly_schemas_take_the_compiler_a_few_times(maker, monkeypatch):
     with pytest.raises(RequestError, match=r"cannot be used .*takes more than 4 seconds"):
         maker.constrained(api.requests(maker, parse(api.body, json.dumps(asked).encode(), 2**20)))
     assert len(tries) == 1 + 4
+
+
+ANSWERS = {  # the beginning of an answer, and what is repeated behind it
+    "a thought": ("<think>", "so "),
+    "a text": ("</think>", "so "),
+    "calls": ("</think>", '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'),
+    "a call": ('</think><tool_call>\n{"name": "f", "arguments": {"x": "', "a "),
+    "a value": ("</think><tool_call>\n<function=f>\n<parameter=x>\n", "a "),
+    "parameters": ("</think><tool_call>\n<function=f>\n", "<parameter=x>\n1\n</parameter>\n"),
+}
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("path", BY_PATH)
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_it_grows_as_the_answer(model, maker, path, kind):
+    """Whatever the model writes, an event costs the same behind much text as behind little."""
+    of_chat_tools = [{"type": "function", "function": function()}]
+    body = {
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/chat/completions": {"messages": [USER], "tools": of_chat_tools},
+        "/v1/responses": {"input": "Hi", "tools": [{"type": "function", **function()}]},
+        "/v1/messages": {"messages": [USER], "max_tokens": 5, "tools": [{"name": "f", "input_schema": {}}]},
+    }[path]
+    api, (start, repeated) = BY_PATH[path], ANSWERS[kind]
+    body = parse(api.body, json.dumps({**body, "stream": True}).encode(), 2**20)
+    requests = api.requests(maker, body).requests
+    texts = TokenTexts(model[1], 2**20)
+
+    def stream(length):
+        said = start + repeated * (length // len(repeated))
+        answer = api.answer(texts, "m", requests, body)
+        for at in range(0, len(said), 3):
+            output = Output(0, 5, said[at : at + 3], "stop" if at + 3 >= len(said) else None)
+            answer.add(0, [output])
+            for event in answer.events(0, [output]):
+                event.text(to_short_json)
+
+    few, many = (steps_of(partial(stream, length), ToolCallStream, AnswerStream, Block) for length in (700, 2800))
+    assert many < 6 * few

@@ -47,15 +47,18 @@ class CallsOfAnswer:
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
         content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         calls: dict[int, dict[str, Any]] = {}
+        arguments: dict[int, list[str]] = {}
         for piece in pieces:
             if isinstance(piece, CallStart):
-                function = {"name": piece.name, "arguments": ""}
-                calls[self.number] = {"index": self.number, **_new_call(), "function": function}
+                calls[self.number] = {"index": self.number, **_new_call(), "function": {"name": piece.name}}
+                arguments[self.number] = []
                 self.number += 1
             elif isinstance(piece, Arguments):
                 index = self.number - 1
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += piece.text
+                calls.setdefault(index, {"index": index, "function": {}})
+                arguments.setdefault(index, []).append(piece.text)
+        for index, parts in arguments.items():
+            calls[index]["function"]["arguments"] = "".join(parts)
         return thought, content, list(calls.values())
 
 
