@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import load
+from granite4_neuron.generation.structured_outputs import Matchers
 from granite4_neuron.system.sandbox.grammar_process import GrammarWorker, WorkerEnded
 from test.support.serving import serving
 from test.support.waiting import until
@@ -69,7 +70,7 @@ def pool():
 @pytest.fixture
 def grammars(server, pool, monkeypatch):
     """Block compilations. It is set up after the pool, so that its calls end before the pool waits for them."""
-    blocked = Blocked(monkeypatch, server.service.maker, "constrained")
+    blocked = Blocked(monkeypatch, server.service.maker, "compile")
     yield blocked
     blocked.goes_on.set()
     until(lambda: metric(server, GRAMMARS) == 0)
@@ -100,6 +101,25 @@ def test_nothing_else_waits_for_a_grammar(server, grammars, pool):
     assert len(grammars.calls) == 1 and not any(each.done() for each in waiting)
     grammars.goes_on.set()
     assert {each.result().status_code for each in waiting} == {400}, "one grammar after another is refused"
+
+
+def test_the_engine_goes_on_while_it_makes_a_matcher(server, pool, monkeypatch):
+    """Texts run and others begin meanwhile; a request whose client has left never begins."""
+    matchers = Blocked(monkeypatch, Matchers, "constraint")
+    choice = dict(prompt="x", structured_outputs={"choice": ["b"]}, max_tokens=4)
+    with pytest.raises(httpx.ReadTimeout):
+        post(server, timeout=0.5, **choice)
+    until(lambda: len(matchers.calls) == 1 and not server.service.engine.num_requests)
+    waiting = [pool.submit(post, server, **choice) for _ in range(2)]
+    for _ in range(2):
+        assert post(server, prompt="An import", max_tokens=20).json()["usage"]["completion_tokens"] == 20
+    assert len(matchers.calls) == 1 and not any(each.done() for each in waiting)
+    before = server.engine.stats.generated_tokens
+    matchers.goes_on.set()
+    assert [each.result().json()["choices"][0]["text"] for each in waiting] == ["b"] * 2
+    until(lambda: len(matchers.calls) == 3 and not server.engine.has_work)
+    made = sum(each.result().json()["usage"]["completion_tokens"] for each in waiting)
+    assert server.engine.stats.generated_tokens - before == made
 
 
 def test_a_full_queue_of_grammars_refuses_another(server, grammars, pool):

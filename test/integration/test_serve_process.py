@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 
+import psutil
 import pytest
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
@@ -135,6 +136,26 @@ def test_a_second_interrupt_does_not_wait():
             assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", ["engine", "front end"])
+def test_a_process_that_is_killed_ends_the_other(dead):
+    with serve_process() as (process, address), httpx.Client(timeout=60) as client:
+        [front_end] = [each for each in psutil.Process(process.pid).children() if each.name() == "python"]
+        with client.stream("POST", f"{address}/v1/completions", json={**LONG, "max_tokens": 8000}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            (process if dead == "engine" else front_end).kill()
+            if dead == "engine":
+                *_, last = (line for line in lines if line)
+                assert "the server's engine has stopped" in last
+            else:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(lines)
+        assert process.wait(60) == (-signal.SIGKILL if dead == "engine" else 1)
+        psutil.wait_procs([front_end], 60)
+        assert not front_end.is_running() and "Traceback" not in process.stderr.read()
+
+
 class TestAddressAndKey:
     @pytest.fixture
     def started(self, monkeypatch, capsys):
@@ -142,19 +163,22 @@ class TestAddressAndKey:
         options = {}
 
         class Recorded:
-            def __init__(self, *_, **given):
-                options.update(given)
+            def __init__(self, _):
+                pass
 
-            def serve_on(self, _):
-                options["on_start"](1234)
+            def serve(self, engine, cache, tokenizer, on_start, **given):
+                options.update(given)
+                on_start(1234)
                 return True
+
+            def close(self):
+                pass
 
         def start(*arguments):
             assert main(["serve", "--port", "0", *arguments]) == 0
             return options, *capsys.readouterr()
 
-        monkeypatch.setattr("granite4_neuron.serving.http.server.Server", Recorded)
-        monkeypatch.setattr("gc.freeze", lambda: None)
+        monkeypatch.setattr("granite4_neuron.serving.front_end.FrontEnd", Recorded)
         monkeypatch.delenv("GRANITE4_API_KEY", raising=False)
         return start
 

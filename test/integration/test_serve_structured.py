@@ -17,7 +17,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not install
 
 from pydantic import BaseModel, Field
 
-from granite4_neuron.serving.engine_thread import Generation
+from granite4_neuron.serving.engine_client import Generation
 from test.support.serving import MODEL
 
 USER = {"role": "user", "content": "Who is it?"}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
-from granite4_neuron.serving import engine_thread
+from granite4_neuron.serving import engine_client
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, parse
 from granite4_neuron.serving.apis.messages.body import MessagesBody
 from granite4_neuron.serving.apis.responses.body import ResponsesBody
@@ -239,7 +239,7 @@ def test_more_new_tokens_than_fit_are_cut(post, path):
 
 @pytest.mark.parametrize("path", LIMITED)
 def test_a_stream_begins_at_once_and_says_that_it_waits(post, monkeypatch, byte_server, path):
-    monkeypatch.setattr(engine_thread, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_client, "PAUSE_SECONDS", 0.01)
     step = byte_server.engine.step
     monkeypatch.setattr(byte_server.engine, "step", lambda: time.sleep(0.1) or step())
     body = {**LIMITED[path], "stream": True}

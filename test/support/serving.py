@@ -1,14 +1,17 @@
-"""A server in this process, on a port of its own."""
+"""A server on a port of its own, whose engine runs in this process, too."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.generation.structured_outputs import Matchers
+from granite4_neuron.serving.channel import Channel
+from granite4_neuron.serving.engine_loop import EngineLoop, ServedModel
 from granite4_neuron.serving.http.address import bind, own_names
 from granite4_neuron.serving.http.server import Server
 from granite4_neuron.serving.sequences import Limits
@@ -44,11 +47,15 @@ def serving(
         ports.append(port)
         is_up.set()
 
+    ours, theirs = Channel.pair()
+    matchers = None
+    with suppress(ValueError):
+        matchers = Matchers(tokenizer, runtime.config.vocab_size)
+    loop = EngineLoop(engine, cache, matchers, ours, on_start)
     server = Server(
-        runtime,
+        ServedModel.of(engine, cache),
         tokenizer,
-        engine,
-        cache,
+        theirs,
         limits=Limits(engine.max_length, max_tokens, num_sequences + max_queue),
         model=MODEL,
         api_key=api_key,
@@ -58,19 +65,23 @@ def serving(
         has_page=has_page,
         updates_adapters=updates_adapters,
         shutdown_timeout=shutdown_timeout,
-        on_start=on_start,
     )
     server.engine, server.cache = engine, cache
-    thread = threading.Thread(target=lambda: server.run([bind("127.0.0.1", 0)]))
-    thread.start()
+    threads = [
+        threading.Thread(target=run, name=name)
+        for name, run in (("engine", loop.run), ("server", lambda: server.run([bind("127.0.0.1", 0)])))
+    ]
+    for thread in threads:
+        thread.start()
     assert is_up.wait(30)
     server.address = f"http://127.0.0.1:{ports[0]}"
     try:
         yield server
     finally:
         server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def named_events(text: str) -> list[dict[str, Any]]:

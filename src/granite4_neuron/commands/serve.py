@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import re
 import sys
 import time
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -193,9 +192,9 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation.answer_formats import shows_unknown_calls
     from granite4_neuron.runtime.interface import require
+    from granite4_neuron.serving.front_end import FrontEnd
     from granite4_neuron.serving.http.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.http.listener import raise_descriptor_limit
-    from granite4_neuron.serving.http.server import Server
     from granite4_neuron.serving.sequences import Limits
 
     raise_descriptor_limit()
@@ -207,6 +206,7 @@ def run(options: argparse.Namespace) -> int:
                 f"Every machine that reaches {options.host} can use the server; {_KEY_VARIABLE} sets a key.",
                 file=sys.stderr,
             )
+        front_end = at_end.enter_context(closing(FrontEnd(listener)))
         checkpoint = model_checkpoint(options)
         model, *aliases = served_names(options, checkpoint, adapters)
         runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters, mtp=drafts_with_mtp(options))
@@ -229,11 +229,14 @@ def run(options: argparse.Namespace) -> int:
             url = f"http://{in_url(options.host)}:{port}/"
             write(f"Serving {model} at {url}v1" + ("" if options.no_page else f" (a chat in the browser: {url})"))
 
-        server = Server(
-            runtime,
-            tokenizer,
+        started = time.perf_counter()
+        engine.warm_up()
+        print_time(options, "warm-up", started)
+        has_served = front_end.serve(
             engine,
             cache,
+            tokenizer,
+            on_start,
             limits=Limits(engine.max_length, options.max_tokens, options.max_num_seqs + options.max_queue),
             model=model,
             api_key=key,
@@ -244,16 +247,10 @@ def run(options: argparse.Namespace) -> int:
             has_page=not options.no_page,
             updates_adapters=options.allow_runtime_lora_updating,
             shutdown_timeout=options.shutdown_timeout,
-            on_start=on_start,
             aliases=aliases,
             keep_alive=options.timeout_keep_alive,
         )
-        started = time.perf_counter()
-        engine.warm_up()
-        print_time(options, "warm-up", started)
-        # A full collection would delay all requests by a third of a second; objects that exist by now stay.
-        gc.freeze()
-        return 0 if server.serve_on(listener) else EXIT_FAILED
+        return 0 if has_served else EXIT_FAILED
 
 
 def check_extra(command: str) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -70,10 +71,10 @@ class GrammarConstraint:
     Args:
         matcher: of the grammar; or a process with it, which can be ended within a mask, too. With a process no drafts
             are allowed, and no token is `forced`.
-        after_thought: see the method of this name.
+        after_thought: see the method of this name; None if nobody calls it.
     """
 
-    def __init__(self, matcher: Matcher | GrammarWorker, after_thought: Callable[[str], GrammarConstraint]):
+    def __init__(self, matcher: Matcher | GrammarWorker, after_thought: Callable[[str], GrammarConstraint] | None):
         self._matcher = matcher
         self._after_thought = after_thought
         self._seconds_left = _TEXT_SECONDS
@@ -94,11 +95,12 @@ class GrammarConstraint:
         """Return the constraint of a text that begins with a thought; the grammar begins after it.
 
         Args:
-            ends_thought: see `Grammars.constraint`.
+            ends_thought: see `Grammars.compile`.
 
         Raises:
             UserError: it takes too much time or memory to compile.
         """
+        assert self._after_thought is not None
         return self._after_thought(ends_thought)
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
@@ -158,6 +160,50 @@ class GrammarConstraint:
         return result
 
 
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar that has been compiled, within limits of time and memory. It may go to another process.
+
+    kind: see `Grammars.compile`.
+    text: in llguidance's format, which `Matcher.of` compiles within the same limits.
+    worker: a process that has it, for kinds where a mask may take seconds. Elsewhere a change of processes is not worth
+        its time.
+    without_thought: the text of what follows a thought; None for the same.
+    """
+
+    kind: Kind
+    text: str
+    worker: GrammarWorker | None
+    without_thought: str | None = None
+
+
+class Matchers:
+    """Makes constraints of compiled grammars for the tokens of one model. A vocabulary of 100,000 tokens takes a second
+    to read.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: of the model; at least that of the tokenizer.
+
+    Raises:
+        ValueError: llguidance does not support the tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
+        self._vocabulary = vocabulary_of(tokenizer, vocab_size)
+        self._tokenizer = self._vocabulary.read()
+
+    def constraint(
+        self, grammar: CompiledGrammar, after_thought: Callable[[str], GrammarConstraint] | None = None
+    ) -> GrammarConstraint:
+        """Make the constraint of a grammar; see `GrammarConstraint` for `after_thought`."""
+        matcher: Matcher | GrammarWorker | None = grammar.worker
+        if matcher is None:
+            end, text = self._vocabulary.end, grammar.text
+            matcher = in_large_stack(lambda: Matcher.of(self._tokenizer, end, text))
+        return GrammarConstraint(matcher, after_thought)
+
+
 class Grammars:
     """Makes constraints for the tokens of one model. Several threads may share one.
 
@@ -173,21 +219,26 @@ class Grammars:
         self._special_tokens = [token.content for token in added if token.special]
         self._failure: str | None = None
         try:
-            if tokenizer.eos_token_id is None:  # llguidance would guess one
-                raise ValueError("it has no end-of-sequence token")
-            self._vocabulary = Vocabulary(_definition(tokenizer), vocab_size, tokenizer.eos_token_id)
-            self._process = GrammarProcess(self._vocabulary)
+            self._process = GrammarProcess(vocabulary_of(tokenizer, vocab_size))
             with suppress(NoProcess):  # the first grammar says so
                 self._process.start()
             try:
-                self._tokenizer = self._vocabulary.read()
+                self._matchers = Matchers(tokenizer, vocab_size)
             except ValueError:
                 self._process.close()
                 raise
         except ValueError as error:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."
 
-    def constraint(
+    def constraint(self, kind: Kind, value: Any, stop: Stop | None = None, **options: Any) -> GrammarConstraint:
+        """Make the constraint of one kind of vLLM's structured outputs; see `compile`."""
+        return self.constraint_of(self.compile(kind, value, stop, **options))
+
+    def constraint_of(self, grammar: CompiledGrammar) -> GrammarConstraint:
+        """Make the constraint of a compiled grammar."""
+        return self._matchers.constraint(grammar, partial(self._constraint_after_thought, grammar))
+
+    def compile(
         self,
         kind: Kind,
         value: Any,
@@ -195,8 +246,8 @@ class Grammars:
         *,
         disable_any_whitespace: bool = True,
         ends_thought: str | None = None,
-    ) -> GrammarConstraint:
-        """Make the constraint of one kind of vLLM's structured outputs.
+    ) -> CompiledGrammar:
+        """Compile the grammar of one kind of vLLM's structured outputs.
 
         The text may end, with the tokenizer's end-of-sequence token, where it is complete, and must where nothing can
         follow. See `schema_text` for JSON.
@@ -231,9 +282,8 @@ class Grammars:
         except GrammarFailed as error:
             fault = self._fault(_object(value, ""), error, stop) if kind == "json" else str(error).rstrip(".")
             raise UserError(f"{_NAMES[kind]} cannot be used ({fault}).") from None
-        if ends_thought is not None:
-            return self._after_thought(kind, grammar, ends_thought)
-        return self._constraint(kind, worker, grammar)
+        compiled = CompiledGrammar(kind, grammar, worker if kind == "grammar" else None)
+        return compiled if ends_thought is None else self._after_thought(compiled, ends_thought)
 
     def why_not(self, schema: Mapping[str, Any], stop: Stop | None = None) -> str | None:
         """Return why texts cannot follow a JSON schema, and which part of it is the cause; None if they can.
@@ -266,30 +316,18 @@ class Grammars:
 
         return place_of_fault(schema, str(error), error_alone)
 
-    def _after_thought(self, kind: Kind, grammar: str, ends_thought: str) -> GrammarConstraint:
-        """Return the constraint of a thought and then of a text of a grammar in llguidance's format."""
-        whole = _after_thought(grammar, ends_thought, self._special_tokens)
+    def _after_thought(self, grammar: CompiledGrammar, ends_thought: str) -> CompiledGrammar:
+        """Return the grammar of a thought and then of a text of a grammar."""
+        without_thought = grammar.without_thought or grammar.text
+        whole = _after_thought(without_thought, ends_thought, self._special_tokens)
         try:
             worker, whole = self._process.compile("llguidance", whole)
         except GrammarFailed as error:
-            raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
-        return self._constraint(kind, worker, whole, grammar)
+            raise UserError(f"{_NAMES[grammar.kind]} cannot be used ({str(error).rstrip('.')}).") from None
+        return CompiledGrammar(grammar.kind, whole, worker if grammar.kind == "grammar" else None, without_thought)
 
-    def _constraint(
-        self, kind: Kind, worker: GrammarWorker, grammar: str, without_thought: str | None = None
-    ) -> GrammarConstraint:
-        """Return the constraint of a grammar that a process has compiled.
-
-        Args:
-            without_thought: the grammar of what follows the thought; None for the same.
-        """
-        after_thought = partial(self._after_thought, kind, without_thought or grammar)
-        if kind == "grammar":
-            # Only there a mask may take seconds. Elsewhere a change of processes is not worth its time.
-            return GrammarConstraint(worker, after_thought)
-        return GrammarConstraint(
-            in_large_stack(lambda: Matcher.of(self._tokenizer, self._vocabulary.end, grammar)), after_thought
-        )
+    def _constraint_after_thought(self, grammar: CompiledGrammar, ends_thought: str) -> GrammarConstraint:
+        return self.constraint_of(self._after_thought(grammar, ends_thought))
 
     def _tags(self, value: Any, disable_any_whitespace: bool) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.
@@ -316,6 +354,13 @@ class Grammars:
         """End the process in which grammars are compiled; it starts again when it is needed."""
         if self._failure is None:
             self._process.close()
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Vocabulary:
+    """Return the tokens of a model; raise ValueError if a text has no end."""
+    if tokenizer.eos_token_id is None:  # llguidance would guess one
+        raise ValueError("it has no end-of-sequence token")
+    return Vocabulary(_definition(tokenizer), vocab_size, tokenizer.eos_token_id)
 
 
 def _definition(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -364,7 +409,7 @@ def thought_rules(ends_thought: str, special: Collection[str]) -> list[str]:
     """Return the rules, in Lark's syntax, of `thought`: a TEXT with its end and up to two newlines behind it.
 
     Args:
-        ends_thought: see `Grammars.constraint`.
+        ends_thought: see `Grammars.compile`.
         special: the special tokens of the vocabulary, as texts.
     """
     lazy, end = ("", ends_thought) if ends_thought in special else ("[lazy]", json.dumps(ends_thought))

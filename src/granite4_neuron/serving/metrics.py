@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
+from granite4_neuron.serving.engine_loop import EngineFacts
 from granite4_neuron.serving.text_times import TextTimes
 from granite4_neuron.serving.work_queue import WorkQueues
 
@@ -31,24 +31,27 @@ _CHOICES = (1, 2, 5, 10, 20)
 
 
 class Metrics:
-    """A separate registry. Methods may be called from any thread.
+    """A separate registry.
 
     Args:
-        engine, cache: the engine and its prefix cache.
+        facts: of the engine.
+        num_sequences, max_length: of the engine.
         queues: those before the engine.
         model: the name that clients use, a label of vLLM's metrics.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        cache: PrefixCache | SlotPrefixCache | None,
+        facts: EngineFacts,
+        num_sequences: int,
+        max_length: int,
         queues: WorkQueues,
         model: str,
     ):
+        self._engine = _EngineCollector(facts, num_sequences, (model, _ENGINE))
         self._registry = CollectorRegistry()
         self._labels = (model, _ENGINE)
-        self._registry.register(_EngineCollector(engine, cache, self._labels))
+        self._registry.register(self._engine)
         self._registry.register(_WaitingCollector(queues))
         self._answers = Counter(
             f"{_OWN}_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
@@ -73,7 +76,7 @@ class Metrics:
             buckets=_FIRST_TOKEN,
             registry=self._registry,
         )
-        tokens = _one_two_five(engine.max_length)
+        tokens = _one_two_five(max_length)
         self._prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt.", tokens)
         self._computed_tokens = self._histogram(
             "request_prefill_kv_computed_tokens", "Tokens of a prompt that the prefix cache did not have.", tokens
@@ -126,9 +129,11 @@ class Metrics:
         """Record how long a request was prepared."""
         self._preparation_time.observe(seconds)
 
-    def stepped(self, tokens: int) -> None:
-        """Record a step of the engine, with its tokens of prompts and texts."""
-        self._step_tokens.observe(tokens)
+    def stepped(self, tokens: int | None, facts: EngineFacts) -> None:
+        """Record the engine's facts, and a step with its tokens of prompts and texts, if there was one."""
+        self._engine.facts = facts
+        if tokens is not None:
+            self._step_tokens.observe(tokens)
 
     def first_token(self, times: TextTimes) -> None:
         """Record a text's first token."""
@@ -165,18 +170,18 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the counts of engine and prefix cache at each scrape."""
+    """Tells the latest counts of engine and prefix cache at each scrape."""
 
-    def __init__(self, engine: Engine, cache: PrefixCache | SlotPrefixCache | None, labels: Sequence[str]):
-        self._engine = engine
-        self._cache = cache
+    def __init__(self, facts: EngineFacts, num_sequences: int, labels: Sequence[str]):
+        self.facts = facts
+        self._num_sequences = num_sequences
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        engine, stats = self._engine, self._engine.stats
-        yield self._gauge("num_requests_running", "Texts being generated.", engine.num_running)
-        yield self._gauge("num_requests_waiting", "Texts waiting for a slot.", engine.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of slots in use.", engine.num_running / engine.num_sequences)
+        facts, stats, kept = self.facts, self.facts.stats, self.facts.cache_stats
+        yield self._gauge("num_requests_running", "Texts being generated.", facts.num_running)
+        yield self._gauge("num_requests_waiting", "Texts waiting for a slot.", facts.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of slots in use.", facts.num_running / self._num_sequences)
         yield self._counter(
             "prompt_tokens", "Prompt tokens, run or from the prefix cache.", stats.prompt_tokens + stats.cached_tokens
         )
@@ -192,8 +197,7 @@ class _EngineCollector(Collector):
         yield self._counter("spec_decode_num_drafts", "Steps of a text with drafts.", stats.drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens)
         yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted_tokens)
-        if self._cache is not None:
-            kept = self._cache.stats
+        if kept is not None:
             yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", kept.query_tokens)
             yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", kept.hit_tokens)
             yield _own_counter("prefix_cache_evictions", "Snapshots evicted from the prefix cache.", kept.evictions)
@@ -202,11 +206,12 @@ class _EngineCollector(Collector):
                 "prefix_cache_snapshots_in_use", "Running texts that started from a snapshot.", kept.in_use
             )
             yield _own_gauge("prefix_cache_bytes", "Memory of the prefix cache.", kept.num_bytes)
-        if isinstance(self._cache, PrefixCache) and self._cache.folder_bytes is not None:
-            hits = self._cache.stats.folder_hit_tokens
-            yield _own_counter("prefix_cache_dir_hit_tokens", "Tokens found that only files had.", hits)
+        if kept is not None and facts.folder_bytes is not None:
+            yield _own_counter(
+                "prefix_cache_dir_hit_tokens", "Tokens found that only files had.", kept.folder_hit_tokens
+            )
             yield _own_gauge(
-                "prefix_cache_dir_bytes", "Bytes of files in the folder of the prefix cache.", self._cache.folder_bytes
+                "prefix_cache_dir_bytes", "Bytes of files in the folder of the prefix cache.", facts.folder_bytes
             )
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:

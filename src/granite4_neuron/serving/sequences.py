@@ -14,7 +14,7 @@ from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
 from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
-from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.generation.structured_outputs import CompiledGrammar, Grammars
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.apis.chat.protocol import (
     ALL_THAT_FIT,
@@ -26,6 +26,7 @@ from granite4_neuron.serving.apis.chat.protocol import (
 )
 from granite4_neuron.serving.apis.structured import Structure, structure_of
 from granite4_neuron.serving.apis.tools import structure_of_calls
+from granite4_neuron.serving.engine_loop import ServedModel
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.system.sandbox.limited_process import Stop
 
@@ -75,19 +76,19 @@ class RequestBuilder:
     """Encodes prompts, and checks everything that needs no engine. Several threads may share one.
 
     Args:
-        runtime, tokenizer: the model that will run the sequences.
+        model, tokenizer: what will run the sequences.
         limits: of each request.
     """
 
-    def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, limits: Limits):
+    def __init__(self, model: Runtime | ServedModel, tokenizer: PreTrainedTokenizerFast, limits: Limits):
         self._encoder = ConversationEncoder(tokenizer)
-        self._vocab_size = runtime.config.vocab_size
+        self._vocab_size = model.config.vocab_size
         self._grammars = Grammars(tokenizer, self._vocab_size)
-        self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
+        self._stop_token_ids = end_of_sequence_tokens(tokenizer, model.generation_config)
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._shown: dict[str, bool] = {}  # by the name of such objects
-        self.config = runtime.config
-        self.adapters = tuple(runtime.adapters)  # that requests may name
+        self.config = model.config
+        self.adapters = tuple(model.adapters)  # that requests may name
         self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
@@ -141,19 +142,23 @@ class RequestBuilder:
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
         return Prepared(self._requests(request, which, body.n), structure)
 
-    def constrained(self, prepared: Prepared, stop: Stop | None = None) -> Sequence[Request]:
-        """Compile the structure, if there is one, and return the requests with its constraint.
+    def compile(self, structure: Structure, stop: Stop | None = None) -> CompiledGrammar:
+        """Compile the structure of a request's texts.
 
         Args:
             stop: ends this from another thread.
 
         Raises:
-            RequestError: 400, it does not compile; see `Grammars.constraint`.
+            RequestError: 400, it does not compile; see `Grammars.compile`.
             Stopped: `stop` was set.
         """
+        return structure.compile(self._grammars, stop)
+
+    def constrained(self, prepared: Prepared) -> Sequence[Request]:
+        """Return the requests with the constraint of their structure, if there is one; raise what `compile` raises."""
         if prepared.structure is None:
             return prepared.requests
-        constraint = prepared.structure.constraint(self._grammars, stop)
+        constraint = self._grammars.constraint_of(self.compile(prepared.structure))
         return [replace(request, constraint=constraint) for request in prepared.requests]
 
     def _chat_structure(self, body: ChatBody, ends_thought: str | None) -> Structure | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind
+from granite4_neuron.generation.structured_outputs import CompiledGrammar, Grammars, Kind
 from granite4_neuron.serving.apis.strict import without_nulls
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.system.sandbox.limited_process import Stop
@@ -24,7 +24,7 @@ class Structure:
     """The structure that a text must follow.
 
     field: of the body, which asks for it.
-    kind, value, disable_any_whitespace, ends_thought: as in `Grammars.constraint`.
+    kind, value, disable_any_whitespace, ends_thought: as in `Grammars.compile`.
     """
 
     field: str
@@ -33,15 +33,15 @@ class Structure:
     disable_any_whitespace: bool = True
     ends_thought: str | None = None
 
-    def constraint(self, grammars: Grammars, stop: Stop | None = None) -> GrammarConstraint:
+    def compile(self, grammars: Grammars, stop: Stop | None = None) -> CompiledGrammar:
         """Compile it.
 
         Raises:
-            RequestError: 400, it does not compile; see `Grammars.constraint`.
+            RequestError: 400, it does not compile; see `Grammars.compile`.
             Stopped: `stop` was set.
         """
         try:
-            return grammars.constraint(
+            return grammars.compile(
                 self.kind,
                 self.value,
                 stop,

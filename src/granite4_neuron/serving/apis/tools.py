@@ -16,7 +16,7 @@ from granite4_neuron.config.json_files import finite, strict_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tool_calls
 from granite4_neuron.generation.answer_formats import AnswerFormat
-from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars
+from granite4_neuron.generation.structured_outputs import CompiledGrammar, Grammars
 from granite4_neuron.serving.apis.kinds import leaving_out
 from granite4_neuron.serving.apis.strict import Strict
 from granite4_neuron.serving.apis.structured import Structure
@@ -196,19 +196,19 @@ class _Calls(Structure):
 
     grammar_of: Callable[[Sequence[tool_calls.Tool]], str] = field(kw_only=True)
 
-    def constraint(self, grammars: Grammars, stop: Stop | None = None) -> GrammarConstraint:
-        """See `Structure.constraint`."""
+    def compile(self, grammars: Grammars, stop: Stop | None = None) -> CompiledGrammar:
+        """See `Structure.compile`."""
         try:
-            return self._constraint([tool.called() for tool in self.value], grammars, stop)
+            return self._compile([tool.called() for tool in self.value], grammars, stop)
         except UserError as error:
             called = self._enforceable(grammars, stop)
             try:
-                return self._constraint(called, grammars, stop)
+                return self._compile(called, grammars, stop)
             except UserError:
                 raise RequestError(400, f"tools: {error}", "tools") from None
 
-    def _constraint(self, tools: Sequence[tool_calls.Tool], grammars: Grammars, stop: Stop | None) -> GrammarConstraint:
-        return grammars.constraint("lark", self.grammar_of(tools), stop)
+    def _compile(self, tools: Sequence[tool_calls.Tool], grammars: Grammars, stop: Stop | None) -> CompiledGrammar:
+        return grammars.compile("lark", self.grammar_of(tools), stop)
 
     def _enforceable(self, grammars: Grammars, stop: Stop | None) -> list[tool_calls.Tool]:
         """Return the tools so that their arguments can follow their schemas: free ones, where they need not.

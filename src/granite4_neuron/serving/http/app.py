@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.structured_outputs import CompiledGrammar
 from granite4_neuron.serving.apis.chat.answers import Answer
 from granite4_neuron.serving.apis.chat.protocol import (
     Body,
@@ -31,7 +32,7 @@ from granite4_neuron.serving.apis.chat.protocol import (
 )
 from granite4_neuron.serving.apis.endpoints import API, BY_PATH, check_model
 from granite4_neuron.serving.apis.messages.body import PromptBody
-from granite4_neuron.serving.engine_thread import Generation
+from granite4_neuron.serving.engine_client import Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json, to_short_json
 from granite4_neuron.serving.http.adapter_routes import AdapterRoutes
 from granite4_neuron.serving.http.bodies import in_utf8, too_long
@@ -64,7 +65,7 @@ _NOT_SERVED = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Make the ASGI application. It ends the engine's thread."""
+    """Make the ASGI application. It ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -170,12 +171,13 @@ class _Routes:
             body, prepared = await self._prepared(http, prompts, content, api.body, make)
         requests = prepared.requests
         self._service.prompt_logprobs.check(requests)
+        grammar = None
         if prepared.structure is not None:
             engine.check_room(len(requests))
-            compiling = self._service.queues.grammars.run(partial(self._service.maker.constrained, prepared))
-            requests = await _unless_gone(http.receive, compiling)
-        name = body.model or self._service.model
-        return await self._answer(http, body, api.answer(self._service.texts, name, requests, body), requests)
+            compiling = self._service.queues.grammars.run(partial(self._service.maker.compile, prepared.structure))
+            grammar = await _unless_gone(http.receive, compiling)
+        answer = api.answer(self._service.texts, body.model or self._service.model, requests, body)
+        return await self._answer(http, body, answer, requests, grammar)
 
     async def tokenize(self, http: HTTPRequest) -> Response:
         return await self._only_prepared(http, TokenizeBody, self._tokenized)
@@ -248,13 +250,18 @@ class _Routes:
         return in_utf8(bytes(body), http.headers.get("content-encoding", ""), self._service.max_body)
 
     async def _answer(
-        self, http: HTTPRequest, body: SamplingBody, answer: Answer, requests: Sequence[Request]
+        self,
+        http: HTTPRequest,
+        body: SamplingBody,
+        answer: Answer,
+        requests: Sequence[Request],
+        grammar: CompiledGrammar | None,
     ) -> Response:
         """Return the whole response, or a stream."""
         with ExitStack() as at_end:
             at_end.callback(self._service.prompt_logprobs.hold(requests))
             arrived = http.scope[LOG].arrived
-            generation = self._service.engine.submit(requests, answer.choices, arrived, answer.times)
+            generation = self._service.engine.submit(requests, grammar, answer.choices, arrived, answer.times)
             at_end.callback(self._service.engine.end, generation)
             http.scope[LOG].generated = generation, answer
             if not body.stream:

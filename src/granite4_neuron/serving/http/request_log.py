@@ -8,7 +8,7 @@ import uuid
 
 from granite4_neuron.serving.apis.chat.answers import Answer
 from granite4_neuron.serving.apis.strict import Ignored
-from granite4_neuron.serving.engine_thread import Generation
+from granite4_neuron.serving.engine_client import Generation
 
 HEADER = b"x-request-id"
 IGNORED_HEADER = b"x-ignored-fields"

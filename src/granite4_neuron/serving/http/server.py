@@ -1,4 +1,4 @@
-"""The server process: socket, signals and shutdown."""
+"""The HTTP server: socket, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
-from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.apis.chat.answers import TokenTexts
-from granite4_neuron.serving.engine_thread import EngineThread
+from granite4_neuron.serving.channel import Channel
+from granite4_neuron.serving.engine_client import EngineClient
+from granite4_neuron.serving.engine_loop import ServedModel
 from granite4_neuron.serving.http.app import make_app
 from granite4_neuron.serving.http.connection import Connection
-from granite4_neuron.serving.http.listener import Listener
 from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, RequestBuilder
@@ -36,8 +35,8 @@ class Server(uvicorn.Server):
     has.
 
     Args:
-        runtime, tokenizer: the model.
-        engine, cache: the engine, which has the tokenizer, and its prefix cache.
+        served, tokenizer: the model.
+        channel: to the engine's loop.
         limits: of a request, and in all of the sequences that run and wait.
         model: the name that clients use.
         api_key: that clients must send; None for none.
@@ -49,15 +48,14 @@ class Server(uvicorn.Server):
         has_page: whether there is a chat for people at /.
         updates_adapters: whether clients may load and unload adapters.
         shutdown_timeout: how long it finishes them, in seconds; then they get an error.
-        on_start: called with the port once clients can connect.
+        signals: gives the numbers of signals, each as a byte; None for none but those of this process.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        served: ServedModel,
         tokenizer: PreTrainedTokenizerFast,
-        engine: Engine,
-        cache: PrefixCache | SlotPrefixCache | None,
+        channel: Channel,
         *,
         limits: Limits,
         model: str,
@@ -65,24 +63,24 @@ class Server(uvicorn.Server):
         hosts: frozenset[str] | None,
         max_body: int,
         shutdown_timeout: float,
-        on_start: Callable[[int], None],
         allowed_origins: Sequence[str] = (),
         has_page: bool = True,
         updates_adapters: bool = False,
         aliases: Sequence[str] = (),
         keep_alive: int = KEEP_ALIVE_SECONDS,
+        signals: socket.socket | None = None,
     ):
         queues = WorkQueues(limits.num_sequences)
-        metrics = Metrics(engine, cache, queues, model)
-        thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
-        maker, texts = RequestBuilder(runtime, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
+        metrics = Metrics(served.facts, served.num_sequences, limits.max_length, queues, model)
+        engine = EngineClient(channel, limits.num_sequences, served.adapters, metrics, self._engine_ended)
+        maker, texts = RequestBuilder(served, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
         may = has_page, updates_adapters
-        self.service = Service(model, thread, queues, maker, texts, metrics, *limits_of_clients, *may)
+        self.service = Service(model, engine, queues, maker, texts, metrics, *limits_of_clients, *may)
         self.service.aliases = aliases
         self._shutdown_timeout = shutdown_timeout
-        self._on_start = on_start
-        self._has_failed = self._is_interrupted = False
+        self._signals = signals
+        self._has_failed = False
         super().__init__(
             uvicorn.Config(
                 make_app(self.service),
@@ -97,17 +95,6 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=keep_alive,
             )
         )
-
-    def serve_on(self, listener: Listener) -> bool:
-        """Serve until a signal, or until the engine fails; return false if it failed.
-
-        Raises:
-            KeyboardInterrupt: the signal was SIGINT.
-        """
-        self.run([listener])
-        if self._is_interrupted:
-            raise KeyboardInterrupt
-        return not self._has_failed
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -129,9 +116,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.engine.start()
+        if self._signals is not None:
+            asyncio.get_running_loop().add_reader(self._signals, self._take_signals, self._signals)
         await super().startup(sockets)
         if self.started:
-            self._on_start(self.servers[0].sockets[0].getsockname()[1])
+            self.service.engine.started(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end = time.monotonic() + self._shutdown_timeout
@@ -160,8 +149,14 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.is_ending = True
-        self._is_interrupted |= sig == signal.SIGINT
         super().handle_exit(sig, frame)
+
+    def _take_signals(self, signals: socket.socket) -> None:
+        numbers = signals.recv(64)
+        if not numbers:  # the engine's process has ended
+            asyncio.get_running_loop().remove_reader(signals)
+        for number in numbers:
+            self.handle_exit(number, None)
 
     def _engine_ended(self) -> None:
         """End the server. It has failed unless it was ending anyway."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from granite4_neuron.serving.apis.chat.answers import TokenTexts
-from granite4_neuron.serving.engine_thread import EngineThread
+from granite4_neuron.serving.engine_client import EngineClient
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
 from granite4_neuron.serving.sequences import RequestBuilder
@@ -32,7 +32,7 @@ class Service:
     """
 
     model: str
-    engine: EngineThread
+    engine: EngineClient
     queues: WorkQueues
     maker: RequestBuilder
     texts: TokenTexts

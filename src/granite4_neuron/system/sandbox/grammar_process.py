@@ -196,10 +196,14 @@ def _error_of(matcher: llguidance.LLMatcher) -> str:
 class GrammarWorker:
     """A process with a grammar at one place of a text. It ends with this object."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, pid: int | None = None):
         connection.settimeout(_MOST_WAITING)
         self._connection = connection
-        self._pid: int | None = None
+        self._pid = pid
+
+    def __reduce__(self) -> tuple:
+        """Let it go to another process that gets the connection."""
+        return GrammarWorker, (self._connection, self._pid)
 
     def fork(self) -> GrammarWorker:
         """Return another process at the same place; raise WorkerEnded if no process could be started."""

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from granite4_neuron.engine import Output, Request
-from granite4_neuron.serving import engine_thread
-from granite4_neuron.serving.engine_thread import Generation
+from granite4_neuron.serving import engine_client
+from granite4_neuron.serving.engine_client import Generation
 
 
 def test_a_reader_gets_nothing_once_in_a_pause(monkeypatch):
     """A pause begins with the last outputs, or with the request."""
-    monkeypatch.setattr(engine_thread, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(engine_client, "PAUSE_SECONDS", 0)
 
     async def read():
         generation = Generation([Request([1], 9)], 1, 0.0, {})

@@ -1,23 +1,21 @@
-"""The one thread that runs the engine. Requests come from the event loop; tokens go back to it."""
+"""What the event loop has of the engine, which runs in a process of its own: an `EngineLoop` behind a channel."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
-from granite4_neuron.engine import Engine, Output, Request
-from granite4_neuron.engine.live_sequences import MOST_FAILED_STEPS
+from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.structured_outputs import CompiledGrammar
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.serving.channel import Channel
+from granite4_neuron.serving.engine_loop import CLOSE, EngineFacts
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
-from granite4_neuron.system.stack import with_stack
 
 Batch = dict[int, list[Output]]  # new outputs by the number of a sequence, from 0
 PAUSE_SECONDS = 5
@@ -32,17 +30,20 @@ class Generation:
 
     Args:
         requests: the sequences, `choices` for each prompt.
+        first: the number of the first sequence's text for the engine; the others follow.
         arrived: when the request was there, in seconds.
         times: for those of each sequence that has begun.
     """
 
-    def __init__(self, requests: Sequence[Request], choices: int, arrived: float, times: dict[int, TextTimes]):
+    def __init__(
+        self, requests: Sequence[Request], choices: int, arrived: float, times: dict[int, TextTimes], first: int = 0
+    ):
         self.requests = requests
+        self.first = first
         self.choices = choices
         self.arrived = arrived
         self.started = time.perf_counter()
         self.unfinished = len(requests)
-        self.ids: list[int] = []  # from `Engine.add`; only the engine's thread uses them
         self.first_time: float | None = None  # when the first token of any came
         self.times = times
         self._latest = self.started  # when outputs came
@@ -94,59 +95,52 @@ class Generation:
         self._pausing = asyncio.get_running_loop().call_later(left, self._pause)
 
 
-class EngineThread:
-    """Runs an engine in its own thread, between `start` and `close`. Call all methods from the event loop.
+class EngineClient:
+    """Uses an engine between `start` and `close`. Call all methods from the event loop.
 
     Args:
-        engine: from here on only this thread may use it.
+        channel: to the engine's loop.
         most: how many sequences may run and wait, those of requests that are being prepared among them.
-        on_end: called on the event loop when the thread has ended, after `close` or an unexpected error.
+        adapters: the names of the runtime's adapters.
+        on_end: called when the engine has ended, after `close` or by itself.
     """
 
-    def __init__(self, engine: Engine, most: int, metrics: Metrics, on_end: Callable[[], None]):
-        self._engine = engine
+    def __init__(
+        self, channel: Channel, most: int, adapters: Collection[str], metrics: Metrics, on_end: Callable[[], None]
+    ):
+        self._channel = channel
         self._most = most
         self._metrics = metrics
         self._on_end = on_end
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._generations: dict[int, tuple[Generation, int]] = {}  # by the engine's ids; only the thread uses it
+        self._places: dict[int, tuple[Generation, int]] = {}  # by the numbers of texts
+        self._next = 0  # the number of the next text
         self._live: set[Generation] = set()
-        self._unloading: dict[str, asyncio.Future[None]] = {}  # by the name of an adapter; only the thread uses it
+        self._changing: dict[str, asyncio.Future[None]] = {}  # by the names of adapters that are loaded and unloaded
         self._preparing = 0
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="engine")
+        self.adapters = adapters  # also one that is being unloaded
+        self.is_alive = True
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        with with_stack():
-            self._thread.start()
+        self._loop.add_reader(self._channel, self._receive)
+
+    def started(self, port: int) -> None:
+        """Say that clients can connect."""
+        self._send("started", port)
 
     def close(self) -> None:
-        """End the thread after its current step, if it is running."""
+        """End the engine after its current step, if it is running."""
         if self.is_alive:
-            self._inbox.put(None)
-            self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """The names of the runtime's adapters, also of one that is being unloaded."""
-        return self._engine.runtime.adapters
+            self._channel.send(CLOSE, waits=True)
+            self._ended()
 
     async def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Add an adapter between two steps; raise UserError if the runtime cannot."""
-        done = self._loop.create_future()
-        self._inbox.put(partial(self._load_adapter, name, adapter, done))
-        await done
+        await self._change("load_adapter", name, adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter, once no text uses it."""
-        done = self._loop.create_future()
-        self._inbox.put(partial(self._unloading.__setitem__, name, done))
-        await done
+        await self._change("unload_adapter", name)
 
     @property
     def num_requests(self) -> int:
@@ -171,120 +165,85 @@ class EngineThread:
         """Check that so many sequences could be submitted now.
 
         Raises:
-            RequestError: 429 if the queue is full; 500 if the thread has ended.
+            RequestError: 429 if the queue is full; 500 if the engine has ended.
         """
-        if self._has_ended:
+        if not self.is_alive:
             raise _engine_has_stopped()
         if sum(generation.unfinished for generation in self._live) + self._preparing + sequences > self._most:
             raise too_many_requests("the queue is full; try again later.")
 
     def submit(
-        self, requests: Sequence[Request], choices: int, arrived: float, times: dict[int, TextTimes]
+        self,
+        requests: Sequence[Request],
+        grammar: CompiledGrammar | None,
+        choices: int,
+        arrived: float,
+        times: dict[int, TextTimes],
     ) -> Generation:
-        """Queue the sequences of one request; see `Generation`.
+        """Queue the sequences of one request, whose texts follow a grammar or none; see `Generation`.
 
         Raises:
             RequestError: as `check_room`.
         """
         self.check_room(len(requests))
-        generation = Generation(requests, choices, arrived, times)
+        generation = Generation(requests, choices, arrived, times, self._next)
+        self._next += len(requests)
         self._metrics.prepared(generation.started - arrived)
         self._live.add(generation)
-        self._inbox.put(partial(self._add, generation))
+        for index in range(len(requests)):
+            self._places[generation.first + index] = generation, index
+        self._send("add", generation.first, requests, grammar)
         return generation
 
     def end(self, generation: Generation) -> None:
         """Cancel what still runs of it, before the engine's next step."""
         generation.close()
         if generation in self._live:
-            self._live.remove(generation)
-            self._inbox.put(partial(self._cancel, generation))
+            self._forget(generation)
+            self._send("cancel", generation.first, len(generation.requests))
             for _ in range(generation.unfinished):
                 self._metrics.ended("abort", None)
 
-    def _run(self) -> None:
+    def _send(self, *message: object) -> None:
+        if self.is_alive and not self._channel.send(message):
+            self._loop.add_writer(self._channel, self._flush)
+
+    def _flush(self) -> None:
+        if self._channel.flush():
+            self._loop.remove_writer(self._channel)
+
+    async def _change(self, how: str, name: str, *adapter: Adapter) -> None:
+        done = self._changing[name] = self._loop.create_future()
+        self._send(how, name, *adapter)
+        await done
+
+    def _receive(self) -> None:
         try:
-            failed = 0
-            # A supervisor of the process is expected to start the server again.
-            while max(failed, self._engine.failed_steps) < MOST_FAILED_STEPS and self._take_in():
-                failed = 0 if self._step() else failed + 1
-        finally:
-            self._loop.call_soon_threadsafe(self._ended)
+            messages = self._channel.receive(waits=False)
+        except EOFError:
+            return self._ended()
+        for kind, *values in messages:
+            if kind == "outputs":
+                self._deliver(*values)
+            elif kind == "adapter":
+                name, error, self.adapters = values
+                _settle(self._changing.pop(name), error)
+            else:
+                self._failed(*values)
 
-    def _step(self) -> bool:
-        """Run a step and give out what it returns; false if there was too little memory even to begin it."""
-        stats = self._engine.stats
-        before = stats.prompt_tokens + stats.generated_tokens
-        try:
-            outputs = self._engine.step()
-        except MemoryError:  # outside of the work for sequences, so the next step can go on
-            return False
-        self._metrics.stepped(stats.prompt_tokens + stats.generated_tokens - before)
-        self._give_out(outputs)
-        return True
-
-    def _take_in(self) -> bool:
-        """Run the commands that have come in, waiting for one if there is no work; false if the thread is to end."""
-        while True:
-            self._unload_unused()
-            try:
-                command = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-
-    def _load_adapter(self, name: str, adapter: Adapter, done: asyncio.Future[None]) -> None:
-        error = None
-        try:
-            self._engine.runtime.load_adapter(name, adapter)
-        except (UserError, MemoryError) as failure:
-            error = failure
-        self._loop.call_soon_threadsafe(_settle, done, error)
-
-    def _unload_unused(self) -> None:
-        for name, done in list(self._unloading.items()):
-            if any(generation.requests[index].adapter == name for generation, index in self._generations.values()):
-                continue
-            self._engine.runtime.unload_adapter(name)
-            del self._unloading[name]
-            self._loop.call_soon_threadsafe(_settle, done, None)
-
-    def _add(self, generation: Generation) -> None:
-        try:
-            for index, request in enumerate(generation.requests):
-                id = self._engine.add(request)
-                generation.ids.append(id)
-                self._generations[id] = generation, index
-        except Exception as error:  # such as too little memory; other requests must not notice
-            self._cancel(generation)
-            self._loop.call_soon_threadsafe(self._fail, generation, error)
-
-    def _cancel(self, generation: Generation) -> None:
-        for id in generation.ids:
-            self._engine.cancel(id)
-            self._generations.pop(id, None)
-
-    def _give_out(self, outputs: Sequence[Output]) -> None:
-        batches: dict[Generation, Batch] = {}
-        for output in outputs:
-            generation, index = self._generations[output.id]
-            batches.setdefault(generation, {}).setdefault(index, []).append(output)
-            if output.finish_reason is not None:
-                del self._generations[output.id]
-        if batches:
-            self._loop.call_soon_threadsafe(self._deliver, batches)
-
-    def _deliver(self, batches: dict[Generation, Batch]) -> None:
+    def _deliver(self, rows: Sequence[tuple], step_tokens: int | None, facts: EngineFacts) -> None:
         now = time.perf_counter()
+        self._metrics.stepped(step_tokens, facts)
+        batches: dict[Generation, Batch] = {}
+        for row in rows:
+            if row[0] in self._places:  # otherwise it has been cancelled
+                generation, index = self._places[row[0]]
+                batches.setdefault(generation, {}).setdefault(index, []).append(Output(*row))
         for generation, batch in batches.items():
-            if generation not in self._live:
-                continue
             self._measure(generation, batch, now)
             generation.add(batch, now)
             if not generation.unfinished:
-                self._live.remove(generation)
+                self._forget(generation)
                 for choices in _grouped(range(len(generation.requests)), generation.choices):
                     tokens = [generation.times[index].tokens for index in choices if index in generation.times]
                     if tokens:
@@ -307,12 +266,27 @@ class EngineThread:
             if (reason := outputs[-1].finish_reason) is not None:
                 self._metrics.ended(reason, times)
 
+    def _failed(self, first: int, error: UserError | None) -> None:
+        if first in self._places:
+            generation, _ = self._places[first]
+            self._fail(generation, error or RequestError(500, "the server failed at this request; its log says why."))
+
     def _fail(self, generation: Generation, error: Exception) -> None:
         generation.fail(error)
-        self._live.discard(generation)
+        self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        self._live.remove(generation)
+        for index in range(len(generation.requests)):
+            del self._places[generation.first + index]
 
     def _ended(self) -> None:
-        self._has_ended = True
+        self.is_alive = False
+        self._loop.remove_reader(self._channel)
+        self._loop.remove_writer(self._channel)
+        self._channel.close()
+        for done in self._changing.values():
+            _settle(done, _engine_has_stopped())
         for generation in list(self._live):
             self._fail(generation, _engine_has_stopped())
         self._on_end()
