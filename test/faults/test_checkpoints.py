@@ -457,7 +457,7 @@ class TestATokenizerThatGivesUp:
         assert generate(runtime, tokenizer, "a", max_tokens=1) is not None, "it still works"
 
     def test_the_server_refuses_the_text(self, model):
-        pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+        pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
         httpx = pytest.importorskip("httpx", reason="httpx is not installed")
         from test.support.serving import serving
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; it is large: pip install 'lm-eval[api]'")
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 
 from lm_eval.tasks import TaskManager
 

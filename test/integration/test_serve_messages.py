@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron.generation.tool_calls import OPEN

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from prometheus_client.parser import text_string_to_metric_families

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron.commands.cli import main
@@ -239,7 +239,7 @@ class TestRefusals:
 
     def test_missing_packages_are_named(self, capsys, monkeypatch):
         monkeypatch.setattr("granite4_neuron.commands.serve.find_spec", lambda name: None)
-        self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install 'granite4-neuron\[serve\]'")
+        self.refused(capsys, r"serve needs starlette and uvicorn .* pip install 'granite4-neuron\[serve\]'")
 
 
 @pytest.mark.slow

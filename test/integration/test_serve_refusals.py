@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("openai", reason="OpenAI's client is not installed; it knows all of OpenAI's fields")
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 responses = pytest.importorskip("openai.types.responses", reason="OpenAI's client is too old")

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 

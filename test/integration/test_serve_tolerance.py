@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron.serving import engine_client

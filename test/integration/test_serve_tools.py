@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
-pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import generate

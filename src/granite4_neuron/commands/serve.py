@@ -49,7 +49,7 @@ MODEL_LEN = 8192
 MAX_GAP = 60  # milliseconds
 PREFIX_CACHE = "1GiB"
 _KEY_VARIABLE = "GRANITE4_API_KEY"
-_EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+_EXTRA = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 _EXAMPLES = """\
 examples:

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import metadata
 from typing import TypeVar
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -68,7 +68,7 @@ def make_app(service: Service) -> ASGIApp:
     """Make the ASGI application. It ends the engine."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
@@ -77,8 +77,8 @@ def make_app(service: Service) -> ASGIApp:
             service.maker.close()
             service.markdown.close()
 
-    # No documentation pages: they would load scripts from other sites. No redirects: they would go where Host says.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app = Starlette(lifespan=lifespan)
+    app.router.redirect_slashes = False  # a redirect would go where Host says
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect, NoProcess, Exception):
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
