@@ -6,6 +6,7 @@ import itertools
 import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +98,7 @@ class PromptReport:
     seed: int | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One new token of one sequence, or the error that ended it.
 
     id: of the sequence, from `Engine.add`.

@@ -28,6 +28,9 @@ class Generation:
     reader is slow; and none, if none has come for `PAUSE_SECONDS`. It raises the error if the engine refuses the
     request.
 
+    take: gets the outputs of a step while the iteration waits for some; returns whether it has taken them, so that the
+        iteration waits on. It is for most tokens, because changing tasks costs more than the work for a token.
+
     Args:
         requests: the sequences, `choices` for each prompt.
         first: the number of the first sequence's text for the engine; the others follow.
@@ -46,6 +49,8 @@ class Generation:
         self.unfinished = len(requests)
         self.first_time: float | None = None  # when the first token of any came
         self.times = times
+        self.take: Callable[[Batch], bool] = lambda _: False
+        self._is_waiting = False
         self._latest = self.started  # when outputs came
         self._batch: Batch = {}
         self._error: Exception | None = None
@@ -58,7 +63,9 @@ class Generation:
     async def __anext__(self) -> Batch:
         if not self.unfinished and not self._batch:
             raise StopAsyncIteration
+        self._is_waiting = True
         await self._has_news.wait()
+        self._is_waiting = False
         batch, self._batch = self._batch, {}
         if self._error is None:
             self._has_news.clear()
@@ -70,12 +77,14 @@ class Generation:
         """Add outputs that have come now."""
         self.first_time = self.first_time or now
         self._latest = now
+        self.unfinished -= sum([outputs[-1].finish_reason is not None for outputs in batch.values()])
+        try:
+            if self._is_waiting and not self._has_news.is_set() and self.take(batch):
+                return
+        except Exception as error:  # in the iteration it would end this request alone, too
+            return self.fail(error)
         for index, outputs in batch.items():
-            self.unfinished -= outputs[-1].finish_reason is not None
-            if index in self._batch:
-                self._batch[index] += outputs
-            else:
-                self._batch[index] = outputs
+            self._batch.setdefault(index, []).extend(outputs)
         self._has_news.set()
 
     def fail(self, error: Exception) -> None:
@@ -262,7 +271,7 @@ class EngineClient:
                 times = generation.times[index] = TextTimes(*lengths, *when, first=now, latest=now)
                 self._metrics.first_token(times)
             if times is not None:
-                times.tokens += sum(output.token is not None for output in outputs)
+                times.tokens += len(outputs) - (outputs[-1].token is None)  # after an error none follows
             if (reason := outputs[-1].finish_reason) is not None:
                 self._metrics.ended(reason, times)
 

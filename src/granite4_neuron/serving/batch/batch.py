@@ -87,7 +87,7 @@ class LineJob(Job):
 
     def add(self, index: int, output: Output) -> None:
         if output.prompt is not None:  # what the cache had depends on who was there before
-            output = replace(output, prompt=replace(output.prompt, cached_tokens=0))
+            output = output._replace(prompt=replace(output.prompt, cached_tokens=0))
         self._outputs.append((index, output))
         self._unfinished -= output.finish_reason is not None
         if not self._unfinished:

@@ -32,11 +32,11 @@ from granite4_neuron.serving.apis.chat.protocol import (
 )
 from granite4_neuron.serving.apis.endpoints import API, BY_PATH, check_model
 from granite4_neuron.serving.apis.messages.body import PromptBody
-from granite4_neuron.serving.engine_client import Generation
+from granite4_neuron.serving.engine_client import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json, to_short_json
 from granite4_neuron.serving.http.adapter_routes import AdapterRoutes
 from granite4_neuron.serving.http.bodies import in_utf8, too_long
-from granite4_neuron.serving.http.connection import IS_EVENT_STREAM, WRITE, Write
+from granite4_neuron.serving.http.connection import CONNECTION, IS_EVENT_STREAM, Connection
 from granite4_neuron.serving.http.middleware import LOG, PATHS, Middleware
 from granite4_neuron.serving.http.request_log import HEADER, IGNORED_HEADER
 from granite4_neuron.serving.http.service import Service
@@ -267,10 +267,17 @@ class _Routes:
             if not body.stream:
                 text = await _unless_gone(http.receive, self._whole(generation, answer))
                 return _LongText(text, on_end=at_end.pop_all().close)
-            events = _events(generation, answer, self._service.queues.answers)
-            return _EventStream(events, on_end=at_end.pop_all().close)
+            return _EventStream(generation, answer, self._service.queues.answers, on_end=at_end.pop_all().close)
 
     async def _whole(self, generation: Generation, answer: Answer) -> str:
+        def take(batch: Batch) -> bool:
+            if any(outputs[-1].finish_reason is not None for outputs in batch.values()):
+                return False
+            for index, outputs in batch.items():
+                answer.add(index, outputs)
+            return True
+
+        generation.take = take
         async for batch in generation:
             for index, outputs in batch.items():
                 _raise_error(outputs[-1])
@@ -283,9 +290,6 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
     so that neither the client nor a proxy gives up.
     """
 
-    def events(index: int, outputs: list[Output], encode: Callable[[object], str], _: Stop | None = None) -> str:
-        return "".join(event.text(encode) for event in answer.events(index, outputs))
-
     try:
         async for batch in generation:
             parts = [] if batch else [answer.pause]
@@ -296,9 +300,10 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
                 answer.add(index, outputs)
                 # A text's first event may have all of the prompt's log-probabilities, and the last ones all of its own.
                 if outputs and (outputs[0].prompt is not None or len(outputs) > _FEW):
-                    parts.append(await queue.run(partial(events, index, outputs, to_json)))
+                    parts.append(await queue.run(partial(_text, answer, index, outputs, to_json)))
                 elif outputs:
-                    parts.append(events(index, outputs, to_short_json if last.finish_reason is None else to_json))
+                    encode = to_short_json if last.finish_reason is None else to_json
+                    parts.append(_text(answer, index, outputs, encode))
                 if last.error is not None:
                     yield "".join(parts)
                     _raise_error(last)
@@ -306,6 +311,12 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
         yield "".join(map(str, answer.last_events()))
     except RequestError as error:
         yield str(answer.failure(error))
+
+
+def _text(
+    answer: Answer, index: int, outputs: list[Output], encode: Callable[[object], str], _: Stop | None = None
+) -> str:
+    return "".join([event.text(encode) for event in answer.events(index, outputs)])
 
 
 def _raise_error(output: Output) -> None:
@@ -338,28 +349,47 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
+    def __init__(self, generation: Generation, answer: Answer, queue: WorkQueue, on_end: Callable[[], None]):
         # nginx would collect events before it hands them on.
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
-        self._events = events
+        self._generation = generation
+        self._answer = answer
+        self._events = _events(generation, answer, queue)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[IS_EVENT_STREAM] = True
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _unless_gone(receive, self._send_all(scope[WRITE]))
+            await _unless_gone(receive, self._send_all(scope[CONNECTION]))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientDisconnect:
             pass  # no client is left to tell
         finally:
             self._on_end()
 
-    async def _send_all(self, write: Write) -> None:
+    async def _send_all(self, connection: Connection) -> None:
+        self._generation.take = partial(self._take, connection)
         async for events in self._events:
             if events:
-                await write(events.encode())
+                await connection.room()
+                connection.write(events.encode())
+
+    def _take(self, connection: Connection, batch: Batch) -> bool:
+        """Write the events of a step if they are of tokens alone and there is room."""
+        for outputs in batch.values():
+            if outputs[0].prompt is not None or outputs[-1].finish_reason is not None or len(outputs) > _FEW:
+                return False
+        if not connection.has_room:
+            return False
+        parts = []
+        for index, outputs in batch.items():
+            self._answer.add(index, outputs)
+            parts.append(_text(self._answer, index, outputs, to_short_json))
+        if events := "".join(parts):
+            connection.write(events.encode())
+        return True
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,10 +18,9 @@ ENDING_SECONDS = 5  # for each of them, once the server is ending
 # How long after a client's end of sending the server first makes sure that the client still reads; then ten times that.
 PROBE_SECONDS = 0.05
 
-# In a request's scope: whether its answer is a stream of events, and what writes a part of the answer's body.
+# In a request's scope: whether its answer is a stream of events, and its connection.
 IS_EVENT_STREAM = "granite4_neuron.is_event_stream"
-WRITE = "granite4_neuron.write"
-Write = Callable[[bytes], Awaitable[None]]
+CONNECTION = "granite4_neuron.connection"
 
 READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many in chunks of one byte
 
@@ -63,14 +61,22 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.scope is not None:
-            self.scope[WRITE] = self._write  # type: ignore[literal-required]
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]
 
-    async def _write(self, part: bytes) -> None:
+    @property
+    def has_room(self) -> bool:
+        """Whether a part can be written now."""
+        return not self.flow.write_paused
+
+    async def room(self) -> None:
+        """Wait until there is room."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+
+    def write(self, part: bytes) -> None:
         """Write a part of a body without a Content-Length, as ASGI's `send` does in ten times the time: h11 keeps no
         state between such parts, and only frames them.
         """
-        if self.flow.write_paused:
-            await self.flow.drain()
         if not self.cycle.disconnected:
             is_framed = self.scope["http_version"] >= "1.1"  # as h11
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_framed else part)
@@ -112,7 +118,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self.scope is not None:
-            self.scope.pop(WRITE, None)  # type: ignore[misc]  # it would keep this object until a garbage collection
+            self.scope.pop(CONNECTION, None)  # type: ignore[misc]  # it would keep this object until a garbage collection
         self._wait_for(None)
         if self._prober is not None:
             self._prober.cancel()
