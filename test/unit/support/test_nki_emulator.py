@@ -279,13 +279,20 @@ class TestMemory:
 
 
 class TestRefusals:
-    def test_sbuf_overflow(self):
-        def kernel():
-            kept = [tile(128, 20000, value=0.0) for _ in range(3)]
+    @pytest.mark.parametrize("platform, most", [("trn2", 212728), ("trn3", 245496)])
+    def test_sbuf_overflow(self, platform, most, monkeypatch):
+        monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", platform)
+        assert nl.tile_size.total_available_sbuf_size == most
+        assert nisa.get_nc_version() == (nisa.nc_version.gen4 if platform == "trn3" else nisa.nc_version.gen3)
+
+        def kernel(rest):
+            kept = [tile(128, size, value=0.0) for size in (20000, 20000, most // 4 - 40000 + rest)]
             for tensor in kept:
                 nisa.tensor_copy(dst=tensor, src=tensor)
+            return stored(tile(1, 1, dtype=nl.float32, value=0.0))
 
-        refuses("SBUF: 240000 bytes per partition, of 212728", kernel)
+        run(lambda: kernel(0))
+        refuses(f"SBUF: {most + 4} bytes per partition, of {most}", lambda: kernel(1))
 
     def test_psum_overflow(self):
         def kernel():

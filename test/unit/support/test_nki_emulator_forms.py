@@ -129,9 +129,11 @@ class TestRefusals:
         run(lambda: (kernel((64, 0), (64, 128)), stored(tile(1, 1, value=0.0)))[1])
         refuses(message, lambda: kernel(position, size))
 
-    def test_a_dtype_of_the_next_generation(self):
+    def test_a_dtype_of_the_next_generation(self, monkeypatch):
         operand = lambda: tile(8, 8, dtype=nl.float8_e4m3fn, value=0.0)  # noqa: E731
         refuses("stationary is float8_e4m3fn, which NeuronCore-v4 multiplies", lambda: product(operand(), operand()))
+        monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+        run(lambda: stored(on_sbuf(product(operand(), operand()))))
 
     def test_options_of_a_copy(self):
         def copy(**options):

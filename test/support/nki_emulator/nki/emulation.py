@@ -19,10 +19,10 @@ from nki.values import (
     PARTITIONS,
     PSUM_BANK_BYTES,
     PSUM_BANKS,
-    SBUF_PARTITION_BYTES,
     Memory,
     NkiError,
     require,
+    sbuf_partition_bytes,
 )
 
 __all__ = [
@@ -96,7 +96,8 @@ class Launch:
         require(self._next_shared == len(self._shared), "the programs allocate different shared_hbm tensors")
         sbuf = self._peak(Memory.SBUF, lambda storage: storage.partition_bytes)
         psum = self._peak(Memory.PSUM, lambda storage: -(-storage.partition_bytes // PSUM_BANK_BYTES))
-        require(sbuf <= SBUF_PARTITION_BYTES, f"SBUF: {sbuf} bytes per partition, of {SBUF_PARTITION_BYTES}")
+        most = sbuf_partition_bytes()
+        require(sbuf <= most, f"SBUF: {sbuf} bytes per partition, of {most}")
         require(psum <= PSUM_BANKS, f"PSUM: {psum} banks, of {PSUM_BANKS}")
         self.peak_sbuf_bytes = max(self.peak_sbuf_bytes, sbuf)
         self.peak_psum_banks = max(self.peak_psum_banks, psum)

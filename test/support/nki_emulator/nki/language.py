@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from nki.running import last_launch
 from nki.tensors import NkiTensor
-from nki.values import DTYPES, FLOATS, PARTITIONS, PSUM_BANK_BYTES, SBUF_PARTITION_BYTES, Memory, require
+from nki.values import DTYPES, FLOATS, PARTITIONS, PSUM_BANK_BYTES, Memory, require, sbuf_partition_bytes
 
 float32, bfloat16, float16, int32 = "float32", "bfloat16", "float16", "int32"
 int8, int16, uint8, uint16, uint32 = "int8", "int16", "uint8", "uint16", "uint32"
@@ -23,7 +23,7 @@ tensor = NkiTensor
 ARITHMETIC = ("add", "subtract", "multiply", "maximum", "minimum", "divide", "power")
 
 
-class tile_size:
+class _TileSize:
     """Limits that kernels read."""
 
     pmax = PARTITIONS
@@ -31,7 +31,13 @@ class tile_size:
     gemm_stationary_fmax = 128
     gemm_moving_fmax = 512
     bn_stats_fmax = 512
-    total_available_sbuf_size = SBUF_PARTITION_BYTES
+
+    @property
+    def total_available_sbuf_size(self) -> int:
+        return sbuf_partition_bytes()
+
+
+tile_size = _TileSize()
 
 
 class NKIObject:

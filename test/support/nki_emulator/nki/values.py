@@ -1,8 +1,9 @@
-"""Dtypes, memories and refusals of the emulated NeuronCore-v3 (Trainium2)."""
+"""Dtypes, memories and refusals of the emulated NeuronCore, a v3 (Trainium2) or v4 (Trainium3)."""
 
 from __future__ import annotations
 
 import enum
+import os
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 PARTITIONS = 128
 PSUM_BANK_BYTES = 2048
 PSUM_BANKS = 8
-# The hardware has 224 KiB, of which the runtime and the compiler keep some for themselves.
-SBUF_PARTITION_BYTES = 224 * 1024 - 16 * 1024 - 264
+# What the hardware has, by the platform: 28 MiB, and 32 by AWS's "Trainium3 Architecture Guide for NKI" (2025-12-01),
+# which says that PSUM is the same. The runtime and the compiler keep some for themselves, on a v4 as much as on a v3.
+_SBUF_PARTITION_BYTES = {"trn2": 224 * 1024, "trn3": 256 * 1024}
+_SBUF_KEPT_BYTES = 16 * 1024 + 264
 MAX_SBUF_ELEMENTS = 64 * 1024
 MAX_RANK = 5
 MAX_FREE_DIMENSIONS = 3  # limit of an operand; a few instructions differ
@@ -22,6 +25,16 @@ DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*FLOATS, *
 INTEGER_SENTINEL = 4
 # The bits of a float32 beyond the mantissa of a shorter float.
 _EXTRA_BITS = {"bfloat16": 16, "float16": 13, "float8_e4m3": 20, "float8_e4m3fn": 20, "float8_e5m2": 21}
+
+
+def platform() -> str:
+    """Return the platform whose limits hold: trn2, unless NEURON_PLATFORM_TARGET_OVERRIDE names another one."""
+    return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+
+
+def sbuf_partition_bytes() -> int:
+    """Return how many bytes of each SBUF partition a kernel can use."""
+    return _SBUF_PARTITION_BYTES[platform()] - _SBUF_KEPT_BYTES
 
 
 class NkiError(Exception):

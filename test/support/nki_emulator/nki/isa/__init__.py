@@ -1,4 +1,4 @@
-"""`nki.isa`: signatures of NKI 0.6, arithmetic in float32, limits of NeuronCore-v3."""
+"""`nki.isa`: signatures of NKI 0.6, arithmetic in float32, limits of a NeuronCore-v3 or v4."""
 
 from nki.isa import options as constants
 from nki.isa.data_movement import dma_copy, dma_transpose, memset, nc_stream_shuffle, tensor_copy

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from nki.values import platform
+
 
 class engine(enum.Enum):
     """The engine that an instruction runs on; `unknown` leaves the choice to the compiler."""
@@ -67,5 +69,5 @@ class nc_version(enum.IntEnum):
 
 
 def get_nc_version() -> nc_version:
-    """Return NeuronCore-v3's generation."""
-    return nc_version.gen3
+    """Return the generation of the platform's cores."""
+    return {"trn2": nc_version.gen3, "trn3": nc_version.gen4}[platform()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nki import language as nl
 from nki.isa.operands import record
-from nki.isa.options import engine, matmul_perf_mode
+from nki.isa.options import engine, get_nc_version, matmul_perf_mode, nc_version
 from nki.running import last_launch
 from nki.tensors import NkiTensor
 from nki.values import Memory, require
@@ -38,7 +38,8 @@ def nc_matmul(
     for tensor, role in ((stationary, "stationary"), (moving, "moving")):
         require(tensor.buffer is Memory.SBUF, f"{role} is in {tensor.buffer.value}; it must be in SBUF")
         require(tensor.dtype in nl.FLOAT_DTYPES, f"{role} is {tensor.dtype}; TensorE multiplies floats")
-        require(tensor.dtype != nl.float8_e4m3fn, f"{role} is {tensor.dtype}, which NeuronCore-v4 multiplies, not v3")
+        is_known = tensor.dtype != nl.float8_e4m3fn or get_nc_version() >= nc_version.gen4
+        require(is_known, f"{role} is {tensor.dtype}, which NeuronCore-v4 multiplies, not v3")
     require(dst.buffer is Memory.PSUM, f"dst is in {dst.buffer.value}; it must be in PSUM")
     dtype = stationary.dtype if is_transpose else "float32"
     require(dst.dtype == dtype, f"dst is {dst.dtype}; it must be {dtype}")

@@ -368,8 +368,10 @@ def test_an_expert_that_is_read_twice():
 
 
 @pytest.mark.slow
-def test_the_unchanged_sources_pass():
-    """They go through the same steps and comparisons."""
+@pytest.mark.parametrize("platform", ["trn2", "trn3"])
+def test_the_unchanged_sources_pass(platform, monkeypatch):
+    """They go through the same steps and comparisons, with the limits of either generation of cores."""
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", platform)
     for module, arguments, exact in (
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (tensor_tensor_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
