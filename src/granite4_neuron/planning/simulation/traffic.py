@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 from granite4_neuron.config.json_files import parse_json
 from granite4_neuron.errors import UserError
-from granite4_neuron.planning.simulation.lengths import Lengths
+from granite4_neuron.planning.simulation.lengths import MOST_TOKENS, Lengths
 from granite4_neuron.system.regular_files import check_regular
 
 BLOCK = 512  # tokens per block in Mooncake's traces
-_MOST_TOKENS = 2**24  # per prompt or answer
 _ANSWER = 0  # each token of an answer; no part of a prompt begins with it
 
 
@@ -71,7 +70,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_length(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= _MOST_TOKENS
+    return type(value) is int and 1 <= value <= MOST_TOKENS
 
 
 def _is_name(value: Any) -> bool:
@@ -83,7 +82,7 @@ def _are_blocks(value: Any) -> bool:
 
 
 _TIME = _Field(_is_number, "a number of at least 0")
-_LENGTH = _Field(_is_length, f"a whole number from 1 to {_MOST_TOKENS:,}")
+_LENGTH = _Field(_is_length, f"a whole number from 1 to {MOST_TOKENS:,}")
 _NAME = _Field(_is_name, "a string or a whole number")
 _FIELDS: Mapping[str, _Field] = {
     "arrival": _TIME,
