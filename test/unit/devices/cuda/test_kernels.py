@@ -149,6 +149,20 @@ def test_drawn_tokens_are_the_definitions(vocab_size, block, monkeypatch):
     assert torch.equal(LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments)).cpu(), tokens)
 
 
+def test_the_best_token_just_beyond_top_k_is_not_drawn(monkeypatch):
+    monkeypatch.setattr(sampling, "_BLOCK", 256)
+    logits = logits_of_kinds(1013)[:2]
+    tokens = likeliest(logits)
+    for place in range(20):
+        flat = [dict(temperature=1e30, seed=seed, place=place) for seed in range(2)]
+        winners = sampling.draw_tokens(draws_of([Choice(**each) for each in flat]), logits, tokens).long()
+        ranks = (logits > logits.gather(1, winners[:, None])).sum(1).tolist()  # from 0
+        choices = [Choice(**each, top_k=max(rank, 1)) for each, rank in zip(flat, ranks, strict=True)]
+        arguments = draws_of(choices), logits, tokens
+        found = LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments)).cpu()
+        assert torch.equal(found, sampling.draw_tokens(*arguments))
+
+
 @DTYPES
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
 @pytest.mark.parametrize("max_splits", [128, 4])
