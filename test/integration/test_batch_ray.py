@@ -57,11 +57,16 @@ def test_a_workers_error_is_found(said, expected):
     assert reason_of(RuntimeError(said)) == expected
 
 
-def test_a_cluster_that_does_not_start_in_time_is_reported(monkeypatch):
-    def init(**_):
-        raise Exception("it timed out")
+class OfRay(Exception):
+    """A stand-in for Ray's base of exceptions."""
 
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+
+@pytest.mark.parametrize("kind", [Exception, RuntimeError, TimeoutError, ConnectionError, ValueError, OfRay])
+def test_a_cluster_that_does_not_start_is_reported(monkeypatch, kind):
+    def init(**_):
+        raise kind("it timed out")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, exceptions=SimpleNamespace(RayError=OfRay)))
     with pytest.raises(UserError, match=r"there is no Ray cluster at local \(it timed out\)"), _connected("local"):
         pass
 

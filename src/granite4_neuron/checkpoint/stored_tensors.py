@@ -217,7 +217,8 @@ class StoredTensors:
             tensors = {part: one for part, one in there.items() if one and one.dtype in encoding.tensors[part]}
             if len(tensors) < len(encoding.tensors):
                 continue
-            shape = encoding.shape({part: one.shape for part, one in tensors.items()})
+            shapes = {part: one.shape for part, one in tensors.items()}
+            shape = encoding.shape(shapes) if len(numbers.shape) >= 2 else None
             if shape is None:
                 listed = " and ".join(f"{one.name} is {list(one.shape)}" for one in tensors.values())
                 raise UserError(f"the weights in {self.folder} do not fit their format, {encoding.name}: {listed}.")

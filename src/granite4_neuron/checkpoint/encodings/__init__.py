@@ -49,7 +49,9 @@ class Encoding(Protocol):
         """Its tensors' dtypes, by the endings of their names; the numbers come first."""
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape | None:
-        """Return the matrix's shape, given its tensors'; None if they do not fit one another."""
+        """Return the matrix's shape, given its tensors'; None if they do not fit one another. The numbers have at least
+        two axes.
+        """
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the matrix in float32."""

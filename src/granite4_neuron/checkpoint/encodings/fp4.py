@@ -76,8 +76,6 @@ class MXFP4:
 
 
 def _shape(of_numbers: Shape, of_scales: Shape, columns: int) -> Shape | None:
-    if len(of_numbers) < 2:
-        return None
     *rows, pairs = of_numbers
     return (*rows, 2 * pairs) if of_scales == (*rows, -(-2 * pairs // columns)) else None
 

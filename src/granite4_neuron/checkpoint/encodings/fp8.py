@@ -32,7 +32,7 @@ class FP8:
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape | None:
         shape = shapes["weight"]
-        return None if len(shape) < 2 or self._block(shape, shapes[self.scales]) is None else shape
+        return None if self._block(shape, shapes[self.scales]) is None else shape
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         numbers, scales = tensors["weight"].float(), tensors[self.scales].float()

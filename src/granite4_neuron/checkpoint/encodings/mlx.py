@@ -34,8 +34,6 @@ class Affine:
         return {"weight": ("U32",), "scales": FLOATS, "biases": FLOATS}
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape | None:
-        if len(shapes["weight"]) < 2:
-            return None
         *rows, words = shapes["weight"]
         columns = words * 32 // self.bits
         blocks = (*rows, columns // self.columns)

@@ -151,7 +151,8 @@ def _connected(address: str) -> Iterator[None]:
         ray.init(address=address, logging_level="error", log_to_driver=False)
     except Exception as error:
         # For a cluster that does not start in time Ray raises a plain one.
-        if type(error) is not Exception and not isinstance(error, (ConnectionError, ValueError)):
+        known = OSError, RuntimeError, ValueError, ray.exceptions.RayError
+        if type(error) is not Exception and not isinstance(error, known):
             raise
         raise UserError(f"there is no Ray cluster at {address} ({error}).") from None
     try:
