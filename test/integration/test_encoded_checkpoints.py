@@ -150,16 +150,23 @@ def test_commands_treat_them_as_floats(granite, capsys, tmp_path):
     assert model.is_quantized
 
 
-def test_weights_that_do_not_fit_their_scales_are_refused(random_checkpoints, tmp_path):
+@pytest.mark.parametrize(
+    "of_weights, of_scales, said",
+    [
+        (..., slice(1, None), r"in_proj.weight is \[296, 64\] and .*is \[295, 1\]"),
+        ((0, 0), ..., r"in_proj.weight is \[\] and"),
+    ],
+    ids=["scales", "weights"],
+)
+def test_weights_that_do_not_fit_their_scales_are_refused(random_checkpoints, tmp_path, of_weights, of_scales, said):
     def encode(shape):
         tensors, meaning = fp8("weight_scale", rows=1)(shape)
-        return tensors | {"weight_scale": tensors["weight_scale"][1:]}, meaning
+        weight, scales = tensors["weight"][of_weights].clone(), tensors["weight_scale"][of_scales]
+        return tensors | {"weight": weight, "weight_scale": scales}, meaning
 
     about = {"quantization_config": COMPRESSED_TENSORS}
     write_encoded(random_checkpoints(GRANITE), tmp_path / "model", {"in_proj": encode}, about)
-    with pytest.raises(
-        UserError, match=r"not fit their format, FP8: .*in_proj.weight is \[296, 64\] and .*is \[295, 1\]"
-    ):
+    with pytest.raises(UserError, match=f"not fit their format, FP8: .*{said}"):
         load_model(tmp_path / "model")
 
 
