@@ -122,8 +122,8 @@ class MarconiCache(PrefixCache):
         self._prompts.append(list(tokens))
         return super().match_prefix(tokens, is_cut_point)
 
-    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
-        self._branches = super().new_branches(tokens, is_cut_point)
+    def new_cuts(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
+        self._branches = super().new_cuts(tokens, is_cut_point)
         return self._branches
 
     def insert(self, tokens: Sequence[int], state: object, slot: int, logits: torch.Tensor) -> None:
@@ -239,9 +239,7 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     request, text = Request(prompt, len(answer)), TextStream(None, [], prompt)
     sequence = RunningSequence(0, request, limit, text, AppliedAdapter(), cuts)
     prefix = cache.match_prefix(prompt, sequence.is_cut_point)
-    sequence.cut_at(cache.new_branches(prompt, sequence.is_cut_point))
-    if not cuts.is_shared(len(prompt)):
-        sequence.cut_at([len(prompt) - 1])
+    sequence.cut_at(cache.new_cuts(prompt, sequence.is_cut_point))
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:
         before, sequence.stored = sequence.stored, sequence.next_cut(runtime.tokens_per_step)

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 
+from granite4_neuron.engine.prefix.end_cuts import EndCuts
 from granite4_neuron.engine.prefix.folder import PrefixFolder
 from granite4_neuron.engine.prefix.interface import any_length
 from granite4_neuron.engine.prefix.tree import Entries, Entry, Node
@@ -113,6 +114,7 @@ class PrefixCache:
         self._stats = PrefixCacheStats()
         self._runtime = runtime
         self._folder = folder
+        self._end_cuts = EndCuts(runtime.prompt_cuts)
         self._found: WeakSet[Prefix] = WeakSet()
         config, itemsize = runtime.config, runtime.dtype.itemsize
         self._state_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
@@ -156,16 +158,17 @@ class PrefixCache:
         self._check_tree()
         return self._longest(tokens, is_cut_point).length
 
-    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
+    def new_cuts(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
         """Return the length at which a sequence diverges from an earlier one, if it is far enough after the last
-        snapshot.
+        snapshot, and where it is cut before its end (`EndCuts`).
         """
-        if not self.at_branches:
-            return set()
-        node, _, shared = self._descend(tokens)
-        length = node.length + shared
-        found = _entry_at(node, is_cut_point).length
-        return {length} if length - found >= SHORTEST_SHARED else set()
+        node, child, shared = self._descend(tokens)
+        shared += node.length
+        ends = [each.length for each in (node.entry_above, child) if each is not None and each.entry is not None]
+        cuts = self._end_cuts.of(len(tokens), shared, ends)
+        if self.at_branches and shared - _entry_at(node, is_cut_point).length >= SHORTEST_SHARED:
+            cuts.add(shared)
+        return cuts
 
     def release(self, prefix: Prefix) -> None:
         """Record that a sequence that started from this prefix has ended."""

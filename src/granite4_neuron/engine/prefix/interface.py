@@ -62,9 +62,9 @@ class AnyPrefixCache(Protocol[Found]):
     def cached_length(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> int:
         """Return the length of the prefix in memory that `match_prefix` would find, without counting it as used."""
 
-    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> set[int]:
-        """Return further lengths at which to cut a sequence and keep snapshots. It may continue only from prefixes that
-        end at a cut point.
+    def new_cuts(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = ...) -> set[int]:
+        """Return further lengths up to which to cut a sequence that begins, and to keep snapshots. It may continue only
+        from prefixes that end at a cut point.
         """
 
     def attach(self, state: HybridState | None) -> None:

@@ -70,10 +70,7 @@ class PrefixReuse:
         with self._best_effort:
             self.cache.attach(self._slots.state)
             sequence.prefix = self.cache.match_prefix(sequence.keys, sequence.is_cut_point)
-            sequence.cut_at(self.cache.new_branches(sequence.keys, sequence.is_cut_point))
-            length = len(sequence.request.tokens)
-            if not self._runtime.prompt_cuts.is_shared(length):  # some longer prompts go on before its end
-                sequence.cut_at([length - 1])
+            sequence.cut_at(self.cache.new_cuts(sequence.keys, sequence.is_cut_point))
             if sequence.prefix is not None:
                 self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
                 sequence.stored = sequence.cached_tokens = sequence.prefix.length

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from granite4_neuron.engine.prefix.cache import SHORTEST_SHARED, PrefixCacheStats, common_length
+from granite4_neuron.engine.prefix.end_cuts import EndCuts
 from granite4_neuron.engine.prefix.interface import any_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
@@ -62,6 +63,7 @@ class SlotPrefixCache:
         self._stats = PrefixCacheStats()
         self._found: WeakSet[KeptSlot] = WeakSet()
         self._runtime = runtime
+        self._end_cuts = EndCuts(runtime.prompt_cuts)
         self._state: HybridState | None = None
         self._forget()
 
@@ -102,15 +104,17 @@ class SlotPrefixCache:
         longest = self._longest(tokens, is_cut_point)
         return 0 if longest is None else longest.length
 
-    def new_branches(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
-        """Return the lengths at which to cut a sequence: where it diverges from a kept prefix, if far enough, and where
-        pinned prefixes end.
+    def new_cuts(self, tokens: Sequence[int], is_cut_point: Callable[[int], bool] = any_length) -> set[int]:
+        """Return the lengths up to which to cut a sequence: where it diverges from a kept prefix, if far enough, where
+        pinned prefixes end, and before its end (`EndCuts`).
         """
         found = self.cached_length(tokens, is_cut_point)
-        shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
+        common = {kept.length: common_length(tokens, kept.tokens) for kept in self._kept.values()}
+        shared = max(common.values(), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
         branches = {shared} if shared - found >= SHORTEST_SHARED else set()
-        return branches | {length for length in pinned if length > found}
+        ends = [length for length, its_common in common.items() if its_common == shared]
+        return branches | {length for length in pinned if length > found} | self._end_cuts.of(len(tokens), shared, ends)
 
     def restore(self, prefix: KeptSlot, state: HybridState | None, slot: int) -> None:
         """Copy a prefix into a slot; the original stays in its own slot."""

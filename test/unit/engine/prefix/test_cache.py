@@ -205,6 +205,25 @@ class TestHits:
         new_tokens(runtime, cache, OTHERS[: 2 * CHUNK], max_tokens=1)
         assert [len(row.tokens) for [row] in runtime.steps] == [CHUNK, CHUNK]
 
+    def test_prompts_that_share_nothing_are_not_cut(self, model):
+        """A step and a snapshot for longer prompts are made again as soon as one has come, and not before."""
+        runtime = ChunkRuntime(model)
+        runtime.prompt_cuts = Multiples(8)
+        cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
+
+        def ends(prompt):
+            runtime.steps.clear()
+            before = cache.stats.snapshots
+            new_tokens(runtime, cache, prompt, max_tokens=2)
+            prompts = [rows[0] for rows in runtime.steps if len(rows[0].tokens) > 1]
+            assert cache.stats.snapshots - before == len(prompts)
+            return [row.start + len(row.tokens) for row in prompts]
+
+        texts = [[number, *TOKENS[:29]] for number in range(12)]
+        assert [ends(text) for text in texts] == 8 * [[16, 24, 30]] + 4 * [[16, 30]]
+        assert ends([*texts[-1], *OTHERS[:20]]) == [32, 48, 50]  # it goes on behind one that was not cut
+        assert ends(OTHERS[:30]) == [16, 24, 30]
+
     def test_only_requests_with_the_same_salt_share(self, runtime, cache):
         texts, found = [], []
         for salt in (None, "one", "two", "one", None):
@@ -341,7 +360,7 @@ class TestMemory:
                 in_use.append((prefix, tokens[: prefix.length]))
             elif prefix is not None:
                 cache.release(prefix)
-            for length in sorted({len(tokens), *cache.new_branches(tokens)}):
+            for length in sorted({len(tokens), *cache.new_cuts(tokens)}):
                 cache.insert(tokens[:length], state, 1, logits)
             if in_use and chance.random() < 0.3:
                 cache.release(in_use.pop(chance.randrange(len(in_use)))[0])

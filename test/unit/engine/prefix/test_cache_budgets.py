@@ -203,10 +203,10 @@ class TestTree:
         cache = PrefixCache(runtime, None, None, at_branches=True)
         self.keep(cache, state, TOKENS[:20], TOKENS[:60])
         for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
-            assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
+            assert cache.new_cuts([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
         # There is no snapshot where the first two texts diverge.
         self.keep(cache, state, [*TOKENS[:50], (TOKENS[50] + 1) % VOCAB])
-        assert cache.new_branches([*TOKENS[:55], (TOKENS[55] + 1) % VOCAB]) == {55}
+        assert cache.new_cuts([*TOKENS[:55], (TOKENS[55] + 1) % VOCAB]) == {55}
 
 
 class TestReservedSlots:
@@ -272,7 +272,7 @@ class TestReservedSlots:
         for length in (20, 60):
             cache.insert(TOKENS[:length], state, 1, LOGITS)
         for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
-            assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
+            assert cache.new_cuts([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
 
     def test_spare_slots(self, model):
         """The model has 9 slots. Those that sequences do not use are spare, as many as fit the budget."""

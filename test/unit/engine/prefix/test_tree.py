@@ -11,6 +11,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import PrefixCache
 from granite4_neuron.engine.prefix import tree as module
 from granite4_neuron.engine.prefix.tree import Entries, Entry, Node, NodeKind
+from granite4_neuron.runtime.prompt_cuts import ANYWHERE
 from granite4_neuron.state.snapshot import Snapshot
 
 # The hits and look-ups that are assumed before any look-up, by `NodeKind`.
@@ -158,6 +159,7 @@ class _Sizes:
     dtype = state_dtype = torch.float32
     tokens_per_step = 4
     cannot = fingerprint = ()
+    prompt_cuts = ANYWHERE
 
     def snapshot(self, state, slot, length, start=0):
         key, recurrent = torch.empty(1, length - start, 3, dtype=torch.uint8), torch.empty(10, dtype=torch.uint8)
