@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,9 +195,11 @@ class TorchRuntime(GraphRuntime):
         """The call does not wait for the copies of a snapshot that stays on the device."""
         if not self._keeps_snapshots:
             return super().snapshot(state, slot, length, start)
-        views = views_of_positions(state.slot_views(slot), start, length)
-        tensors = {name: torch.empty(view.shape, dtype=view.dtype, device=self.device) for name, view in views.items()}
-        _copy_all(views, tensors)
+        memory = self._memory(state)
+        views = views_of_positions(memory.slot_views(slot), start, length)
+        tensors: dict[str, torch.Tensor] = {}
+        for names in memory.alike:  # an allocation and a launch each: the device may be idle meanwhile
+            tensors.update(zip(names, torch.stack([views[name] for name in names]).unbind(), strict=True))
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 
     @torch.no_grad()
@@ -205,9 +208,11 @@ class TorchRuntime(GraphRuntime):
         if not self._keeps_snapshots:
             return super().restore(state, snapshots, slot)
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
-        slot_views = state.slot_views(slot)
+        slot_views = self._memory(state).slot_views(slot)
         for one in snapshots:
-            _copy_all(one.tensors, views_of_positions(slot_views, one.start, one.length))
+            views = views_of_positions(slot_views, one.start, one.length)
+            for names in _alike(one.tensors):
+                torch._foreach_copy_([views[name] for name in names], [one.tensors[name] for name in names])
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -453,6 +458,18 @@ class _Memory:
     chosen: torch.Tensor
     user: Callable[[], HybridState | None] = lambda: None
     captured: dict[tuple, CudaGraph] = field(default_factory=dict)
+    views: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)  # `slot_views` by slot
+
+    def slot_views(self, slot: int) -> Mapping[str, torch.Tensor]:
+        """Return the state's `slot_views`, which are made once."""
+        if slot not in self.views:
+            self.views[slot] = self.state.slot_views(slot)
+        return self.views[slot]
+
+    @cached_property
+    def alike(self) -> Sequence[Sequence[str]]:
+        """The names of those that are alike."""
+        return _alike(self.slot_views(1))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -464,16 +481,12 @@ class _Memory:
         return state
 
 
-def _copy_all(sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
-    """Copy each tensor of the sources to the destination of its name, with a few launches for all that are alike."""
-    alike: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for name, source in sources.items():
-        kind = source.device, source.dtype, source.shape, source.stride()
-        to, given = alike.setdefault(kind, ([], []))
-        to.append(destinations[name])
-        given.append(source)
-    for each in alike.values():
-        torch._foreach_copy_(*each)
+def _alike(tensors: Mapping[str, torch.Tensor]) -> Sequence[Sequence[str]]:
+    """Return the names of tensors in groups of the same device, dtype, shape and strides, which few launches copy."""
+    groups: dict[tuple, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault((tensor.device, tensor.dtype, tensor.shape, tensor.stride()), []).append(name)
+    return list(groups.values())
 
 
 def _operators(

@@ -1,10 +1,43 @@
 """Snapshots in the memory of a PyTorch device, without a step of a model."""
 
+from collections import Counter
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from test.support.engines import engine_model
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function.overloadpacket).removeprefix("aten.")] += 1
+        return function(*args, **kwargs or {})
+
+
+def test_the_calls_of_a_snapshot_do_not_grow_with_the_layers():
+    """Windows, states, and keys with values are allocated and copied together: between two steps nothing else runs."""
+    counts = []
+    for layers in (1, 3):
+        model = engine_model(layer_types=("mamba", "attention", "mamba") * layers)
+        runtime = TorchRuntime(model, GenerationConfig(), (16,))
+        state = runtime.allocate(2, 40)
+        first = runtime.snapshot(state, 1, 20)
+        with _Calls() as calls:
+            runtime.snapshot(state, 1, 20)
+        del calls.counts["slice"]  # of keys and values
+        with _Calls() as restoring:
+            runtime.restore(state, [first], 1)
+        assert restoring.counts["_foreach_copy_"] == 3
+        counts.append(calls.counts)
+    assert counts[0] == counts[1] == {"stack": 3, "unbind": 3}
 
 
 def test_a_chain_of_snapshots_writes_its_own_positions():
