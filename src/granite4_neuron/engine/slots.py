@@ -23,7 +23,8 @@ def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequ
     available = available_bytes()
     if available is None:
         return most
-    return max(1, min(most, available // 2 // _bytes_of(runtime, max_length)))
+    state, token = _sizes(runtime)
+    return max(1, min(most, available // 2 // (state + max_length * token)))
 
 
 class Slots:
@@ -64,6 +65,7 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
+        self._state_bytes, self._token_bytes = _sizes(runtime)
         self._lengths: dict[int, int] = {}  # of the longest sequence that each slot has had
         self.state: HybridState | None = None
         self.failed_steps = 0
@@ -125,11 +127,11 @@ class Slots:
 
     def _bytes(self, length: int) -> int:
         """Return the bytes that a slot takes whose longest sequence had this length; 0 for length 0."""
-        return _bytes_of(self._runtime, length) if length else 0
+        return self._state_bytes + length * self._token_bytes if length else 0
 
 
-def _bytes_of(runtime: Runtime, length: int) -> int:
-    """Return the bytes of state and cache of a sequence of this length."""
+def _sizes(runtime: Runtime) -> tuple[int, int]:
+    """Return the bytes of a sequence's recurrent state, and of its keys and values for each token."""
     config, itemsize = runtime.config, runtime.dtype.itemsize
     state = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
-    return state + length * token_bytes(config, itemsize)
+    return state, token_bytes(config, itemsize)
