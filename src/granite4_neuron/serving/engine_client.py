@@ -12,7 +12,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import CompiledGrammar
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.serving.channel import Channel
-from granite4_neuron.serving.engine_loop import CLOSE, EngineFacts
+from granite4_neuron.serving.engine_loop import CLOSE
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
@@ -231,25 +231,21 @@ class EngineClient:
             messages = self._channel.receive(waits=False)
         except EOFError:
             return self._ended()
+        now = time.perf_counter()
+        batches: dict[
+            Generation, Batch
+        ] = {}  # of all steps that have come, so that a busy loop makes one event of them
         for kind, *values in messages:
             if kind == "outputs":
-                self._deliver(*values)
+                rows, step_tokens, facts = values
+                self._metrics.stepped(step_tokens, facts)
+                self._sort_in(batches, rows, now)
             elif kind == "adapter":
                 name, error, self.adapters = values
                 _settle(self._changing.pop(name), error)
             else:
                 self._failed(*values)
-
-    def _deliver(self, rows: Sequence[tuple], step_tokens: int | None, facts: EngineFacts) -> None:
-        now = time.perf_counter()
-        self._metrics.stepped(step_tokens, facts)
-        batches: dict[Generation, Batch] = {}
-        for row in rows:
-            if row[0] in self._places:  # otherwise it has been cancelled
-                generation, index = self._places[row[0]]
-                batches.setdefault(generation, {}).setdefault(index, []).append(Output(*row))
         for generation, batch in batches.items():
-            self._measure(generation, batch, now)
             generation.add(batch, now)
             if not generation.unfinished:
                 self._forget(generation)
@@ -258,22 +254,32 @@ class EngineClient:
                     if tokens:
                         self._metrics.answered_prompt(tokens)
 
-    def _measure(self, generation: Generation, batch: Batch, now: float) -> None:
-        """Record the times of new tokens, in seconds."""
-        for index, outputs in batch.items():
-            times = generation.times.get(index)
-            if times is not None:
-                self._metrics.next_tokens(now - times.latest)
-                times.latest = now
-            elif (prompt := outputs[0].prompt) is not None:
-                request, when = generation.requests[index], (generation.arrived, generation.started, prompt.started)
-                lengths = len(request.tokens), prompt.cached_tokens, request.max_tokens
-                times = generation.times[index] = TextTimes(*lengths, *when, first=now, latest=now)
-                self._metrics.first_token(times)
-            if times is not None:
-                times.tokens += len(outputs) - (outputs[-1].token is None)  # after an error none follows
-            if (reason := outputs[-1].finish_reason) is not None:
-                self._metrics.ended(reason, times)
+    def _sort_in(self, batches: dict[Generation, Batch], rows: Sequence[tuple], now: float) -> None:
+        """Add the outputs of a step to those of their requests, and record their times."""
+        before = None
+        for row in rows:
+            if row[0] in self._places:  # otherwise it has been cancelled
+                generation, index = self._places[row[0]]
+                output = Output(*row)
+                batches.setdefault(generation, {}).setdefault(index, []).append(output)
+                self._measure(generation, index, output, now, row[0] != before)
+                before = row[0]
+
+    def _measure(self, generation: Generation, index: int, output: Output, now: float, is_first: bool) -> None:
+        """Record the times of an output, in seconds; `is_first` is that of its text in a step."""
+        times = generation.times.get(index)
+        if times is not None and is_first:
+            self._metrics.next_tokens(now - times.latest)
+            times.latest = now
+        elif times is None and (prompt := output.prompt) is not None:
+            request, when = generation.requests[index], (generation.arrived, generation.started, prompt.started)
+            lengths = len(request.tokens), prompt.cached_tokens, request.max_tokens
+            times = generation.times[index] = TextTimes(*lengths, *when, first=now, latest=now)
+            self._metrics.first_token(times)
+        if times is not None:
+            times.tokens += output.token is not None
+        if output.finish_reason is not None:
+            self._metrics.ended(output.finish_reason, times)
 
     def _failed(self, first: int, error: UserError | None) -> None:
         if first in self._places:

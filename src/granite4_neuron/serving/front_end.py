@@ -34,7 +34,7 @@ class FrontEnd:
     def __init__(self, listener: Listener):
         self._channel, theirs = Channel.pair()
         self._signals, their_signals = socket.socketpair()
-        gc.freeze()  # a collection in one of the processes would copy what they share
+        gc.freeze()  # a collection in one of the processes would copy what they share; see also `serve`
         start = multiprocessing.get_context("fork").Process
         ours = self._channel, self._signals
         self._process = start(target=_serve, args=(listener, theirs, their_signals, ours), name="front end")
@@ -65,6 +65,8 @@ class FrontEnd:
         with suppress(ValueError):  # the front end finds the same, and compiles no grammar
             matchers = Matchers(tokenizer, engine.runtime.config.vocab_size)
         loop = EngineLoop(engine, cache, matchers, self._channel, on_start)
+        # A full collection would delay all requests by a third of a second; objects that exist by now stay.
+        gc.freeze()
         with self._signals_handed_on() as received:
             # The stack is for grammars.
             was_closed = in_large_stack(loop.run)
@@ -108,5 +110,5 @@ def _serve(listener: Listener, channel: Channel, signals: socket.socket, others:
     with suppress(EOFError):  # it has ended before
         [(served, tokenizer, options)] = channel.receive()
         server = Server(served, tokenizer, channel, signals=signals, **options)
-        gc.freeze()  # a full collection would delay all requests by a third of a second
+        gc.freeze()
         server.run([listener])
