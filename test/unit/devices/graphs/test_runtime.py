@@ -47,15 +47,18 @@ def test_only_the_last_piece_is_padded_and_by_less_than_its_bucket():
 
 
 def test_a_step_runs_the_pieces(monkeypatch):
-    """Positions and logits go on from piece to piece. For 600 tokens the graph of 2,048 tokens is not used."""
+    """Positions and logits go on from piece to piece. For 600 tokens the graph of 2,048 tokens is not used. The last
+    logits are not copied.
+    """
     model = random_model(small_config(layer_types=("mamba",)))
     tokens = random_tokens(model.config.vocab_size, 600).tolist()
     ours = TorchRuntime(model, GenerationConfig(), (128, 512, 2048), compiler="eager")
-    run, sizes = ours._run_prefill, []
+    run, sizes, outputs = ours._run_prefill, [], []
 
     def recorded(state, inputs, *rest):
         sizes.append(inputs.shape[1] - TOKENS)
-        return run(state, inputs, *rest)
+        outputs.append(run(state, inputs, *rest))
+        return outputs[-1]
 
     monkeypatch.setattr(ours, "_run_prefill", recorded)
     logits, expected = (
@@ -64,6 +67,9 @@ def test_a_step_runs_the_pieces(monkeypatch):
     )
     assert sizes == [512, 128]
     assert (logits - expected).abs().max() <= 1e-5
+    last = ours.step(ours.allocate(1, 700), [Row(1, 0, tokens)])
+    assert last.shape == (1, model.config.vocab_size) and (last - expected[:, -1]).abs().max() <= 1e-5
+    assert last.data_ptr() == outputs[-1].data_ptr()
 
 
 def test_default_buckets():
