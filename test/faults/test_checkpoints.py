@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
+from granite4_neuron.checkpoint.tokenizing import encode_beside_others
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.generation import chat_prompt
+from granite4_neuron.system.sandbox.limited_process import NoProcess
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -433,6 +436,16 @@ class TestATokenizerThatGivesUp:
     def model(self, folder):
         tokenizer_with(pre_tokenizer=BACKTRACKING)(folder)
         return folder
+
+    def test_a_panic_for_want_of_a_thread_says_so(self):
+        class PanicException(BaseException):
+            pass
+
+        def encode(*_, **__):
+            raise PanicException("The global thread pool has not been initialized.: ThreadPoolBuildError { kind: x }")
+
+        with pytest.raises(NoProcess, match=r"no further process or thread can be started; raise the limit"):
+            encode_beside_others(SimpleNamespace(encode_batch_fast=encode), "x", False)
 
     @pytest.mark.slow_cases
     @pytest.mark.parametrize("command", ["generate", "generate --chat", "check", "evaluate"])

@@ -1,12 +1,14 @@
 """Clients that stall or leave: the server waits for each for a limited time, and none blocks the server's exit."""
 # ruff: noqa: E402 (importorskip comes first)
 
+import asyncio
 import json
 import logging
 import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -239,6 +241,19 @@ def test_shutdown_has_a_limit(tiny):
             server.should_exit = True
             *_, last = (line for line in lines if line)
         assert "the server's engine has stopped" in last
+
+
+def test_nothing_is_written_after_a_write_that_failed(caplog):
+    async def write():
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+        theirs.close()
+        lost = SimpleNamespace(transport=transport, scope={"http_version": "1.1"})
+        for _ in range(9):
+            connection.Connection.write(lost, b"x")
+
+    asyncio.run(write())
+    assert not caplog.records
 
 
 def test_nothing_is_written_to_a_lost_connection(server, caplog):

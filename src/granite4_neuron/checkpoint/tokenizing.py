@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.errors import UserError
+from granite4_neuron.system.sandbox.limited_process import NoProcess
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -31,10 +32,14 @@ def encode_beside_others(tokenizer: Tokenizer, text: str, add_special_tokens: bo
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn a panic of the library into an error; it panics if a regular expression exceeds its limit of steps."""
+    """Turn a panic of the library into an error; it panics if a regular expression exceeds its limit of steps, or no
+    thread can be started.
+    """
     try:
         yield
     except BaseException as error:  # a panic is not an Exception, and its class cannot be imported
         if type(error).__name__ != "PanicException":
             raise
+        if "ThreadPoolBuildError" in str(error):
+            raise NoProcess from None
         raise UserError(f"the tokenizer fails at this text ({error}).") from None

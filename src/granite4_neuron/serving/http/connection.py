@@ -77,7 +77,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Write a part of a body without a Content-Length, as ASGI's `send` does in ten times the time: h11 keeps no
         state between such parts, and only frames them.
         """
-        if not self.cycle.disconnected:
+        # Also after a write that failed, of which this object hears in a later turn of the loop.
+        if not self.transport.is_closing():
             is_framed = self.scope["http_version"] >= "1.1"  # as h11
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_framed else part)
 
