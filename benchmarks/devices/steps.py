@@ -7,7 +7,7 @@ A token is timed in four ways. In the first, tokens are random, so that the sequ
 experts, and a step ends when its logits are on the host. In the second the device chooses the tokens and runs each in
 the next step; a step ends when the host has the tokens of the one before. The third and the fourth are the same for
 tokens that are sampled (temperature 0.8, top_k 50, top_p 0.9): the host draws them by logits, or the device does. Times
-are medians, after the steps that compile.
+are medians, after the steps that compile. With --slots the state has more slots, which are idle.
 
 Launches are those of graphs, which torch.compile has made, or which were captured on a GPU. A token's share is that of
 the memory bound: the time in which the device reads its weights, states and caches and writes the states, at the rate
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for batch_size in options.batch_size:
         read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT)
         read += batch_size * sequence_bytes(config, torch.bfloat16.itemsize)  # states are written too
-        size = runtime, batch_size, options.steps
+        size = runtime, batch_size, options.steps, max(batch_size, options.slots)
         add(f"a token, batch {batch_size}", 2, _token_ms(*size), read)
         add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(*size), read)
         add(f"sampled here, batch {batch_size}", 2, _token_ms(*size, samples=True), read)
@@ -141,16 +141,17 @@ def _bytes_per_second(runtime: TorchRuntime) -> float:
     return _READ_BYTES / statistics.median(times)
 
 
-def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
-    state = runtime.allocate(batch_size, _PROMPT + steps + 2)
+def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, slots: int, samples: bool = False) -> float:
+    state = runtime.allocate(slots, _PROMPT + steps + 2)
     tokens = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + steps + 2, output_length=0))
-    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, 1)])
+    first = slots - batch_size + 1
+    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, first)])
     position = _PROMPT
     samplers = _samplers(batch_size) if samples else []
 
     def step() -> None:
         nonlocal position
-        logits = runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
+        logits = runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, first)])
         for sampler, row_logits in zip(samplers, logits, strict=False):
             sampler(row_logits, range(position))
         position += 1
@@ -158,15 +159,16 @@ def _token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bo
     return _median_ms(runtime, step, steps)
 
 
-def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, samples: bool = False) -> float:
-    state = runtime.allocate(batch_size, _PROMPT + steps + 4)
+def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, slots: int, samples: bool = False) -> float:
+    state = runtime.allocate(slots, _PROMPT + steps + 4)
     prompts = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + 1, output_length=0))
-    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(prompts, 1)])
+    first = slots - batch_size + 1
+    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(prompts, first)])
     samplers: Sequence[Sampler | None] = _samplers(batch_size) if samples else [None] * batch_size
 
     def decode(position: int, tokens: Sequence[int]) -> Decoded:
         rows = []
-        for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), 1):
+        for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), first):
             draw = sampler and sampler.draw(position + 1)
             rows.append(Row(slot, position, [token], draw=draw))
         return runtime.decode(state, rows)
@@ -219,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="the model's first N layers (default: all)")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
     parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
+    parser.add_argument("--slots", type=at_least(1), default=1, metavar="N", help="of a state, if more than sequences")
     parser.add_argument(
         "--steps", type=at_least(1), default=40, metavar="N", help="timed steps of each kind (default: %(default)s)"
     )

@@ -238,5 +238,5 @@ class TestMoreThan32Bits:
         keys[1, 0, -1], values[1, 0, -1] = 1.0, 3.0
         positions = torch.tensor([[length - 1]], dtype=torch.int32, device="cuda")
         lengths = torch.ones(1, dtype=torch.int32, device="cuda")
-        output = attend_tokens(query, keys, values, positions, lengths, 1.0, length)
+        output = attend_tokens(query, keys, values, positions, lengths, None, 1.0, length)
         assert torch.equal(output, torch.full_like(output, 3.0))

@@ -43,9 +43,16 @@ NAMED = {case.name: case for case in CASES}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
 
 
-def backend_of(tolerance=1e-5, **options):
+class FewRows(TorchRuntime):
+    """Has graphs of two and three rows besides those of all."""
+
+    def row_counts(self, num_sequences):
+        return [count for count in (2, 3) if count < num_sequences] + [num_sequences]
+
+
+def backend_of(tolerance=1e-5, runtime=TorchRuntime, **options):
     return Backend(
-        make=lambda model, buckets: TorchRuntime(model, GenerationConfig(), buckets, **options),
+        make=lambda model, buckets: runtime(model, GenerationConfig(), buckets, **options),
         compilations=lambda runtime: runtime.num_compilations,
         tolerance=tolerance,
     )
@@ -55,6 +62,8 @@ LAYER = backend_of(compiler="aot_eager")
 EAGER = backend_of(compiler="eager")  # takes half the time of AOTAutograd
 INDUCTOR = backend_of(1e-4)
 CUDA = backend_of(1e-4, device="cuda")
+FEW_ROWS = backend_of(compiler="eager", runtime=FewRows)
+FEW_ROWS_ON_CUDA = backend_of(1e-4, device="cuda", runtime=FewRows)
 
 
 class OnLayers:
@@ -65,10 +74,10 @@ class OnLayers:
         return request.param
 
 
-class OnEagerLayers:
-    """Runs on the CPU without AOTAutograd, for what it does not change."""
+class OnFewRows:
+    """Runs graphs of two or three rows if a step has no more; on the CPU without AOTAutograd."""
 
-    @pytest.fixture(params=[EAGER, pytest.param(CUDA, marks=needs_gpu)], ids=["cpu", "cuda"])
+    @pytest.fixture(params=[FEW_ROWS, pytest.param(FEW_ROWS_ON_CUDA, marks=needs_gpu)], ids=["cpu", "cuda"])
     def backend(self, request):
         return request.param
 
@@ -98,18 +107,23 @@ class TestSteps(OnLayers, StepContract):
 
 
 @pytest.mark.slow_cases
-class TestDecode(OnLayers, DecodeContract):
-    pass
+class TestDecode(DecodeContract):
+    @pytest.fixture(
+        params=[LAYER, FEW_ROWS, *(pytest.param(each, marks=needs_gpu) for each in (CUDA, FEW_ROWS_ON_CUDA))],
+        ids=["cpu", "cpu, few rows", "cuda", "cuda, few rows"],
+    )
+    def backend(self, request):
+        return request.param
 
 
 @pytest.mark.slow
-class TestSlots(OnEagerLayers, SlotContract):
+class TestSlots(OnFewRows, SlotContract):
     @pytest.mark.exhaustive
     def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
         super().test_snapshots_are_those_of_the_cpu(backend, runtime, begun)
 
 
-class TestVerify(OnEagerLayers, VerifyContract):
+class TestVerify(OnFewRows, VerifyContract):
     @pytest.mark.slow
     @pytest.mark.parametrize("changes", [{}, pytest.param(DENSE, marks=pytest.mark.exhaustive)], ids=["moe", "dense"])
     def test_whatever_is_accepted(self, backend, changes):
@@ -120,7 +134,7 @@ class TestVerify(OnEagerLayers, VerifyContract):
         super().test_a_verification_changes_no_recurrent_state(backend)
 
 
-class TestEngine(OnEagerLayers, EngineContract):
+class TestEngine(OnFewRows, EngineContract):
     @pytest.mark.exhaustive
     def test_a_hit_gives_the_bits_of_a_run_without(self, backend, model):
         super().test_a_hit_gives_the_bits_of_a_run_without(backend, model)

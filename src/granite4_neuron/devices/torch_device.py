@@ -15,6 +15,7 @@ class TorchDevice:
     communication: the backend of torch.distributed that joins several.
     long_prompts: lengths of prompts that have graphs by default, besides those of all devices.
     keeps_snapshots: whether snapshots stay in its memory; otherwise they are in the host's.
+    has_row_counts: whether decode, verification and commit have graphs for fewer rows than a state has slots.
     why_missing: returns a sentence that says why this machine has none, or None if it may have one.
     """
 
@@ -25,4 +26,5 @@ class TorchDevice:
     communication: str = "gloo"
     long_prompts: tuple[int, ...] = ()
     keeps_snapshots: bool = False
+    has_row_counts: bool = False
     why_missing: Callable[[], str | None] = lambda: None

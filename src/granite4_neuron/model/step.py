@@ -33,8 +33,10 @@ class Step(ABC):
 
     Attributes:
         is_real: [batch, tokens], false for padding.
+        looked_up: [batch], the slot of each row's recurrent state, for kernels that look it up; None if they need not.
     """
 
+    looked_up: torch.Tensor | None = None
     has_null_slot: ClassVar[bool] = False
 
     def __init__(
@@ -58,7 +60,7 @@ class Step(ABC):
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one token of every sequence, in order, of a state without a null slot; see `DenseStep`."""
+        """Whether it is one token of each row, of a state without a null slot; see `DenseStep`."""
         return False
 
     @property
@@ -219,12 +221,13 @@ class DenseStep(Step):
     Rows of length 0 also belong to a sequence of their own. They leave its state unchanged, bit by bit: with dt = 0 it
     becomes 1 * state + 0.
 
-    Decode takes one token of every sequence, in order, and updates the state in place. Its contract: each row has begun
-    (its position is above 0) or has length 0. Starting a row from zeros means selecting between zeros and its state,
-    which costs as much as advancing it; so only steps of several tokens, or those that look up their sequences, do it.
+    Decode takes one token of each row and updates the state in place. Its contract: each row has begun (its position is
+    above 0) or has length 0. Starting a row from zeros means selecting between zeros and its state, which costs as much
+    as advancing it; so only other steps do it.
 
     Args:
-        sequences: [batch], integer, all different; None if row i is sequence i.
+        sequences: [batch], integer, all different; None if row i is sequence i, and then a step of one token is decode.
+        decodes: whether a step of one token is decode, if there are `sequences`.
 
     Attributes:
         is_fresh: [batch], true for rows that start from zeros, whatever the state of their sequence.
@@ -240,15 +243,16 @@ class DenseStep(Step):
         *,
         verifies: bool = False,
         in_order: bool = False,
+        decodes: bool = False,
     ):
         super().__init__(positions, lengths, slots, kv_length, verifies=verifies, in_order=in_order)
-        self.sequences = sequences
+        self.sequences, self.decodes = sequences, decodes or sequences is None
         self.is_fresh = (self.starts == 0) & (lengths > 0)
 
     @property
     def is_decode(self) -> bool:
         """Whether the contract above holds."""
-        return self.sequences is None and self.positions.shape[1] == 1
+        return self.decodes and self.positions.shape[1] == 1
 
     def rows_of(self, state: torch.Tensor) -> torch.Tensor:
         """Return each row's part [batch, ...] of a state [sequences, ...]."""

@@ -21,6 +21,8 @@ _BLOCK_KV = 16
 _SMALLEST_SPLIT = 32
 _MAX_SPLITS = 128
 _SPLITS_AT_ONCE = 16  # combined at once
+# Of each sequence; a step of more is a piece of a prompt.
+_MOST_TOKENS = 16
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -35,9 +37,9 @@ def cached_attention(
     kv_length: int,
 ) -> torch.Tensor:
     """Compute `ops.cached_attention`."""
-    if slots is not None:
+    if slots is not None and query.shape[1] > _MOST_TOKENS:
         return attend_prompt(query, key_cache, value_cache, positions, lengths, slots, scale)
-    return attend_tokens(query, key_cache, value_cache, positions, lengths, scale, kv_length)
+    return attend_tokens(query, key_cache, value_cache, positions, lengths, slots, scale, kv_length)
 
 
 @operator()
@@ -47,15 +49,16 @@ def attend_tokens(
     value_cache: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
+    slots: torch.Tensor | None,
     scale: float,
     kv_length: int,
 ) -> torch.Tensor:
-    """Compute `ops.cached_attention` of a few tokens of each sequence, in the order of their slots.
+    """Compute `ops.cached_attention` of a few tokens of each sequence.
 
     A token's bits depend on its own position only: not on kv_length, nor on the number of sequences or of tokens.
     """
     return attention.cached_attention(
-        query, key_cache, value_cache, positions, lengths, None, scale, kv_length
+        query, key_cache, value_cache, positions, lengths, slots, scale, kv_length
     ).contiguous()
 
 
@@ -70,6 +73,7 @@ def _launch_attend_tokens(
     value_cache: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
+    slots: torch.Tensor | None,
     scale: float,
     kv_length: int,
 ) -> torch.Tensor:
@@ -88,6 +92,7 @@ def _launch_attend_tokens(
         key_cache,
         value_cache,
         *index,
+        slots,
         partial,
         scale,
         max_length,
@@ -134,6 +139,7 @@ def _attend_to_split_kernel(
     value_cache,
     positions,
     lengths,
+    slots,
     partial,
     scale,
     max_length,
@@ -153,9 +159,10 @@ def _attend_to_split_kernel(
 
     Args:
         query: [batch, tokens, heads, HEAD_DIM].
-        key_cache, value_cache: [1 + batch, kv heads, max_length, HEAD_DIM]; the first slot is unused.
+        key_cache, value_cache: [1 + sequences, kv heads, max_length, HEAD_DIM]; the first slot is unused.
         positions: [batch, tokens] int32.
         lengths: [batch] int32, how many of the tokens are real; the others attend to nothing.
+        slots: [batch] int32; None if sequence i is in slot i + 1.
         partial: [most splits, batch * tokens, heads, HEAD_DIM + 2] in float32: the weighted sum of values, the sum of
             weights, and the largest score, which both are relative to; not written for empty splits.
     """
@@ -173,6 +180,8 @@ def _attend_to_split_kernel(
         q = tl.load(query + head[:, None] * HEAD_DIM + offs_d[None], mask, other=0.0).to(tl.float32) * scale
         # In 64 bits; from here on 32 suffice. The first slot is unused, and the first sequence's comes after it.
         slot = 1 + row.to(tl.int64) // tokens
+        if slots is not None:
+            slot = tl.load(slots + row // tokens).to(tl.int64)
         first = ((slot * num_kv_heads + tl.program_id(0)) * max_length + start) * HEAD_DIM
 
         m_i, l_i = tl.full([BLOCK_H], _LOWEST, tl.float32), tl.zeros([BLOCK_H], tl.float32)

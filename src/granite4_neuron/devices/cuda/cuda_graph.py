@@ -19,6 +19,7 @@ class CudaGraph:
         from_host: the input on the host.
         others: further inputs, on the GPU.
         device: the GPU.
+        pool: of `torch.cuda.graph_pool_handle`, of memory that graphs share which never run at the same time.
 
     `function` runs a few times with these inputs, so it must do no harm with them.
     """
@@ -29,6 +30,7 @@ class CudaGraph:
         from_host: torch.Tensor,
         others: Sequence[torch.Tensor],
         device: torch.device,
+        pool: torch.cuda._POOL_HANDLE | None,
     ):
         self._device = device
         self._pinned = from_host.pin_memory()
@@ -44,7 +46,7 @@ class CudaGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's or the one that writes snapshots to files, may call CUDA meanwhile.
-        with _no_garbage_collection(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with _no_garbage_collection(), torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
         self._is_copied = torch.cuda.Event()
 

@@ -58,16 +58,15 @@ class TokenLayer(DecoderLayer):
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         operators = self._token_operators
-        if not step.in_order or len(inputs) > operators.MOST_SEQUENCES:
+        if len(inputs) > operators.MOST_SEQUENCES:
             super().advance(inputs, step, state)
             return
         mixer = self.mamba_weights().mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias
         states = state.conv_state, state.ssm_state
         head_params = mixer.dt_bias, mixer.A_log, mixer.D
-        operators.advance_verified(
-            inputs, *convolution, *head_params, *states, step.starts, step.lengths, *mixer.time_step_limit
-        )
+        index, limits = (step.starts, step.lengths), mixer.time_step_limit
+        operators.advance_verified(inputs, *convolution, *head_params, *states, *index, *limits, step.looked_up)
 
     @property
     def _token_operators(self) -> TokenOperators:
@@ -78,10 +77,10 @@ class TokenLayer(DecoderLayer):
     def _operators_of(self, step: Step) -> TokenOperators | None:
         """Return the operators for a kind of step, or None if they do not support it."""
         operators, sequences = self._token_operators, len(step.lengths)
-        if not (step.is_decode or (step.verifies and step.in_order)) or sequences > operators.MOST_SEQUENCES:
+        if not (step.is_decode or step.verifies) or sequences > operators.MOST_SEQUENCES:
             return None
         of_one_row = self.operators.one_row_operators
-        if of_one_row is None or sequences > 1 or step.verifies:
+        if of_one_row is None or sequences > 1 or step.verifies or step.looked_up is not None:
             return operators
         assert isinstance(of_one_row, TokenOperators)
         return of_one_row
@@ -89,11 +88,12 @@ class TokenLayer(DecoderLayer):
     def _mamba(self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         weights = self.mamba_weights()
         mixer = weights.mixer
-        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
+        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths, step.looked_up
         weight, num_heads = _dense(weights.in_proj), len(mixer.dt_bias)
         inputs = operators.mixer_inputs(x, weights.norm, weight, *convolution, num_heads=num_heads, eps=weights.eps)
         head_params = mixer.dt_bias, mixer.A_log, mixer.D
-        gated = operators.advance_mixer(inputs, *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit)
+        recurrence = *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit, step.looked_up
+        gated = operators.advance_mixer(inputs, *recurrence)
         return self._add_mixed(operators, x, gated, weights)
 
     def _verified_mamba(
@@ -107,9 +107,10 @@ class TokenLayer(DecoderLayer):
         projected = operators.project(x, weights.norm, _dense(weights.in_proj), weights.eps)
         projected = projected.view(*step.positions.shape, -1)
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
-        inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias))
+        inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias), step.looked_up)
         head_params, index = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
-        gated = operators.scan_verified(inputs, *head_params, state.ssm_state, *index, *mixer.time_step_limit)
+        recurrence = *head_params, state.ssm_state, *index, *mixer.time_step_limit, step.looked_up
+        gated = operators.scan_verified(inputs, *recurrence)
         return self._add_mixed(operators, x, gated, weights), projected[..., gated.shape[1] :]
 
     def _add_mixed(

@@ -40,6 +40,7 @@ def mixer_inputs(
     conv_bias: torch.Tensor | None,
     conv_state: torch.Tensor,
     lengths: torch.Tensor,
+    slots: torch.Tensor | None = None,
     *,
     num_heads: int,
     eps: float,
@@ -51,6 +52,7 @@ def mixer_inputs(
         norm_weight: [columns].
         weight: [d_inner + channels + num_heads, columns].
         conv_weight, conv_bias, conv_state, lengths: as `ops.causal_conv1d` takes them.
+        slots: [batch], int32, all different: a row has entry slot - 1 of conv_state; None if row i has entry i.
 
     Returns:
         The gate, the convolution's outputs and dt before its bias: [batch, d_inner + channels + num_heads] in float32.
@@ -58,8 +60,21 @@ def mixer_inputs(
     projected = F.linear(norm.rms_norm(x, norm_weight, eps), weight)
     channels = conv_state.shape[1]
     gate, xBC, dt = projected.split([len(weight) - channels - num_heads, channels, num_heads], 1)
-    convolved = convolve_token(xBC[:, None], conv_state, conv_weight, conv_bias, lengths)[:, 0]
+    windows = rows_of_slots(conv_state, slots)
+    convolved = convolve_token(xBC[:, None], windows, conv_weight, conv_bias, lengths)[:, 0]
+    write_rows_of_slots(conv_state, slots, windows)
     return torch.cat([gate.float(), convolved, dt.float()], 1)
+
+
+def rows_of_slots(state: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    """Return the entries of a state that rows have, slots as for `mixer_inputs`; without slots the state itself."""
+    return state if slots is None else state[slots - 1]
+
+
+def write_rows_of_slots(state: torch.Tensor, slots: torch.Tensor | None, rows: torch.Tensor) -> None:
+    """Write back what `rows_of_slots` has returned."""
+    if slots is not None:
+        state[slots - 1] = rows
 
 
 @mixer_inputs.register_fake
@@ -76,6 +91,7 @@ def _launch_mixer_inputs(
     conv_bias: torch.Tensor | None,
     conv_state: torch.Tensor,
     lengths: torch.Tensor,
+    slots: torch.Tensor | None = None,
     *,
     num_heads: int,
     eps: float,
@@ -84,7 +100,6 @@ def _launch_mixer_inputs(
     y = x.new_empty(batch, rows)
     convolution = conv_weight, conv_bias, conv_state, lengths
     channels_of_outputs = dict(FIRST_CHANNEL=rows - channels - num_heads, CHANNELS=channels, D_CONV=d_conv)
-    block_w = triton.next_power_of_2(d_conv)
     if one_row:
         block_k = triton.next_power_of_2(columns)
         block_n, num_tiles, num_warps = gemv_config(rows, block_k)
@@ -98,7 +113,7 @@ def _launch_mixer_inputs(
             N=rows,
             K=columns,
             # One element per thread; otherwise every thread would do the work of all.
-            BLOCK_W=max(block_w, 32 * num_warps // block_n),
+            BLOCK_W=max(triton.next_power_of_2(d_conv), 32 * num_warps // block_n),
             BLOCK_N=block_n,
             NUM_TILES=num_tiles,
             BLOCK_K=block_k,
@@ -112,9 +127,9 @@ def _launch_mixer_inputs(
             normed,
             weight,
             *convolution,
+            slots,
             y,
             N=rows,
-            BLOCK_W=block_w,
             **channels_of_outputs,
             **options,
         )
@@ -192,6 +207,7 @@ def _mixer_inputs_kernel(
     conv_bias,
     conv_state,
     lengths,
+    slots,
     y,
     M: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -200,7 +216,6 @@ def _mixer_inputs_kernel(
     FIRST_CHANNEL: tl.constexpr,
     CHANNELS: tl.constexpr,
     D_CONV: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
@@ -213,46 +228,57 @@ def _mixer_inputs_kernel(
         x: [M, K] in weight's dtype, normalised.
         weight: [N, K].
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
-        conv_state: [M, CHANNELS, D_CONV - 1]; unchanged where lengths is 0.
+        conv_state: [sequences, CHANNELS, D_CONV - 1]; unchanged where lengths is 0.
         lengths: [M] int32.
+        slots: [M] int32, each row's entry of conv_state is slot - 1; None if row i has entry i.
         y: [M, N] in float32.
     """
     gdc_launch_dependents(USE_GDC)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
-    offs_c, offs_w = offs_n - FIRST_CHANNEL, tl.arange(0, BLOCK_W)[None, None]
+    offs_c = offs_n - FIRST_CHANNEL
     mask_c = (offs_c >= 0) & (offs_c < CHANNELS)
-    mask_cm = (mask_c[:, None] & mask_m[None])[:, :, None]
-    window_ptrs = conv_state + (offs_m[None] * CHANNELS + offs_c[:, None])[:, :, None] * (D_CONV - 1) + offs_w
-    window = tl.load(window_ptrs, mask_cm & (offs_w < D_CONV - 1), 0.0)
-    shifted = tl.load(window_ptrs + 1, mask_cm & (offs_w < D_CONV - 2), 0.0)
-    mask_w = mask_c[:, None, None] & (offs_w < D_CONV)
-    weights = tl.load(conv_weight + offs_c[:, None, None] * D_CONV + offs_w, mask_w, 0.0).to(tl.float32)
+    mask_cm = mask_c[:, None] & mask_m[None]
+    entries = entries_of_slots(slots, offs_m, mask_m)
+    window = conv_state + (entries[None] * CHANNELS + offs_c[:, None]) * (D_CONV - 1)
+    taps = conv_weight + offs_c * D_CONV
     convolved = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if conv_bias is not None:
         convolved += tl.load(conv_bias + offs_c, mask_c, 0.0).to(tl.float32)[:, None]
+    for w in tl.static_range(D_CONV - 1):
+        convolved = _add_tap(convolved, tl.load(window + w, mask_cm, 0.0), taps + w, mask_c)
     is_real = tl.load(lengths + offs_m, mask_m, 0) > 0
     gdc_wait(USE_GDC)
 
     projected = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
-    inputs = tl.where(offs_w < D_CONV - 1, window, projected[:, :, None]).to(tl.float32)
-    for w in tl.static_range(D_CONV):
-        # Not a sum of products: which of two products the compiler rounds could differ from sequence to sequence.
-        values, factors = _at_tap(inputs, offs_w, w), _at_tap(weights, offs_w, w)
-        convolved = tl.fma(values, tl.broadcast_to(factors, values.shape), convolved)
+    convolved = _add_tap(convolved, projected, taps + (D_CONV - 1), mask_c)
     outputs = tl.where(mask_c[:, None], convolved * tl.sigmoid(convolved), projected.to(tl.float32))
     tl.store(y + offs_m[None] * N + offs_n[:, None], outputs, (offs_n < N)[:, None] & mask_m[None])
-    # A thread may have read values that another thread overwrites.
-    tl.debug_barrier()
-    next_window = tl.where(offs_w < D_CONV - 2, shifted, projected[:, :, None])
-    tl.store(window_ptrs, next_window, mask_cm & is_real[None, :, None] & (offs_w < D_CONV - 1))
+    for w in tl.static_range(D_CONV - 1):
+        value = projected
+        if w < D_CONV - 2:
+            value = tl.load(window + w + 1, mask_cm, 0.0)
+        tl.debug_barrier()  # a thread may read a value that another thread overwrites
+        tl.store(window + w, value, mask_cm & is_real[None])
 
 
 @triton.jit
-def _at_tap(values, offs_w, w: tl.constexpr):
-    """Return values [..., BLOCK_W] at w, exactly."""
-    return tl.sum(tl.where(offs_w == w, values, 0.0), 2)
+def _add_tap(total, values, weight, mask_c):
+    """Add values [BLOCK_N, BLOCK_M], multiplied by their channels' weights, to a total."""
+    # Not a sum of products: which of two products the compiler rounds could differ from sequence to sequence.
+    factors = tl.load(weight, mask_c, 0.0).to(tl.float32)[:, None]
+    values = values.to(tl.float32)
+    return tl.fma(values, tl.broadcast_to(factors, values.shape), total)
+
+
+@triton.jit
+def entries_of_slots(slots, rows, mask):
+    """Return the entries of a state that some rows have, in int64."""
+    entries = rows.to(tl.int64)
+    if slots is not None:
+        entries = tl.load(slots + rows, mask, 1).to(tl.int64) - 1
+    return entries
 
 
 # -- recurrence and gate
@@ -268,14 +294,16 @@ def advance_mixer(
     lengths: torch.Tensor,
     lowest_dt: float,
     highest_dt: float,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `ops.selective_state_step` and the gate, and update ssm_state in place.
 
     Args:
         inputs: from `mixer_inputs`.
         dt_bias, A_log, D: [num_heads].
-        ssm_state: [batch, num_heads, head_dim, d_state], float32.
+        ssm_state: [sequences, num_heads, head_dim, d_state], float32.
         lengths: [batch]; where it is 0 the state is unchanged and the result unspecified.
+        slots: as for `mixer_inputs`.
 
     Returns:
         y * silu(gate), [batch, num_heads * head_dim] in float32.
@@ -287,7 +315,9 @@ def advance_mixer(
     dt = F.softplus(dt + dt_bias.float()).clamp(lowest_dt, highest_dt).masked_fill((lengths == 0)[:, None], 0.0)
     B, C = (values.unflatten(1, (-1, d_state)) for values in (B, C))
     log_decay = dt * -torch.exp(A_log.float())
-    y = advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, ssm_state)
+    states = rows_of_slots(ssm_state, slots)
+    y = advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, states)
+    write_rows_of_slots(ssm_state, slots, states)
     return y.flatten(1) * F.silu(gate)
 
 
@@ -305,12 +335,11 @@ def _launch_advance_mixer(
     lengths: torch.Tensor,
     lowest_dt: float,
     highest_dt: float,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
-    head_params = dt_bias, A_log, D
-    launch_recurrence(
-        inputs, *head_params, ssm_state, None, lengths, y, limits=(lowest_dt, highest_dt), writes_state=True
-    )
+    head_params, where = (dt_bias, A_log, D), (None, lengths, slots)
+    launch_recurrence(inputs, *head_params, ssm_state, *where, y, limits=(lowest_dt, highest_dt), writes_state=True)
     return y
 
 
@@ -325,6 +354,7 @@ def launch_recurrence(
     ssm_state: torch.Tensor,
     starts: torch.Tensor | None,
     lengths: torch.Tensor,
+    slots: torch.Tensor | None,
     y: torch.Tensor | None,
     *,
     limits: tuple[float, float],
@@ -335,7 +365,7 @@ def launch_recurrence(
     Args:
         inputs: [batch * tokens, columns].
     """
-    batch, num_heads, head_dim, d_state = ssm_state.shape
+    batch, (num_heads, head_dim, d_state) = len(lengths), ssm_state.shape[1:]
     d_inner = num_heads * head_dim
     group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
     block_d = min(_BLOCK_D, triton.next_power_of_2(head_dim))
@@ -349,6 +379,8 @@ def launch_recurrence(
         0 if starts is None else starts.stride(0),
         lengths,
         lengths.stride(0),
+        slots,
+        0 if slots is None else slots.stride(0),
         y,
         *limits,
         len(inputs) // batch,
@@ -375,6 +407,8 @@ def _recurrence_kernel(
     stride_starts,
     lengths,
     stride_lengths,
+    slots,
+    stride_slots,
     y,
     lowest_dt,
     highest_dt,
@@ -396,9 +430,10 @@ def _recurrence_kernel(
         inputs: [batch * tokens, D_INNER + D_INNER + groups * D_STATE + groups * D_STATE + NUM_HEADS] in float32: gate,
             x, B, C and dt; without y there is no gate.
         dt_bias, A_log, D: [NUM_HEADS].
-        ssm_state: [batch, NUM_HEADS, HEAD_DIM, D_STATE] in float32.
+        ssm_state: [sequences, NUM_HEADS, HEAD_DIM, D_STATE] in float32.
         starts: [batch] int32, with its stride; where it is 0 a sequence starts from zeros. None if no sequence does.
         lengths: [batch] int32, with its stride: how many of a sequence's tokens are real, its first ones.
+        slots: [batch] int32, with its stride: a row's entry of ssm_state is slot - 1; None if row i has entry i.
         y: [batch * tokens, D_INNER] in float32; unspecified where a token is not real. None if it is not wanted.
         tokens: per sequence. If the state is written, y may be wanted for at most one token.
         WRITES_STATE: whether the state is written, with the real tokens of each sequence.
@@ -419,7 +454,10 @@ def _recurrence_kernel(
     if starts is not None:
         gdc_wait(USE_GDC)
         has_state = mask & (tl.load(starts + pid_b * stride_starts) > 0)
-    ssm_state += pid_b * D_INNER * D_STATE
+    entry = pid_b
+    if slots is not None:
+        entry = tl.load(slots + pid_b * stride_slots).to(tl.int64) - 1
+    ssm_state += entry * D_INNER * D_STATE
     state = tl.load(ssm_state + offs, has_state, 0.0)
     bias, A = tl.load(dt_bias + pid_h).to(tl.float32), -tl.exp(tl.load(A_log + pid_h).to(tl.float32))
     skip = tl.load(D + pid_h).to(tl.float32)

@@ -14,7 +14,12 @@ from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_depe
 from granite4_neuron.devices.cuda.mamba import convolve_token
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS
-from granite4_neuron.devices.cuda.token_mixer import advance_mixer, launch_recurrence
+from granite4_neuron.devices.cuda.token_mixer import (
+    advance_mixer,
+    launch_recurrence,
+    rows_of_slots,
+    write_rows_of_slots,
+)
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import norm
 
@@ -52,6 +57,7 @@ def convolve_verified(
     conv_state: torch.Tensor,
     starts: torch.Tensor,
     num_heads: int,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the results of `mixer_inputs` for one token after another.
 
@@ -59,11 +65,14 @@ def convolve_verified(
         projected: [batch, tokens, d_inner + channels + num_heads]: the gate, the convolution's inputs, and dt.
         conv_weight, conv_bias, conv_state: as `ops.causal_conv1d` takes them; conv_state is unchanged.
         starts: [batch], int32, the position of each sequence's first token; at 0 its window is zeros.
+        slots: as for `mixer_inputs`.
 
     Returns:
         [batch * tokens, d_inner + channels + num_heads] in float32.
     """
-    return _convolved(projected, conv_weight, conv_bias, _begun(conv_state, starts), num_heads).flatten(0, 1)
+    return _convolved(
+        projected, conv_weight, conv_bias, _begun(rows_of_slots(conv_state, slots), starts), num_heads
+    ).flatten(0, 1)
 
 
 @convolve_verified.register_fake
@@ -103,8 +112,9 @@ def _launch_convolve_verified(
     conv_state: torch.Tensor,
     starts: torch.Tensor,
     num_heads: int,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _launch_convolution(projected, conv_weight, conv_bias, conv_state, starts, None, num_heads)
+    return _launch_convolution(projected, conv_weight, conv_bias, conv_state, starts, None, slots, num_heads)
 
 
 def _launch_convolution(
@@ -114,6 +124,7 @@ def _launch_convolution(
     conv_state: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor | None,
+    slots: torch.Tensor | None,
     num_heads: int,
 ) -> torch.Tensor:
     (batch, tokens, columns), (channels, d_conv) = projected.shape, conv_weight.shape
@@ -127,6 +138,8 @@ def _launch_convolution(
         starts.stride(0),
         lengths,
         0 if lengths is None else lengths.stride(0),
+        slots,
+        0 if slots is None else slots.stride(0),
         y,
         tokens,
         N=columns,
@@ -154,6 +167,8 @@ def _convolution_kernel(
     stride_starts,
     lengths,
     stride_lengths,
+    slots,
+    stride_slots,
     y,
     tokens,
     N: tl.constexpr,
@@ -171,9 +186,10 @@ def _convolution_kernel(
     Args:
         projected: [batch, tokens, N].
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
-        conv_state: [batch, CHANNELS, D_CONV - 1].
+        conv_state: [sequences, CHANNELS, D_CONV - 1].
         starts: [batch] int32, with its stride; at 0 a window is zeros.
         lengths: [batch] int32, with its stride: how many of a sequence's tokens advance conv_state; None for none.
+        slots: [batch] int32, with its stride: a row's entry of conv_state is slot - 1; None if row i has entry i.
         y: [batch, tokens, N] in float32; with lengths, only for those tokens.
         tokens: per sequence.
     """
@@ -192,7 +208,10 @@ def _convolution_kernel(
     if lengths is not None:
         count = tl.load(lengths + pid_b * stride_lengths)
     is_begun = tl.load(starts + pid_b * stride_starts) > 0
-    windows = conv_state + (pid_b * CHANNELS + offs_c[:, None]) * (D_CONV - 1)
+    entry = pid_b
+    if slots is not None:
+        entry = tl.load(slots + pid_b * stride_slots).to(tl.int64) - 1
+    windows = conv_state + (entry * CHANNELS + offs_c[:, None]) * (D_CONV - 1)
     projected += pid_b * tokens * N
     y += pid_b * tokens * N
     for token in range(0, count):
@@ -238,6 +257,7 @@ def scan_verified(
     lengths: torch.Tensor,
     lowest_dt: float,
     highest_dt: float,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `advance_mixer` for one token after another; ssm_state is unchanged.
 
@@ -245,11 +265,13 @@ def scan_verified(
         inputs: from `convolve_verified`.
         starts: [batch], int32, the position of each sequence's first token; at 0 its state is zeros.
         lengths: [batch], int32; results after this many tokens are unspecified.
+        slots: as for `mixer_inputs`.
 
     Returns:
         [batch * tokens, num_heads * head_dim] in float32.
     """
-    return _scanned(inputs, (dt_bias, A_log, D), _begun(ssm_state, starts), lengths, (lowest_dt, highest_dt))
+    states = _begun(rows_of_slots(ssm_state, slots), starts)
+    return _scanned(inputs, (dt_bias, A_log, D), states, lengths, (lowest_dt, highest_dt))
 
 
 @scan_verified.register_fake
@@ -283,9 +305,10 @@ def _launch_scan_verified(
     lengths: torch.Tensor,
     lowest_dt: float,
     highest_dt: float,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
-    where, limits = (starts, lengths), (lowest_dt, highest_dt)
+    where, limits = (starts, lengths, slots), (lowest_dt, highest_dt)
     launch_recurrence(inputs, dt_bias, A_log, D, ssm_state, *where, y, limits=limits, writes_state=False)
     return y
 
@@ -310,6 +333,7 @@ def advance_verified(
     lengths: torch.Tensor,
     lowest_dt: float,
     highest_dt: float,
+    slots: torch.Tensor | None = None,
 ) -> None:
     """Advance conv_state and ssm_state in place by the first tokens of each sequence, as decode would.
 
@@ -317,15 +341,18 @@ def advance_verified(
         projected: [batch, tokens, channels + num_heads]: the convolution's inputs, and dt.
         starts: [batch], int32, the position of each sequence's first token; at 0 it starts from zeros.
         lengths: [batch], int32, how many tokens; where it is 0 the states are unchanged.
+        slots: as for `mixer_inputs`.
     """
-    has_tokens = lengths > 0
-    for state in (conv_state, ssm_state):
-        is_fresh = ((starts == 0) & has_tokens).view(-1, *[1] * (state.dim() - 1))
-        state.masked_fill_(is_fresh, 0.0)
-    inputs = _convolved(projected, conv_weight, conv_bias, conv_state, len(dt_bias), lengths)
+    is_fresh = (starts == 0) & (lengths > 0)
+    windows, states = rows_of_slots(conv_state, slots), rows_of_slots(ssm_state, slots)
+    for rows in (windows, states):
+        rows.masked_fill_(is_fresh.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+    inputs = _convolved(projected, conv_weight, conv_bias, windows, len(dt_bias), lengths)
     no_gate = inputs.new_zeros(*inputs.shape[:2], ssm_state.shape[1] * ssm_state.shape[2])
     inputs = torch.cat([no_gate, inputs], 2).flatten(0, 1)
-    _scanned(inputs, (dt_bias, A_log, D), ssm_state, lengths, (lowest_dt, highest_dt))
+    _scanned(inputs, (dt_bias, A_log, D), states, lengths, (lowest_dt, highest_dt))
+    write_rows_of_slots(conv_state, slots, windows)
+    write_rows_of_slots(ssm_state, slots, states)
 
 
 @advance_verified.register_fake
@@ -346,10 +373,12 @@ def _launch_advance_verified(
     lengths: torch.Tensor,
     lowest_dt: float,
     highest_dt: float,
+    slots: torch.Tensor | None = None,
 ) -> None:
     head_params, limits = (dt_bias, A_log, D), (lowest_dt, highest_dt)
-    inputs = _launch_convolution(projected, conv_weight, conv_bias, conv_state, starts, lengths, len(dt_bias))
-    launch_recurrence(inputs, *head_params, ssm_state, starts, lengths, None, limits=limits, writes_state=True)
+    where = starts, lengths, slots
+    inputs = _launch_convolution(projected, conv_weight, conv_bias, conv_state, *where, len(dt_bias))
+    launch_recurrence(inputs, *head_params, ssm_state, *where, None, limits=limits, writes_state=True)
 
 
 register_launch(advance_verified, _launch_advance_verified)

@@ -21,4 +21,11 @@ def _why_missing() -> str | None:
 
 
 # Without an SBUF to fit into, a long prompt takes fewer pieces.
-CUDA = TorchDevice("cuda", communication="nccl", long_prompts=(2048,), keeps_snapshots=True, why_missing=_why_missing)
+CUDA = TorchDevice(
+    "cuda",
+    communication="nccl",
+    long_prompts=(2048,),
+    keeps_snapshots=True,
+    has_row_counts=True,
+    why_missing=_why_missing,
+)

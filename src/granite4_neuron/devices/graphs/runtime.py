@@ -2,13 +2,15 @@
 
 The set of graphs is fixed: one for each length bucket of prefill, one for decode, and one for verification and one for
 commit for each of their length buckets; each of these for every bucket of the cache's length. Prefill takes one
-sequence. The other graphs take all sequences in the order of their slots. A sequence without a row keeps its state.
-State stays on the device, and each graph updates it in place.
+sequence. The other graphs take all sequences in the order of their slots, or fewer in any order, where a device has
+graphs for those (`GraphRuntime.row_counts`). A sequence without a row keeps its state. State stays on the device, and
+each graph updates it in place.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,13 +52,13 @@ Tensors = Sequence[torch.Tensor]
 class DecodedOnDevice(NamedTuple):
     """The `Decoded` of a device.
 
-    by_slot: each slot's logits [num_sequences, vocab_size], on the device or the host.
-    chosen: waits for the token of each slot and returns them, [num_sequences].
+    by_entry: the logits of each row of the graph, [entries, vocab_size], on the device or the host.
+    chosen: waits for the token of each row of the graph and returns them, [entries].
     entries: each row's entry in both.
     to_host: copies a tensor to the host.
     """
 
-    by_slot: torch.Tensor
+    by_entry: torch.Tensor
     chosen: Callable[[], torch.Tensor]
     entries: Sequence[int]
     to_host: Callable[[torch.Tensor], torch.Tensor]
@@ -69,8 +71,8 @@ class DecodedOnDevice(NamedTuple):
         """A single row is copied alone."""
         entries = [self.entries[row] for row in rows]
         if len(entries) == 1:
-            return self.to_host(self.by_slot[entries[0]])[None]
-        return _entries_of(self.to_host(self.by_slot), entries)
+            return self.to_host(self.by_entry[entries[0]])[None]
+        return entries_of(self.to_host(self.by_entry), entries)
 
 
 class GraphRuntime(BoundModel, ABC):
@@ -153,21 +155,21 @@ class GraphRuntime(BoundModel, ABC):
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
-        """One graph is for all sequences; the kept inputs stay on the device."""
+        """One graph is for all rows; the kept inputs stay on the device."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
-        inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), bucket(longest, VERIFY_BUCKETS))
-        by_slot, kept_inputs = self._run_verify(state, inputs, bucket_of_cache(rows, state))
-        by_slot = by_slot.cpu()
-        logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows])
+        placed, entries = self._placed(rows, state)
+        inputs = graph_inputs(placed, bucket(longest, VERIFY_BUCKETS))
+        by_entry, kept_inputs = self._run_verify(state, inputs, bucket_of_cache(rows, state))
+        logits = entries_of(by_entry.cpu(), entries)[:, :longest]
         return Verification(rows, logits, kept_inputs)
 
     @torch.no_grad()
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
         """Nothing passes through the host."""
         tokens = bucket(max(len(row.tokens) for row in verification.rows), VERIFY_BUCKETS)
-        rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
-        self._run_advance(state, verification.kept_inputs, graph_inputs(rows, tokens))
+        placed, _ = self._placed(accepted_rows(verification.rows, accepted), state)
+        self._run_advance(state, verification.kept_inputs, graph_inputs(placed, tokens))
 
     @abstractmethod
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -198,7 +200,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
-        """Run a graph of the model for one token of all sequences; return its logits, on the device or the host.
+        """Run a graph of the model for one token of each row; return its logits, on the device or the host.
 
         Args:
             inputs: of `decode_inputs`, on the host.
@@ -206,13 +208,11 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        """Run a graph of a step that verifies, of all sequences; return its logits, on the device or the host, and the
-        kept inputs.
-        """
+        """Run a graph of a step that verifies; return its logits, on the device or the host, and the kept inputs."""
 
     @abstractmethod
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
-        """Run a graph of `model.advance` for all sequences; `inputs` are those of `graph_inputs`."""
+        """Run a graph of `model.advance`; `inputs` are those of `graph_inputs`."""
 
     @abstractmethod
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
@@ -222,11 +222,30 @@ class GraphRuntime(BoundModel, ABC):
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
         """Write tensors from `_read_slot` to a slot."""
 
+    def row_counts(self, num_sequences: int) -> Sequence[int]:
+        """Return how many rows graphs of decode, verification and commit have for a state of so many sequences:
+        ascending numbers, the last one is all of them. Graphs for fewer rows look up each row's slot.
+        """
+        return (num_sequences,)
+
+    def _placed(self, rows: Sequence[Row], state: HybridState) -> tuple[list[Row], Sequence[int]]:
+        """Return the rows of the graph for a step with these rows, and the entry of each row among them. The graph's
+        other rows have no tokens, and slots of their own.
+        """
+        num_sequences = state.num_sequences
+        count = bucket(len(rows), self.row_counts(num_sequences))
+        if count == num_sequences:
+            return in_slot_order(rows, num_sequences), [row.slot - 1 for row in rows]
+        taken = {row.slot for row in rows}
+        free = (slot for slot in range(1, num_sequences + 1) if slot not in taken)
+        idle = [Row(slot, 0, []) for slot in itertools.islice(free, count - len(rows))]
+        return [*rows, *idle], range(len(rows))
+
     def _decode_rows(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row; return logits [rows, vocab_size]. Slots without a row keep their state."""
-        inputs = decode_inputs(rows, state.num_sequences)
-        logits = self._run_decode(state, inputs, bucket_of_cache(rows, state)).cpu()
-        return _entries_of(logits, [row.slot - 1 for row in rows])
+        placed, entries = self._placed(rows, state)
+        logits = self._run_decode(state, decode_inputs(placed), bucket_of_cache(rows, state)).cpu()
+        return entries_of(logits, entries)
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """Prefill a row's tokens in pieces; return logits [1, vocab_size], or with `all_logits` those of each token."""
@@ -275,13 +294,11 @@ def graph_inputs(rows: Sequence[Row], tokens: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def decode_inputs(rows: Sequence[Row], num_sequences: int) -> torch.Tensor:
-    """Return a tensor like that of `graph_inputs` with a row for every slot, and with each row's stops after its token:
-    [num_sequences, 4 + `MOST_STOPS`].
-    """
+def decode_inputs(rows: Sequence[Row]) -> torch.Tensor:
+    """Return a tensor like that of `graph_inputs`, with each row's stops after its token: [rows, 4 + `MOST_STOPS`]."""
     values = [
         [row.start, len(row.tokens), row.slot, *(row.tokens or [0]), *row.stops, *_NO_STOPS[len(row.stops) :]]
-        for row in _in_slot_order(rows, num_sequences)
+        for row in rows
     ]
     return torch.tensor(values, dtype=torch.int32)
 
@@ -309,15 +326,15 @@ def _is_decode(row: Row) -> bool:
     return row.start > 0 and len(row.tokens) == 1 and not row.is_prompt
 
 
-def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
+def in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
     """Return a row for every slot; a slot without a row gets one without tokens."""
     by_slot = {row.slot: row for row in rows}
     return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
 
 
-def _entries_of(by_slot: torch.Tensor, entries: Sequence[int]) -> torch.Tensor:
+def entries_of(by_entry: torch.Tensor, entries: Sequence[int]) -> torch.Tensor:
     """Return some entries of a tensor. If they are its first ones, they are not copied, because logits are large."""
-    return by_slot[: len(entries)] if list(entries) == list(range(len(entries))) else by_slot[list(entries)]
+    return by_entry[: len(entries)] if list(entries) == list(range(len(entries))) else by_entry[list(entries)]
 
 
 def bucket_of_cache(rows: Sequence[Row], state: HybridState) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,9 @@ from granite4_neuron.state.snapshot import Snapshot, check_chain, views_of_posit
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
+
+# Rows of the smallest graph of decode on a GPU: the fewest columns that its tensor cores multiply.
+_FEWEST_ROWS = 8
 
 
 class TorchRuntime(GraphRuntime):
@@ -139,7 +143,9 @@ class TorchRuntime(GraphRuntime):
         self.num_compilations = 0
         self._layers_per_graph = {"layer": 1, "model": None}[graphs] if graphs in GRAPHS else int(graphs)
         self._captures = torch_device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._keeps_snapshots = DEVICES[kind].keeps_snapshots
+        self._has_row_counts = DEVICES[kind].has_row_counts
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
@@ -162,21 +168,25 @@ class TorchRuntime(GraphRuntime):
         * 1 that draws sampled tokens;
         * for each bucket of verification that `verified_tokens` needs a verification for each length of the cache, and
           a commit.
+
+        Those of decode, draws, verification and commit it compiles for each of `row_counts`.
         """
         nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
-            decoded = self._run_decode_and_choose(state, decode_inputs([], state.num_sequences), kv_length)
-            if self._draw:
-                self._run_draw(state, [None] * state.num_sequences, *decoded)
             for tokens in self.prefill_buckets:
                 self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
-            for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
-                inputs = graph_inputs(nothing, tokens)
-                _, kept_inputs = self._run_verify(state, inputs, kv_length)
-                self._run_advance(state, kept_inputs, inputs)
+            for count in reversed(self.row_counts(state.num_sequences)):  # the largest graph reserves memory for all
+                rows = nothing[:count]
+                decoded = self._run_decode_and_choose(state, decode_inputs(rows), kv_length)
+                if self._draw:
+                    self._run_draw(state, [None] * count, *decoded)
+                for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
+                    inputs = graph_inputs(rows, tokens)
+                    _, kept_inputs = self._run_verify(state, inputs, kv_length)
+                    self._run_advance(state, kept_inputs, inputs)
         self._is_warm = True
 
     def with_model(self, model: HybridForCausalLM) -> Self:
@@ -242,49 +252,64 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
-        inputs = decode_inputs(rows, state.num_sequences)
-        logits, tokens = self._run_decode_and_choose(state, inputs, bucket_of_cache(rows, state))
-        entries = [row.slot - 1 for row in rows]
+        placed, entries = self._placed(rows, state)
+        logits, tokens, slots = self._run_decode_and_choose(state, decode_inputs(placed), bucket_of_cache(rows, state))
         if any(row.draw is not None for row in rows):
-            choices = {row.slot: row.draw for row in rows}
-            draws = [choices.get(slot) for slot in range(1, state.num_sequences + 1)]
             draw = self._run_draw if self._draw else self._draw_on_host
-            tokens = draw(state, draws, logits, tokens)
+            tokens = draw(state, [row.draw for row in placed], logits, tokens, slots)
         if self._captures:  # the outputs do not outlive the next step
             logits = logits.clone()
         return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
 
     def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
-        logits, _ = self._run_decode_and_choose(state, inputs, kv_length)
+        logits, *_ = self._run_decode_and_choose(state, inputs, kv_length)
         return self._to_host(logits)
 
     def _run_decode_and_choose(
         self, state: HybridState, inputs: torch.Tensor, kv_length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the graph of decode; return logits, and each slot's likeliest token.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the graph of decode; return each row's logits, likeliest token and slot.
 
         Args:
             inputs: of `decode_inputs`, on the host.
         """
-        key = GraphKey(kv_length, in_order=True, chooses=True)
-        logits, tokens, _ = self._execute(run_step, state, key, inputs)
-        return logits, tokens
+        key = self._key_of_rows(state, inputs, GraphKey(kv_length, chooses=True))
+        logits, tokens, slots, _ = self._execute(run_step, state, key, inputs)
+        return logits, tokens, slots
+
+    def _key_of_rows(self, state: HybridState, inputs: torch.Tensor, key: GraphKey) -> GraphKey:
+        looks_up = len(inputs) < state.num_sequences
+        return key._replace(in_order=not looks_up, looks_up=looks_up)
+
+    def row_counts(self, num_sequences: int) -> Sequence[int]:
+        if not self._has_row_counts:
+            return super().row_counts(num_sequences)
+        counts = itertools.takewhile(
+            lambda count: count < num_sequences, (_FEWEST_ROWS << n for n in itertools.count())
+        )
+        return [*counts, num_sequences]
 
     @torch.no_grad()
     def _run_draw(
-        self, state: HybridState, draws: Sequence[Choice | None], logits: torch.Tensor, tokens: torch.Tensor
+        self,
+        state: HybridState,
+        draws: Sequence[Choice | None],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the graph that draws tokens; return each slot's token.
+        """Run the graph that draws tokens; return each row's token.
 
         Args:
-            draws: of each slot; None for a likeliest token.
-            logits, tokens: of `_run_decode_and_choose`.
+            draws: of each row; None for a likeliest token.
+            logits, tokens, slots: of `_run_decode_and_choose`.
         """
         memory = self._memory(state)
         inputs = draws_of(draws)
+        looked_up = slots if len(slots) < state.num_sequences else None
 
         def run(inputs: torch.Tensor) -> torch.Tensor:
-            return self._call(draw, self._draw, inputs, logits, tokens, memory.chosen)
+            return self._call(draw, self._draw, inputs, logits, tokens, memory.chosen, looked_up)
 
         if not self._captures:
             return run(self._to_device(inputs.float()))
@@ -292,14 +317,19 @@ class TorchRuntime(GraphRuntime):
         return self._run_captured(memory, (draw, logits.data_ptr()), run, inputs, (), TEMPERATURE)
 
     def _draw_on_host(
-        self, state: HybridState, draws: Sequence[Choice | None], logits: torch.Tensor, tokens: torch.Tensor
+        self,
+        state: HybridState,
+        draws: Sequence[Choice | None],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
     ) -> torch.Tensor:
         """Do the same as `_run_draw` on a CPU."""
-        drawn = {slot: choice for slot, choice in enumerate(draws) if choice is not None and tokens[slot] >= 0}
-        found = sampling.form().choose([logits[slot] for slot in drawn], list(drawn.values()))
+        drawn = {row: choice for row, choice in enumerate(draws) if choice is not None and tokens[row] >= 0}
+        found = sampling.form().choose([logits[row] for row in drawn], list(drawn.values()))
         tokens = tokens.clone()
-        for slot, each in zip(drawn, found, strict=True):
-            tokens[slot] = self._memory(state).chosen[slot] = each.token
+        for row, each in zip(drawn, found, strict=True):
+            tokens[row] = self._memory(state).chosen[slots[row] - 1] = each.token
         return tokens
 
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
@@ -326,13 +356,13 @@ class TorchRuntime(GraphRuntime):
             return self._call(head, self.model, GraphKey(0, all_logits=True), hidden_states)
 
     def _run_verify(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        key = GraphKey(kv_length, in_order=True, all_logits=True, verifies=True)
+        key = self._key_of_rows(state, inputs, GraphKey(kv_length, all_logits=True, verifies=True))
         logits, kept_inputs = self._execute(run_step, state, key, inputs)
         # A verification outlives the next step, and the outputs of a captured graph do not.
         return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: torch.Tensor) -> None:
-        self._execute(run_advance, state, GraphKey(0, in_order=True), inputs, kept_inputs)
+        self._execute(run_advance, state, self._key_of_rows(state, inputs, GraphKey(0)), inputs, kept_inputs)
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
         return {name: view.clone() for name, view in state.slot_views(slot).items()}
@@ -359,7 +389,7 @@ class TorchRuntime(GraphRuntime):
         """
         memory = self._memory(state)
         chosen = memory.chosen
-        joins_layers = key.in_order and slot is None  # a prompt has a graph for each kind of layer
+        joins_layers = key.chooses or key.verifies or function is run_advance  # a prompt's graphs are of single layers
 
         def run(*inputs: torch.Tensor) -> Any:
             tensors = [*([chosen] if key.chooses else ()), *state_tensors(state, slot, self._views_caches)]
@@ -395,7 +425,7 @@ class TorchRuntime(GraphRuntime):
         if capture not in memory.captured:
             idle = inputs.clone()
             idle[:, column] = 0
-            memory.captured[capture] = CudaGraph(run, idle, others, self.device)
+            memory.captured[capture] = CudaGraph(run, idle, others, self.device, self._pool)
         return self._replay(memory.captured[capture], inputs, others)
 
     def _replay(self, graph: CudaGraph, inputs: torch.Tensor, kept_inputs: Tensors) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from granite4_neuron.devices.graphs.runtime import Tensors, unpacked, with_chosen
+from granite4_neuron.devices.graphs.runtime import SLOT, Tensors, unpacked, with_chosen
 from granite4_neuron.devices.graphs.topk import TEMPERATURE, likeliest
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.decoder_layer import DecoderLayer
@@ -28,10 +28,10 @@ class GraphKey(NamedTuple):
 
     kv_length: how many cache entries attention visits.
     in_order: whether row i is in slot i + 1, for all slots.
-    looks_up: whether the rows' recurrent state is looked up by slot; otherwise entry i of it belongs to row i.
+    looks_up: whether what the rows have in the state is looked up by slot; otherwise entry i of it belongs to row i.
     all_logits: whether logits are of every token or only of each row's last one.
     verifies: whether recurrent state stays unchanged and the inputs of the recurrence are returned.
-    chooses: whether the step has one token per row, may run tokens chosen on the device, and chooses the next ones.
+    chooses: whether the step is decode: it may run tokens chosen on the device, and chooses the next ones.
     """
 
     kv_length: int
@@ -67,11 +67,15 @@ def run_step(
     """Compute a step of the model up to its logits; arguments as for `run_layers`.
 
     Returns:
-        Logits; with `key.chooses` each row's likeliest token, [rows] in int32; kept inputs as in `run_layers`.
+        Logits; with `key.chooses` each row's likeliest token, [rows] in int32, and each row's slot; kept inputs as in
+        `run_layers`.
     """
     hidden_states, index, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
     if key.chooses:
-        return *call(choosing_head, model, GraphKey(0), hidden_states, *index, tensors[0]), kept_inputs
+        logits, tokens = call(
+            choosing_head, model, GraphKey(0, looks_up=key.looks_up), hidden_states, *index, tensors[0]
+        )
+        return logits, tokens, index[2], kept_inputs
     return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *index), kept_inputs
 
 
@@ -88,8 +92,8 @@ def run_layers(
     Args:
         call: how each of the functions below is called.
         inputs: one tensor, of `graph_inputs`; with `key.chooses` of `decode_inputs`.
-        tensors: the state's, two for each layer with a state; with `key.chooses` preceded by the tokens chosen last,
-            [rows].
+        tensors: the state's, two for each layer with a state; with `key.chooses` preceded by each slot's token chosen
+            last.
         layers_per_graph: how many layers are called together.
 
     Returns:
@@ -99,7 +103,7 @@ def run_layers(
     if key.chooses:
         chosen, *tensors = tensors
         inputs = *inputs, chosen
-    hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0), *inputs)
+    hidden_states, positions, lengths, slots, *rotary = call(embed, model, GraphKey(0, looks_up=key.looks_up), *inputs)
     index = positions, lengths, slots
     kept_inputs: list[torch.Tensor] = []
     states = [state for _, state in _with_states(model, tensors)]
@@ -125,9 +129,8 @@ def run_group(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Compute some layers; return the output of the last one, and the inputs that `through_layers` keeps."""
     # Drop the constants that a function does not need, so that steps which differ only in these share its graph.
-    mamba_key = key._replace(kv_length=0, all_logits=False, chooses=False)
-    attention_key = key._replace(looks_up=False, all_logits=False, chooses=False)
-    feed_forward_key = mamba_key._replace(looks_up=False)
+    attention_key = key._replace(all_logits=False)
+    mamba_key = attention_key._replace(kv_length=0)
 
     def compute(
         layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
@@ -136,7 +139,7 @@ def run_group(
             hidden_states, *kept = call(mamba_layer, layer, mamba_key, hidden_states, *index, *state)
             return hidden_states, kept[0] if kept else None
         if not layer.has_mixer:
-            return call(feed_forward_layer, layer, feed_forward_key, hidden_states, *index), None
+            return call(feed_forward_layer, layer, mamba_key, hidden_states, *index), None
         return call(attention_layer, layer, attention_key, hidden_states, *index, *state, *rotary), None
 
     return through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)
@@ -194,10 +197,10 @@ def embed(
     """Return the input of the first layer; positions, lengths and slots; and rotary tables, if the model has them.
 
     Args:
-        inputs: of `graph_inputs`; or of `decode_inputs`, with the tokens that were chosen last.
+        inputs: of `graph_inputs`; or of `decode_inputs`, with each slot's token that was chosen last.
     """
     if chosen is not None:
-        inputs = with_chosen(inputs, chosen)
+        inputs = with_chosen(inputs, chosen[inputs[:, SLOT] - 1] if key.looks_up else chosen)
     input_ids, positions, lengths, slots = unpacked(inputs)
     step = _step(key, positions, lengths, slots)
     index = positions, lengths + 0, slots + 0  # `+ 0`, because an output must not be a view of an input
@@ -269,13 +272,22 @@ def choosing_head(
     """Return the logits and the likeliest tokens, and write these to the chosen tokens of rows that have a token.
 
     Args:
-        tensors: positions, lengths, slots, and the chosen tokens [rows].
+        tensors: positions, lengths, slots, and each slot's chosen token.
     """
     *index, chosen = tensors
+    _, lengths, slots = index
     logits = head(model, key, hidden_states, *index)
     tokens = likeliest(logits)
-    chosen.copy_(torch.where(index[1] > 0, tokens, chosen))
+    _set_chosen(chosen, tokens, lengths > 0, slots if key.looks_up else None)
     return logits, tokens
+
+
+def _set_chosen(chosen: torch.Tensor, tokens: torch.Tensor, is_set: torch.Tensor, slots: torch.Tensor | None) -> None:
+    """Write some rows' tokens to those of the rows' slots; slots are None if row i is in slot i + 1, for all slots."""
+    if slots is None:
+        chosen.copy_(torch.where(is_set, tokens, chosen))
+    else:
+        chosen[slots - 1] = torch.where(is_set, tokens, chosen[slots - 1])
 
 
 def draw(
@@ -284,20 +296,23 @@ def draw(
     logits: torch.Tensor,
     tokens: torch.Tensor,
     chosen: torch.Tensor,
+    slots: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return what a form of `drawn` does of its arguments, and write it to the chosen tokens [rows] of rows that draw
-    one.
+    """Return what a form of `drawn` does of its arguments, and write it to the chosen tokens of the slots of rows that
+    draw one; slots as for `_set_chosen`.
     """
     tokens = form(draws, logits, tokens)
-    chosen.copy_(torch.where(draws[:, TEMPERATURE] > 0, tokens, chosen))
+    _set_chosen(chosen, tokens, draws[:, TEMPERATURE] > 0, slots)
     return tokens
 
 
 def _step(key: GraphKey, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> DenseStep:
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
     sequences = slots - 1 if key.looks_up else None
-    options = dict(verifies=key.verifies, in_order=key.in_order)
-    return DenseStep(positions, lengths, cache_slots, key.kv_length, sequences, **options)
+    options = dict(verifies=key.verifies, in_order=key.in_order, decodes=key.chooses)
+    step = DenseStep(positions, lengths, cache_slots, key.kv_length, sequences, **options)
+    step.looked_up = slots if key.looks_up else None  # an input of the graph, which takes no kernel
+    return step
 
 
 def call_inline(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from granite4_neuron.devices.graphs.operators import INPUT_FIRST, write_cache_as
-from granite4_neuron.devices.graphs.runtime import decode_inputs, graph_inputs
+from granite4_neuron.devices.graphs.runtime import decode_inputs, graph_inputs, in_slot_order
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import compile_apart
 from granite4_neuron.devices.torch.options import kv_write_of
@@ -70,7 +70,7 @@ def lower_torch(graph: Graph, rank: int = 0) -> Lowered:
             graph.max_length, in_order=True, all_logits=verifies, verifies=verifies, chooses=graph.kind == DECODE
         )
         if key.chooses:
-            inputs = decode_inputs([], graph.rows).to("meta")
+            inputs = decode_inputs(in_slot_order([], graph.rows)).to("meta")
             tensors = [torch.empty(graph.rows, dtype=torch.int32, device="meta"), *tensors]
         module = _graph(run_step, model, key, (inputs,), tensors)
     return lower(module, graph.tp_degree)

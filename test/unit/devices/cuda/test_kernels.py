@@ -165,19 +165,21 @@ def test_the_best_token_just_beyond_top_k_is_not_drawn(monkeypatch):
 
 @DTYPES
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
-@pytest.mark.parametrize("max_splits", [128, 4])
-def test_attention(max_splits, kv_length, dtype, monkeypatch):
+@pytest.mark.parametrize(("max_splits", "slots"), [(128, None), (4, [6, 2, 3, 0])], ids=["in order", "looked up"])
+def test_attention(max_splits, slots, kv_length, dtype, monkeypatch):
     """Sequences have one entry, some or all; one is idle. Entries that no sequence has written are NaN."""
     monkeypatch.setattr(attention, "_MAX_SPLITS", max_splits)
     positions = torch.tensor([[0], [257 % kv_length], [kv_length - 1], [9]], dtype=torch.int32)
-    key, value = random(5, 2, 640, 24, dtype=dtype), random(5, 2, 640, 24, dtype=dtype)
+    caches = 5 if slots is None else 7
+    key, value = random(caches, 2, 640, 24, dtype=dtype), random(caches, 2, 640, 24, dtype=dtype)
     for cache in (key, value):
-        for row, position in enumerate(positions[:, 0]):
-            cache[row + 1, :, position + 1 :] = math.nan
+        for slot, position in zip(slots or range(1, 5), positions[:, 0], strict=True):
+            cache[slot, :, position + 1 :] = math.nan
         cache[0] = math.nan
+    where = None if slots is None else torch.tensor(slots, dtype=torch.int32)
     lengths = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
     query = random(4, 1, 6, 24, dtype=dtype)
-    compare(attention.attend_tokens, query, key, value, positions, lengths, 0.3, kv_length, dtype=dtype)
+    compare(attention.attend_tokens, query, key, value, positions, lengths, where, 0.3, kv_length, dtype=dtype)
 
 
 @DTYPES
@@ -188,11 +190,11 @@ def test_a_tokens_attention_does_not_depend_on_the_step(dtype):
     positions = torch.tensor([[start + token for token in range(tokens)] for start in starts], dtype=torch.int32)
     query, lengths = random(3, tokens, 6, 24, dtype=dtype), torch.tensor([3, 2, 3], dtype=torch.int32)
     launch = LAUNCHES[attention.attend_tokens]
-    together = launch(*(each.to(DEVICE) for each in (query, key, value, positions, lengths)), 0.3, 640)
+    together = launch(*(each.to(DEVICE) for each in (query, key, value, positions, lengths)), None, 0.3, 640)
     for row, start in enumerate(starts):
         for token in range(lengths[row]):
             caches = [cache[[0, row + 1]] for cache in (key, value)]
             where = torch.tensor([[start + token]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
             arguments = query[row : row + 1, token : token + 1], *caches, *where
-            alone = launch(*(each.to(DEVICE) for each in arguments), 0.3, start + token + 1)
+            alone = launch(*(each.to(DEVICE) for each in arguments), None, 0.3, start + token + 1)
             assert torch.equal(alone[0, 0], together[row, token])

@@ -153,7 +153,7 @@ def test_verification(tokens, config, compiled):
     LAUNCHES[TokenOperators.advance_verified](kept, *convolution, *head_params, conv_state, ssm_state, *where, *limits)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, tokens, config.num_attention_heads, config.head_dim)
-    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, tokens), where[1], 0.1, 1024)
+    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, tokens), where[1], None, 0.1, 1024)
     LAUNCHES[head.score_tokens](empty(batch * tokens, hidden), empty(config.vocab_size, hidden), 3.0)
     assert len(compiled) == 9
     assert {name for name, _ in reads_before_waiting(compiled)} <= {*FIXED_IN_A_STEP, "starts"}
@@ -210,7 +210,7 @@ def test_tokens_of_several_sequences(config, compiled):
     LAUNCHES[mamba.advance_token](empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, 1, config.num_attention_heads, config.head_dim)
-    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, 1), lengths, 0.1, 1024)
+    LAUNCHES[attention.attend_tokens](query, *caches, int32(batch, 1), lengths, None, 0.1, 1024)
     x = empty(batch, config.hidden_size)
     LAUNCHES[linear.multiply_rows](x, empty(100, config.hidden_size), None, False)
     if experts := config.num_local_experts:

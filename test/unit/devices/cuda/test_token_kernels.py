@@ -81,6 +81,13 @@ def lengths_of(batch, length):
     return torch.tensor([number % 2 for number in range(batch - 1)] + [length], dtype=torch.int32)
 
 
+def slots_of(batch):
+    """Return (the number of sequences of a state, the slots of a batch's rows): forty rows look up their state."""
+    if batch != 40:
+        return batch, None
+    return 43, 1 + torch.randperm(43)[:batch].int()
+
+
 def weights(*shape, dtype):
     return (random(*shape) / shape[-1] ** 0.5).to(dtype)
 
@@ -117,11 +124,13 @@ def of_real(values, lengths):
 @pytest.mark.parametrize(("has_bias", "length"), [(True, 1), (False, 0)], ids=["bias, real", "no bias, idle"])
 def test_mixer_inputs(has_bias, length, columns, dtype, batch, operators):
     channels, num_heads, taps = 21, 3, 4
+    sequences, slots = slots_of(batch)
     convolution = (
         random(channels, taps, dtype=dtype),
         random(channels, dtype=dtype) if has_bias else None,
-        random(batch, channels, taps - 1, dtype=dtype),
+        random(sequences, channels, taps - 1, dtype=dtype),
         lengths_of(batch, length),
+        slots,
     )
     weight = weights(13 + channels + num_heads, columns, dtype=dtype)
     arguments = random(batch, columns), 1 + random(columns, dtype=dtype), weight, *convolution
@@ -138,12 +147,13 @@ def test_recurrence(head_dim, d_state, groups, length, limits, dtype, batch, ope
     inputs = random(batch, 2 * heads * head_dim + 2 * groups * d_state + heads)
     inputs[-1, -heads:] = torch.tensor([-12.0, -5.0, 0.0, 2.0, 19.0, 25.0])
     constants = [random(heads, dtype=dtype) for _ in range(3)]
-    state, lengths = random(batch, heads, head_dim, d_state), lengths_of(batch, length)
+    (sequences, slots), lengths = slots_of(batch), lengths_of(batch, length)
+    state = random(sequences, heads, head_dim, d_state)
     before = state.clone()
-    compare(operators.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
+    compare(operators.advance_mixer, inputs, *constants, state, lengths, *limits, slots, real=lengths)
     assert torch.equal(state, before)
     inputs[-1, -1] = state[-1, 0] = math.nan
-    compare(operators.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
+    compare(operators.advance_mixer, inputs, *constants, state, lengths, *limits, slots, real=lengths)
 
 
 @DTYPES
@@ -198,8 +208,10 @@ def test_experts(experts, top_k, columns, dtype, batch, operators):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_verified_mixer(dtype):
+@pytest.mark.parametrize("slots", [None, [4, 1, 5]], ids=["in order", "looked up"])
+def test_verified_mixer(slots, dtype):
     """One of three sequences begins, one has fewer tokens, and one is idle."""
+    slots, sequences = (None, 3) if slots is None else (torch.tensor(slots, dtype=torch.int32), 5)
     batch, tokens, heads, head_dim, d_state, taps = 3, 4, 4, 24, 16, 4
     inner = heads * head_dim
     channels = inner + 2 * d_state
@@ -207,16 +219,16 @@ def test_verified_mixer(dtype):
     x, norm, weight = random(12, 80), 1 + random(80, dtype=dtype), weights(inner + channels + heads, 80, dtype=dtype)
     [projected] = compare(TokenOperators.project, x, norm, weight, EPS, dtype=dtype)
     convolution = random(channels, taps, dtype=dtype), random(channels, dtype=dtype)
-    conv_state = random(batch, channels, taps - 1, dtype=dtype)
+    conv_state = random(sequences, channels, taps - 1, dtype=dtype)
     projected = projected.view(batch, tokens, -1)
-    [inputs] = compare(
-        TokenOperators.convolve_verified, projected, *convolution, conv_state, starts, num_heads=heads, dtype=dtype
-    )
-    head_params, ssm_state = [random(heads, dtype=dtype) for _ in range(3)], random(batch, heads, head_dim, d_state)
+    arguments = projected, *convolution, conv_state, starts, heads, slots
+    [inputs] = compare(TokenOperators.convolve_verified, *arguments, dtype=dtype)
+    head_params, ssm_state = [random(heads, dtype=dtype) for _ in range(3)], random(sequences, heads, head_dim, d_state)
     is_real = (torch.arange(tokens) < lengths[:, None]).flatten().int()
-    compare(TokenOperators.scan_verified, inputs, *head_params, ssm_state, starts, lengths, 0.0, 1.0, real=is_real)
+    index = starts, lengths, 0.0, 1.0, slots
+    compare(TokenOperators.scan_verified, inputs, *head_params, ssm_state, *index, real=is_real)
     kept = projected[..., inner:]
-    arguments = kept, *convolution, *head_params, conv_state, ssm_state, starts, lengths, 0.0, 1.0
+    arguments = kept, *convolution, *head_params, conv_state, ssm_state, *index
     compare(TokenOperators.advance_verified, *arguments, dtype=dtype)
 
 
@@ -229,7 +241,8 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
     lengths, starts = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([7, 9], dtype=torch.int32)
     x, norm = random(batch, tokens, columns), 1 + random(columns, dtype=dtype)
     weight, conv_weight = weights(inner + channels + heads, columns, dtype=dtype), random(channels, taps, dtype=dtype)
-    conv_state, ssm_state = random(batch, channels, taps - 1, dtype=dtype), random(batch, heads, head_dim, d_state)
+    conv_state = random(batch, channels, taps - 1, dtype=dtype)
+    ssm_state = random(batch, heads, head_dim, d_state)
     head_params, conv_bias = [random(heads, dtype=dtype) for _ in range(3)], random(channels, dtype=dtype)
     given = [x, norm, weight, conv_weight, conv_bias, *head_params, lengths, starts]
     x, norm, weight, conv_weight, conv_bias, *head_params, lengths, starts = (each.to(DEVICE) for each in given)
@@ -246,14 +259,13 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
     before = [conv_state.to(DEVICE), ssm_state.to(DEVICE)]
     projected = launch[TokenOperators.project](x.flatten(0, 1), norm, weight, EPS).view(batch, tokens, -1)
     inputs = launch[TokenOperators.convolve_verified](projected, conv_weight, conv_bias, before[0], starts, heads)
-    y = launch[TokenOperators.scan_verified](inputs, *head_params, before[1], starts, lengths, *limits)
+    index = starts, lengths, *limits
+    y = launch[TokenOperators.scan_verified](inputs, *head_params, before[1], *index)
     for row, length in enumerate(lengths.tolist()):
         for token in range(length):
             assert torch.equal(y.view(batch, tokens, -1)[row, token], decoded[token][row])
     kept = projected[..., inner:]
-    launch[TokenOperators.advance_verified](
-        kept, conv_weight, conv_bias, *head_params, *before, starts, lengths, *limits
-    )
+    launch[TokenOperators.advance_verified](kept, conv_weight, conv_bias, *head_params, *before, *index)
     assert all(map(torch.equal, before, states))
 
 
