@@ -1,7 +1,6 @@
 """Constrained sequences in the engine. Expected texts come from logits that are masked here, token by token."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def test_tokens_without_an_alternative_save_steps_and_change_nothing(model, num_
         engine = Engine(runtime, num_sequences, prefix_cache=cache, drafter=drafter, draft_tokens=3)
         ids = [engine.add(Request(constraint=Corridor(tells=tells), **options)) for options in requests.values()]
         outputs = run(engine)
-        texts = [[replace(output, id=0) for output in outputs[id]] for id in ids]
+        texts = [[output._replace(id=0) for output in outputs[id]] for id in ids]
         found[tells] = texts, snapshots_of(cache), engine.stats.generated_tokens
         assert cache.stats.in_use == 0
         if not tells:
