@@ -5,6 +5,7 @@ Most tests need a process of their own.
 
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from granite4_neuron.devices.cpu import build
 from granite4_neuron.devices.neuron.stand_ins import SOURCES, checkout
 from granite4_neuron.devices.neuron.torchneuron.cores import visible_cores
 from granite4_neuron.system import available_memory
+from granite4_neuron.system.sandbox.limited_process import NoProcess
 from test.faults.conftest import sentence
 from test.support.checkpoints import small_config
 
@@ -98,6 +101,7 @@ except UserError as error:
             (OSError(12, "Cannot allocate memory"), "there is not enough memory."),
             (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "there is not enough memory."),
             (RuntimeError("can't start new thread"), NO_PROCESS),
+            (RuntimeError("Resource temporarily unavailable"), NO_PROCESS),
             (BlockingIOError(11, "Resource temporarily unavailable"), NO_PROCESS),
         ],
         ids=repr,
@@ -110,6 +114,18 @@ except UserError as error:
 
         monkeypatch.setattr("granite4_neuron.generation.stream_generate", fail)
         assert refuses("generate", "--model", texting_folder, "x") == expected
+
+    def test_a_server_without_threads_ends_with_a_sentence(self, monkeypatch):
+        front_end = pytest.importorskip("granite4_neuron.serving.front_end", reason="[serve] is not installed")
+
+        def fail(*_, **__):
+            raise NoProcess
+
+        monkeypatch.setattr(front_end.os, "setsid", lambda: None)
+        monkeypatch.setattr(front_end, "Server", fail)
+        channel = SimpleNamespace(receive=lambda: [(None, None, {})])
+        with pytest.raises(SystemExit, match=re.escape(NO_PROCESS)):
+            front_end._serve(None, channel, None, ())
 
     def test_available_memory_heeds_limits(self, monkeypatch):
         assert 10**6 < available_memory.available_bytes() < 10**14

@@ -17,6 +17,7 @@ from granite4_neuron.checkpoint.tokenizer_growth import check_growth, check_norm
 from granite4_neuron.checkpoint.tokenizing import encode
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
+from granite4_neuron.system.sandbox.limited_process import NoProcess
 
 _LONGEST_QUOTE = 200  # characters of another library's message
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -40,7 +41,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(file), **names)
         check_growth(tokenizer.backend_tokenizer, str(file))
         encode(tokenizer, "a")
-    except UserError:
+    except (UserError, NoProcess):
         raise
     except Exception as error:  # tokenizers raises no narrower class for a file that it cannot parse
         # Without protobuf transformers hides the error behind the lack of it.

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,6 +20,7 @@ from granite4_neuron.serving.channel import Channel
 from granite4_neuron.serving.engine_loop import EngineLoop, ServedModel
 from granite4_neuron.serving.http.listener import Listener
 from granite4_neuron.serving.http.server import Server
+from granite4_neuron.system.sandbox.limited_process import NoProcess
 from granite4_neuron.system.stack import in_large_stack
 
 
@@ -103,12 +105,15 @@ class FrontEnd:
 
 
 def _serve(listener: Listener, channel: Channel, signals: socket.socket, others: tuple[Channel, socket.socket]) -> None:
-    """Serve in this process, once the other one is ready."""
+    """Serve in this process, once the other one is ready; end it with a sentence if it has too few threads."""
     os.setsid()  # Ctrl-C in the terminal reaches the other process, which hands it on
     for each in others:
         each.close()
     with suppress(EOFError):  # it has ended before
         [(served, tokenizer, options)] = channel.receive()
-        server = Server(served, tokenizer, channel, signals=signals, **options)
+        try:
+            server = Server(served, tokenizer, channel, signals=signals, **options)
+        except NoProcess as error:
+            sys.exit(f"granite4-neuron: {error}")
         gc.freeze()
         server.run([listener])

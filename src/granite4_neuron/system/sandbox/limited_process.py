@@ -6,9 +6,11 @@ It starts in a tenth of a second if the module that answers imports little, and 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
+import os
 import resource
 import signal
 import subprocess
@@ -23,6 +25,10 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from granite4_neuron.system.sandbox import limited_process; limited_process.main()"
 )
+
+
+# Of Python, and of C++'s threads.
+_NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
 
 
 class NoProcess(Exception):
@@ -42,7 +48,7 @@ def starting() -> Iterator[None]:
             raise
         raise NoProcess from None
     except RuntimeError as error:
-        if str(error) != "can't start new thread":
+        if str(error) not in _NO_THREAD:
             raise
         raise NoProcess from None
 
