@@ -32,6 +32,7 @@ _PROJECTIONS = (
     "q_proj, k_proj, v_proj and o_proj of attention, in_proj and out_proj of Mamba layers, input_linear and "
     "output_linear of the shared MLP, and all routed experts together (target_parameters)"
 )
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 # PEFT wraps a module once for each of its parameters that are adapted, in the order in which transformers has them.
 _INNER = ".base_layer"
 _PARAMETERS = ("weight", "gate_up_proj", "up_proj", "down_proj")
@@ -252,6 +253,11 @@ def _is_projection(name: str) -> bool:
 
 def _not_of_this_model(file: Path, module: str, config: ModelConfig) -> str:
     weight = StoredNames(config).part_of(f"{module}.weight").name
+    if _ONE_EXPERT.search(module):
+        return (
+            f"{file} adapts one expert alone ({module}); train all experts of a layer together, by PEFT's "
+            "target_parameters."
+        )
     if ".experts" in module or ("block_sparse_moe." in weight and "router" not in weight):
         return (
             f"{file} adapts routed experts ({module}) that are not in target_parameters; adapters may change only "

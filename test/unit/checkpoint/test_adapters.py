@@ -199,6 +199,10 @@ FAULTS = {
         renamed("base_model.model.model.layers.0.block_sparse_moe.experts.lora_A.weight"),
         "adapts routed experts (model.layers.0.block_sparse_moe.experts) that are not in target_parameters",
     ),
+    "one expert": (
+        renamed("base_model.model.model.layers.0.block_sparse_moe.experts.3.up_proj.lora_A.weight"),
+        "adapts one expert alone (model.layers.0.block_sparse_moe.experts.3.up_proj); train all experts of a layer",
+    ),
     "one of two matrices of experts": (
         lambda folder: (
             about(target_parameters=["experts.gate_up_proj", "experts.down_proj"])(folder),
