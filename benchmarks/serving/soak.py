@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import random
 import re
 import signal
@@ -334,9 +333,11 @@ async def _surroundings(client: httpx.AsyncClient, pid: int) -> Surroundings:
         await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)  # until sockets have closed
     in_use, snapshots = numbers["prefix_cache_snapshots_in_use"], numbers["prefix_cache_snapshots"]
-    status = Path(f"/proc/{pid}/status").read_text()
-    memory = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
-    return Surroundings(slots, in_use, snapshots, len(os.listdir(f"/proc/{pid}/fd")), memory)
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    processes = [Path(f"/proc/{each}") for each in (pid, *children)]  # the engine's and the front end
+    memory = sum(int(re.search(r"VmRSS:\s+(\d+) kB", (each / "status").read_text())[1]) for each in processes)
+    descriptors = sum(len(list((each / "fd").iterdir())) for each in processes)
+    return Surroundings(slots, in_use, snapshots, descriptors, memory * 1024)
 
 
 @reports_errors

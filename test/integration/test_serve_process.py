@@ -140,7 +140,8 @@ def test_a_second_interrupt_does_not_wait():
 @pytest.mark.parametrize("dead", ["engine", "front end"])
 def test_a_process_that_is_killed_ends_the_other(dead):
     with serve_process() as (process, address), httpx.Client(timeout=60) as client:
-        [front_end] = [each for each in psutil.Process(process.pid).children() if each.name() == "python"]
+        engine = psutil.Process(process.pid)
+        [front_end] = [each for each in engine.children() if each.cmdline() == engine.cmdline()]  # it was forked
         with client.stream("POST", f"{address}/v1/completions", json={**LONG, "max_tokens": 8000}) as response:
             lines = response.iter_lines()
             next(lines)
