@@ -38,9 +38,9 @@ from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, Mod
 from granite4_neuron.config.choices import CPU_KERNELS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.devices.backends import BACKENDS
-from granite4_neuron.devices.cpu.options import STATE_DTYPES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.neuron.stand_ins import why_not_importable
+from granite4_neuron.devices.options import STATE_DTYPES
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.interface import Row, Runtime
@@ -142,8 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = sorted(options.lengths)
     if lengths[0] < 2 * options.window:
         raise UserError(f"--lengths has {lengths[0]}; the shortest is twice the window, {2 * options.window}.")
-    if options.backend != "cpu" and options.state_dtype != STATE_DTYPES[0]:
-        raise UserError("--state-dtype belongs to --backend cpu; the others keep SSM states in float32.")
+    if options.backend not in ("cpu", "torch") and options.state_dtype != STATE_DTYPES[0]:
+        raise UserError("--state-dtype belongs to the backends cpu and torch; the others keep SSM states in float32.")
     config = _part(GraniteMoeHybridConfig.from_family(options.model), options.divide)
     [tokens] = random_prompts(config.vocab_size, Point(1, lengths[-1], output_length=0))
     print("Errors against float64, root mean square / largest:")
@@ -177,14 +177,15 @@ def _runtime(options: argparse.Namespace, model: HybridForCausalLM) -> Runtime:
     defaults = GenerationConfig()
     if options.backend == "nxdi":
         return _cpu_mode(model, options.buckets)
+    state_dtype = getattr(torch, options.state_dtype)
     if options.backend == "cpu":
-        state_dtype = getattr(torch, options.state_dtype)
         return CPURuntime(model, defaults, cpu_kernels=options.cpu_kernels, state_dtype=state_dtype)
     # Imported here, because backends import whole frameworks.
     if options.backend == "torch":
         from granite4_neuron.devices.torch.runtime import TorchRuntime
 
-        return TorchRuntime(model, defaults, options.buckets, device=options.device, compiler=options.compiler)
+        choices = dict(device=options.device, compiler=options.compiler, state_dtype=state_dtype)
+        return TorchRuntime(model, defaults, options.buckets, **choices)
     from granite4_neuron.devices.xla.runtime import XLARuntime
 
     return XLARuntime(model, defaults, options.buckets)
@@ -241,7 +242,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="default: %(default)s")
     parser.add_argument("--cpu-kernels", choices=CPU_KERNELS, default=CPU_KERNELS[0], help="default: %(default)s")
     parser.add_argument(
-        "--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0], help="for --backend cpu (default: %(default)s)"
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        default=STATE_DTYPES[0],
+        help="for --backend cpu and torch (default: %(default)s)",
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="default: %(default)s")
     parser.add_argument("--compiler", metavar="NAME", help="a backend of torch.compile (default: the device's)")

@@ -37,6 +37,7 @@ from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import published_config
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph
+from granite4_neuron.devices.options import STATE_DTYPES
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Sampler, SamplingParams
@@ -56,7 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds = config.layer_types[: options.layers]
         config = replace(config, layer_types=kinds, num_hidden_layers=len(kinds))
     model = random_model(config, dtype=torch.bfloat16)
-    choices = dict(device=options.device, graphs=options.graphs, batch_invariant=options.batch_invariant)
+    state_dtype = getattr(torch, options.state_dtype)
+    choices = dict(
+        device=options.device,
+        graphs=options.graphs,
+        batch_invariant=options.batch_invariant,
+        state_dtype=state_dtype,
+    )
     runtime = CountingRuntime(model, GenerationConfig(), **choices)
     rate = _bytes_per_second(runtime)
     write(f"{options.random_weights}, {config.num_hidden_layers} layers; memory is read at {rate / 1e12:.2f} TB/s")
@@ -69,8 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(name, f"{ms:.{digits}f}", share, f"{count.launches}", *copies)
 
     for batch_size in options.batch_size:
-        read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT)
-        read += batch_size * sequence_bytes(config, torch.bfloat16.itemsize)  # states are written too
+        read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT, state_itemsize=state_dtype.itemsize)
+        # States are written too.
+        read += batch_size * sequence_bytes(config, torch.bfloat16.itemsize, state_itemsize=state_dtype.itemsize)
         size = runtime, batch_size, options.steps, max(batch_size, options.slots)
         add(f"a token, batch {batch_size}", 2, _token_ms(*size), read)
         add(f"chosen there, batch {batch_size}", 2, _chosen_token_ms(*size), read)
@@ -221,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="the model's first N layers (default: all)")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
     parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
+    parser.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32", help="as for generate")
     parser.add_argument("--slots", type=at_least(1), default=1, metavar="N", help="of a state, if more than sequences")
     parser.add_argument(
         "--steps", type=at_least(1), default=40, metavar="N", help="timed steps of each kind (default: %(default)s)"

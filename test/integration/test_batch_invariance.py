@@ -30,19 +30,23 @@ TOKENS, MAX_LENGTH, LONG = 6, 3000, 1500  # LONG is beyond the shortest bucket o
 
 @pytest.fixture(
     scope="module",
-    params=[(name, dtype) for name in LAYERS for dtype in (torch.bfloat16, torch.float32)],
+    params=[
+        *((name, dtype, torch.float32) for name in LAYERS for dtype in (torch.bfloat16, torch.float32)),
+        ("h-350m", torch.bfloat16, torch.bfloat16),
+    ],
     ids=str,
 )
 def runtime(request):
-    name, dtype = request.param
+    name, dtype, state_dtype = request.param
     config = dataclasses.replace(published_config(name), num_hidden_layers=6, layer_types=LAYERS[name])
-    return TorchRuntime(random_model(config, dtype=dtype), GenerationConfig(), device="cuda", batch_invariant=True)
+    options = dict(device="cuda", batch_invariant=True, state_dtype=state_dtype)
+    return TorchRuntime(random_model(config, dtype=dtype), GenerationConfig(), **options)
 
 
 @pytest.fixture(scope="module")
 def expected(runtime):
-    """Return the logits of each of 32 sequences' tokens, and its recurrent state after them."""
-    return decoded(runtime, 32, range(32))
+    """Return the logits of each of 80 sequences' tokens, and its recurrent state after them."""
+    return decoded(runtime, 80, range(80))
 
 
 def start_of(sequence):
@@ -87,11 +91,11 @@ def assert_same(outcomes, expected):
 
 @needs_gpu
 class TestBits:
-    @pytest.mark.parametrize("slots", [1, 2, 8])
+    @pytest.mark.parametrize("slots", [1, 2, 8, 32])
     def test_the_number_of_slots_changes_no_bits(self, slots, runtime, expected):
         assert_same(decoded(runtime, slots, range(slots)), expected)
 
-    @pytest.mark.parametrize("slots", [8, 32])
+    @pytest.mark.parametrize("slots", [8, 32, 80])
     def test_idle_slots_change_no_bits(self, slots, runtime, expected):
         assert_same(decoded(runtime, slots, [5]), expected)
 

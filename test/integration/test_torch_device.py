@@ -463,7 +463,7 @@ class TestCommands:
             (("--backend", "torch", "--graphs", "0"), "graphs is '0'; it must be one of layer, model, or a number of"),
             (("--device", "cuda"), "belong to the backend torch"),
             (("--backend", "torch", "--quantize", "int8"), "int8 weights are for the backend cpu"),
-            (("--backend", "torch", "--state-dtype", "bfloat16"), "SSM states in 16 bits are for"),
+            (("--backend", "xla", "--state-dtype", "bfloat16"), "SSM states in 16 bits are for"),
         ],
     )
     def test_bad_options_are_refused(self, capsys, options, message):

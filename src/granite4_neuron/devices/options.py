@@ -4,6 +4,8 @@ from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFI
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.runtime.declaration import Option
 
+STATE_DTYPES = ("float32", "float16", "bfloat16")
+
 DTYPE = Option(
     "dtype",
     "dtype of weights and activations (default: that of the weights)",
@@ -43,6 +45,16 @@ EXPERTS = Option(
     "nki; elsewhere the device's own",
     "experts_decode belongs to the backends torch and xla, which compile graphs; the backend here is {backend}.",
     choices=EXPERTS_DECODE,
+)
+STATE_DTYPE = Option(
+    "state_dtype",
+    "for --backend cpu, and torch on a CPU or GPU: dtype of SSM states; 16 bits are rounded stochastically (default: "
+    "float32)",
+    "SSM states in 16 bits are for the backends cpu, torch and nxdi; {backend} has them in float32.",
+    choices=STATE_DTYPES,
+    is_dtype=True,
+    everywhere="float32",
+    changes_numbers=False,  # the dtype of the state itself is compared
 )
 ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)
 # Of backends that compile graphs.

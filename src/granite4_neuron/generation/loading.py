@@ -58,7 +58,7 @@ def load(
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it fixes dtype, scan and kernel.
         quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.loading.load_model`.
-        state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
+        state_dtype: of the backends "cpu" and "torch", of SSM states; None for float32. See `CPURuntime`.
         mtp: of the backend "cpu", also load the model's layers for multi-token prediction, for `engine.MTPDrafter`.
         adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.

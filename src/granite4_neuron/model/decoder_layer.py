@@ -77,15 +77,18 @@ class DecoderLayer(Module):
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the new hidden_states, [batch, tokens, hidden_size]; a Mamba layer also returns `advance`'s inputs."""
-        residual_add = self.operators.residual_add
         inputs = None
         if self.has_mixer:
             mixed, inputs = self.mix(self.input_layernorm(hidden_states), step, state, rotary)
-            hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
+            hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
+        return self.add_feed_forward(hidden_states, step), inputs
+
+    def add_feed_forward(self, hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
+        """Apply the layer's second half to [batch, tokens, hidden_size], if it has one."""
         if self.has_feed_forward:
             for output in self.feed_forward(self.feed_forward_norm(hidden_states), step):
-                hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
-        return hidden_states, inputs
+                hidden_states = self.operators.residual_add(hidden_states, output, self.residual_multiplier)
+        return hidden_states
 
     def mix(
         self, x: torch.Tensor, step: Step, state: LayerState, rotary: RotaryTables | None

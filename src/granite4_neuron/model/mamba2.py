@@ -26,9 +26,13 @@ class Mamba2(Module):
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
     """
 
+    stream: torch.Tensor
+
     def __init__(self, config: ModelConfig, parallel: Parallel, layer: int = 0):
         super().__init__()
         self.rounding = Rounding(stream=layer)
+        # A tensor, so that layers can share a graph. On the CPU even if the model is made on the meta device.
+        self.register_buffer("stream", torch.tensor(layer, device="cpu"), persistent=False)
         dimensions = config.rank_dimensions(parallel.degree)
         self.num_heads = dimensions.mamba_heads
         self.head_dim = config.mamba_d_head
@@ -121,7 +125,8 @@ class Mamba2(Module):
         dtype = state.ssm_state.dtype
         y, ssm_state = mamba.scan(x, dt, self.A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
         if dtype != torch.float32:
-            ssm_state = self.operators.round_state(ssm_state, dtype, step.last_positions, self.rounding)
+            rounding = self.rounding._replace(stream=self.stream)
+            ssm_state = self.operators.round_state(ssm_state, dtype, step.last_positions, rounding)
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 

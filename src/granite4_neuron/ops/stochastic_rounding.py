@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-_COUNTERS = 8  # counters per run of a row's values: each gives 128 bits, and a value takes 16
-_RUN = 64
-_SHARED_ROWS = 4  # rows with common random numbers, shifted by a quarter of the range from one to the next
+COUNTERS = 8  # counters per run of a row's values: each gives 128 bits, and a value takes 16
+RUN = 64
+SHARED_ROWS = 4  # rows with common random numbers, shifted by a quarter of the range from one to the next
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Salmon et al. 2011.
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -28,12 +28,13 @@ class Rounding(NamedTuple):
     """The source of the random numbers of a state's rounding.
 
     seed: 64 bits, Philox's key.
-    stream: 32 bits; states that must not be rounded alike have different streams.
+    stream: 32 bits; states that must not be rounded alike have different streams. In graphs that layers share it is a
+        tensor without axes.
     rounds: of Philox. 7 are the fewest that pass all tests of BigCrush (Salmon et al. 2011, table 2).
     """
 
     seed: int = 0
-    stream: int = 0
+    stream: int | torch.Tensor = 0
     rounds: int = 7
 
 
@@ -86,14 +87,14 @@ def stochastic_round(
 def _random_bits(shape: torch.Size, positions: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return 16 random bits for each value [batch, ..., head_dim, d_state], int64."""
     batch, (head_dim, columns) = shape[0], shape[-2:]
-    heads, groups, runs = shape[1:-2].numel(), -(-head_dim // _SHARED_ROWS), -(-columns // _RUN)
-    elements = torch.arange(heads * groups * runs * _COUNTERS, device=positions.device).expand(batch, -1)
-    stream = torch.full_like(elements, rounding.stream)
+    heads, groups, runs = shape[1:-2].numel(), -(-head_dim // SHARED_ROWS), -(-columns // RUN)
+    elements = torch.arange(heads * groups * runs * COUNTERS, device=positions.device).expand(batch, -1)
+    stream = torch.zeros_like(elements) + rounding.stream
     counter = torch.stack([elements, positions[:, None].expand_as(elements), stream, torch.zeros_like(elements)], -1)
     words = philox_4x32(counter, rounding.seed, rounding.rounds)
     # A vector of 16 words has two words of each counter. First their low halves are used, then the high ones.
-    words = words.view(batch, heads * groups, runs, _COUNTERS, 2, 2).transpose(3, 4).flatten(-2)[..., None, :]
-    bits = torch.cat([words & 0xFFFF, words >> 16], -2).reshape(batch, heads, groups, 1, runs * _RUN)
-    quarters = torch.arange(_SHARED_ROWS, device=positions.device)[:, None] * (2**16 // _SHARED_ROWS)
+    words = words.view(batch, heads * groups, runs, COUNTERS, 2, 2).transpose(3, 4).flatten(-2)[..., None, :]
+    bits = torch.cat([words & 0xFFFF, words >> 16], -2).reshape(batch, heads, groups, 1, runs * RUN)
+    quarters = torch.arange(SHARED_ROWS, device=positions.device)[:, None] * (2**16 // SHARED_ROWS)
     bits = (bits + quarters & 0xFFFF).flatten(2, 3)
     return bits[:, :, :head_dim, :columns].reshape(shape)

@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 from granite4_neuron import load
 from granite4_neuron.devices.backends import BACKENDS
 from granite4_neuron.devices.cpu.runtime import CPURuntime
+from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.declaration import Backend
 from granite4_neuron.runtime.interface import Row
@@ -24,6 +25,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float16", "bfloat16
 
 
 def runtime_of(dtype, kernels="fused"):
+    if kernels == "compiled":  # layers share graphs
+        return TorchRuntime(MODEL, GenerationConfig(), (16, 32), compiler="aot_eager", state_dtype=dtype)
     return CPURuntime(MODEL, GenerationConfig(), cpu_kernels=kernels, state_dtype=dtype)
 
 
@@ -36,7 +39,7 @@ def logits_of(runtime, state, slots, tokens, prompt=20):
 
 
 @every_dtype
-@pytest.mark.parametrize("kernels", ["fused", "torch"])
+@pytest.mark.parametrize("kernels", ["fused", "torch", "compiled"])
 def test_rounding_does_not_depend_on_other_sequences(dtype, kernels):
     """Rows, slots and neighbours do not change the rounding. Logits agree to the accuracy of float32."""
     runtime = runtime_of(dtype, kernels)
@@ -82,6 +85,6 @@ def test_the_nki_kernel_has_no_float16():
 @pytest.mark.parametrize("backend", ["xla", "another"])
 def test_other_backends_refuse_it(backend, monkeypatch):
     monkeypatch.setitem(BACKENDS, "another", Backend("another", (), load=lambda *_, **__: pytest.fail("it was loaded")))
-    message = f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32"
+    message = f"SSM states in 16 bits are for the backends cpu, torch and nxdi; {backend} has them in float32"
     with pytest.raises(UserError, match=message):
         load(backend=backend, state_dtype=torch.float16)

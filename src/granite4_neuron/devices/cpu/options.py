@@ -1,10 +1,9 @@
 """Options of the backend cpu."""
 
 from granite4_neuron.config.choices import CPU_KERNELS, FOLDER_VARIABLE, MERGE_INSTEAD, QUANTIZATIONS
-from granite4_neuron.devices.options import ARITHMETIC
+from granite4_neuron.devices.options import ARITHMETIC, STATE_DTYPE
 from granite4_neuron.runtime.declaration import Option
 
-STATE_DTYPES = ("float32", "float16", "bfloat16")
 _BELONGS = "tuned launch parameters and CPU kernels belong to the backend cpu; the others have none."
 
 OPTIONS = (
@@ -41,15 +40,7 @@ OPTIONS = (
         metavar="DIR",
         changes_numbers=False,  # they are the same
     ),
-    Option(
-        "state_dtype",
-        "for the cpu backend: dtype of SSM states; 16 bits are rounded stochastically (default: float32)",
-        "SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.",
-        choices=STATE_DTYPES,
-        is_dtype=True,
-        everywhere="float32",
-        changes_numbers=False,  # the dtype of the state itself is compared
-    ),
+    STATE_DTYPE,
     # --speculate of the commands implies it.
     Option(
         "mtp",

@@ -15,7 +15,8 @@ from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaS
 
 
 class TokenLayer(DecoderLayer):
-    """A layer that uses `TokenOperators` in decode and verification, up to the number of sequences that they support.
+    """A layer that uses `TokenOperators` in decode and verification, up to the number of sequences that they are for.
+    For more, only Mamba layers' mixers with a rounded state use them: other operators would copy the state.
 
     A verified token gets the same bits as in decode of several sequences.
     """
@@ -39,7 +40,7 @@ class TokenLayer(DecoderLayer):
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute `DecoderLayer.forward`; decode returns no inputs of `advance`."""
-        operators = self._operators_of(step)
+        operators = self._operators_of(step, state)
         if operators is None:
             return super().forward(hidden_states, step, state, rotary)
         x, inputs = hidden_states.flatten(0, 1), None  # a row for each token
@@ -50,6 +51,8 @@ class TokenLayer(DecoderLayer):
                 x = self._mamba(operators, x, step, state)
         elif isinstance(state, KeyValueState):
             x = self._attention(operators, x, step, state, rotary)
+        if not self._are_few(step):
+            return self.add_feed_forward(x.view(hidden_states.shape), step), inputs
         if self.has_feed_forward:
             lengths = step.is_real.flatten().to(step.lengths.dtype) if step.verifies else step.lengths
             is_gated = self.shared_mlp.is_gated
@@ -57,8 +60,7 @@ class TokenLayer(DecoderLayer):
         return x.view(hidden_states.shape), inputs
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
-        operators = self._token_operators
-        if len(inputs) > operators.MOST_SEQUENCES:
+        if not (self._are_few(step) or self._is_rounded(state)):
             super().advance(inputs, step, state)
             return
         mixer = self.mamba_weights().mixer
@@ -66,7 +68,8 @@ class TokenLayer(DecoderLayer):
         states = state.conv_state, state.ssm_state
         head_params = mixer.dt_bias, mixer.A_log, mixer.D
         index, limits = (step.starts, step.lengths), mixer.time_step_limit
-        operators.advance_verified(inputs, *convolution, *head_params, *states, *index, *limits, step.looked_up)
+        rounded = step.looked_up, self._stream(state)
+        self._token_operators.advance_verified(inputs, *convolution, *head_params, *states, *index, *limits, *rounded)
 
     @property
     def _token_operators(self) -> TokenOperators:
@@ -74,14 +77,16 @@ class TokenLayer(DecoderLayer):
         assert isinstance(operators, TokenOperators)  # `forms_of`
         return operators
 
-    def _operators_of(self, step: Step) -> TokenOperators | None:
+    def _are_few(self, step: Step) -> bool:
+        return len(step.lengths) <= self._token_operators.MOST_SEQUENCES
+
+    def _operators_of(self, step: Step, state: LayerState) -> TokenOperators | None:
         """Return the operators for a kind of step, or None if they do not support it."""
-        operators, sequences = self._token_operators, len(step.lengths)
-        if not (step.is_decode or step.verifies) or sequences > operators.MOST_SEQUENCES:
+        if not (step.is_decode or step.verifies) or not (self._are_few(step) or self._is_rounded(state)):
             return None
         of_one_row = self.operators.one_row_operators
-        if of_one_row is None or sequences > 1 or step.verifies or step.looked_up is not None:
-            return operators
+        if of_one_row is None or len(step.lengths) > 1 or step.verifies or step.looked_up is not None:
+            return self._token_operators
         assert isinstance(of_one_row, TokenOperators)
         return of_one_row
 
@@ -93,7 +98,7 @@ class TokenLayer(DecoderLayer):
         inputs = operators.mixer_inputs(x, weights.norm, weight, *convolution, num_heads=num_heads, eps=weights.eps)
         head_params = mixer.dt_bias, mixer.A_log, mixer.D
         recurrence = *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit, step.looked_up
-        gated = operators.advance_mixer(inputs, *recurrence)
+        gated = operators.advance_mixer(inputs, *recurrence, step.starts, self._stream(state))
         return self._add_mixed(operators, x, gated, weights)
 
     def _verified_mamba(
@@ -110,8 +115,16 @@ class TokenLayer(DecoderLayer):
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias), step.looked_up)
         head_params, index = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
         recurrence = *head_params, state.ssm_state, *index, *mixer.time_step_limit, step.looked_up
-        gated = operators.scan_verified(inputs, *recurrence)
+        gated = operators.scan_verified(inputs, *recurrence, self._stream(state))
         return self._add_mixed(operators, x, gated, weights), projected[..., gated.shape[1] :]
+
+    @staticmethod
+    def _is_rounded(state: LayerState) -> bool:
+        return isinstance(state, MambaState) and state.ssm_state.dtype != torch.float32
+
+    def _stream(self, state: MambaState) -> torch.Tensor | None:
+        """Return the stream of the state's rounding; None if it is not rounded."""
+        return self.mamba.stream if self._is_rounded(state) else None
 
     def _add_mixed(
         self, operators: TokenOperators, x: torch.Tensor, gated: torch.Tensor, weights: MambaWeights

@@ -18,7 +18,7 @@ from granite4_neuron.devices.cuda import (
     sampling,
 )
 from granite4_neuron.devices.cuda.forms import TokenLayer
-from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
+from granite4_neuron.devices.cuda.token_operators import InvariantOperators, OneRowOperators, TokenOperators
 from granite4_neuron.devices.graphs.operators import XLA
 
 GPU = replace(
@@ -41,12 +41,13 @@ GPU = replace(
     layer_form=TokenLayer,
 )
 
-# One token has the same bits as one of several.
+# One token has the same bits as one of any number.
 GPU_BATCH_INVARIANT = replace(
     GPU,
     linear=products.linear,
     mlp=products.mlp,
     fused_experts=fused_moe.multiply_by_experts,
+    token_operators=InvariantOperators(),
     one_row_operators=None,
 )
 

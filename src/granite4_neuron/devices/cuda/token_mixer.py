@@ -21,9 +21,11 @@ from granite4_neuron.devices.cuda.mamba import (
     shift_window,
 )
 from granite4_neuron.devices.cuda.operator import operator, register_launch, register_launches
+from granite4_neuron.devices.cuda.rounding import FEWEST_COLUMNS, FEWEST_ROWS, round_state
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import norm
+from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 
 # Rows of a head's state per program.
 _BLOCK_D = 16
@@ -295,15 +297,19 @@ def advance_mixer(
     lowest_dt: float,
     highest_dt: float,
     slots: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `ops.selective_state_step` and the gate, and update ssm_state in place.
 
     Args:
         inputs: from `mixer_inputs`.
         dt_bias, A_log, D: [num_heads].
-        ssm_state: [sequences, num_heads, head_dim, d_state], float32.
+        ssm_state: [sequences, num_heads, head_dim, d_state], float32, or 16 bits with a stream.
         lengths: [batch]; where it is 0 the state is unchanged and the result unspecified.
         slots: as for `mixer_inputs`.
+        positions: [batch], int32, of the tokens; needed with a stream.
+        stream: for `ops.stochastic_round`, an integer without axes; None for a state that is not rounded.
 
     Returns:
         y * silu(gate), [batch, num_heads * head_dim] in float32.
@@ -316,7 +322,12 @@ def advance_mixer(
     B, C = (values.unflatten(1, (-1, d_state)) for values in (B, C))
     log_decay = dt * -torch.exp(A_log.float())
     states = rows_of_slots(ssm_state, slots)
-    y = advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, states)
+    exact = states.float()
+    y = advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, exact)
+    if stream is not None:
+        assert positions is not None
+        rounded = stochastic_round(exact, states.dtype, positions.long(), Rounding(stream=stream))
+        states.copy_(rounded.where((lengths > 0)[:, None, None, None], states))
     write_rows_of_slots(ssm_state, slots, states)
     return y.flatten(1) * F.silu(gate)
 
@@ -336,10 +347,25 @@ def _launch_advance_mixer(
     lowest_dt: float,
     highest_dt: float,
     slots: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
-    head_params, where = (dt_bias, A_log, D), (None, lengths, slots)
-    launch_recurrence(inputs, *head_params, ssm_state, *where, y, limits=(lowest_dt, highest_dt), writes_state=True)
+    launch_recurrence(
+        inputs,
+        dt_bias,
+        A_log,
+        D,
+        ssm_state,
+        positions,
+        lengths,
+        y,
+        slots=slots,
+        stream=stream,
+        limits=(lowest_dt, highest_dt),
+        are_begun=True,
+        writes_state=True,
+    )
     return y
 
 
@@ -354,10 +380,12 @@ def launch_recurrence(
     ssm_state: torch.Tensor,
     starts: torch.Tensor | None,
     lengths: torch.Tensor,
-    slots: torch.Tensor | None,
     y: torch.Tensor | None,
     *,
+    slots: torch.Tensor | None,
+    stream: torch.Tensor | None,
     limits: tuple[float, float],
+    are_begun: bool,
     writes_state: bool,
 ) -> None:
     """Launch `_recurrence_kernel`, which documents the arguments, for as many tokens of each sequence as `inputs` has.
@@ -368,7 +396,9 @@ def launch_recurrence(
     batch, (num_heads, head_dim, d_state) = len(lengths), ssm_state.shape[1:]
     d_inner = num_heads * head_dim
     group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
-    block_d = min(_BLOCK_D, triton.next_power_of_2(head_dim))
+    block_d, block_dstate = min(_BLOCK_D, triton.next_power_of_2(head_dim)), triton.next_power_of_2(d_state)
+    if stream is not None:
+        block_d, block_dstate = max(block_d, FEWEST_ROWS), max(block_dstate, FEWEST_COLUMNS)
     _recurrence_kernel[num_heads, triton.cdiv(head_dim, block_d), batch](
         inputs,
         dt_bias,
@@ -381,6 +411,7 @@ def launch_recurrence(
         lengths.stride(0),
         slots,
         0 if slots is None else slots.stride(0),
+        stream,
         y,
         *limits,
         len(inputs) // batch,
@@ -389,7 +420,8 @@ def launch_recurrence(
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         BLOCK_D=block_d,
-        BLOCK_DSTATE=triton.next_power_of_2(d_state),
+        BLOCK_DSTATE=block_dstate,
+        ARE_BEGUN=are_begun,
         WRITES_STATE=writes_state,
         **launch_options(inputs, NUM_WARPS_SMALL),
         **EXACT_PRODUCTS,
@@ -409,6 +441,7 @@ def _recurrence_kernel(
     stride_lengths,
     slots,
     stride_slots,
+    stream,
     y,
     lowest_dt,
     highest_dt,
@@ -419,6 +452,7 @@ def _recurrence_kernel(
     D_STATE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DSTATE: tl.constexpr,
+    ARE_BEGUN: tl.constexpr,
     WRITES_STATE: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
@@ -430,10 +464,12 @@ def _recurrence_kernel(
         inputs: [batch * tokens, D_INNER + D_INNER + groups * D_STATE + groups * D_STATE + NUM_HEADS] in float32: gate,
             x, B, C and dt; without y there is no gate.
         dt_bias, A_log, D: [NUM_HEADS].
-        ssm_state: [sequences, NUM_HEADS, HEAD_DIM, D_STATE] in float32.
-        starts: [batch] int32, with its stride; where it is 0 a sequence starts from zeros. None if no sequence does.
+        ssm_state: [sequences, NUM_HEADS, HEAD_DIM, D_STATE] in float32; with a stream in 16 bits.
+        starts: [batch] int32, with its stride, the position of each sequence's first token; where it is 0 the sequence
+            starts from zeros, unless ARE_BEGUN. None if neither this nor the rounding needs it.
         lengths: [batch] int32, with its stride: how many of a sequence's tokens are real, its first ones.
         slots: [batch] int32, with its stride: a row's entry of ssm_state is slot - 1; None if row i has entry i.
+        stream: of the state's rounding, an integer; None if it is not rounded.
         y: [batch * tokens, D_INNER] in float32; unspecified where a token is not real. None if it is not wanted.
         tokens: per sequence. If the state is written, y may be wanted for at most one token.
         WRITES_STATE: whether the state is written, with the real tokens of each sequence.
@@ -451,18 +487,18 @@ def _recurrence_kernel(
     length = tl.load(lengths + pid_b * stride_lengths)
     mask = mask_d[:, None] & mask_n[None] & (length > 0)  # an idle sequence's state is neither read nor written
     has_state = mask
-    if starts is not None:
+    if not ARE_BEGUN:
         gdc_wait(USE_GDC)
         has_state = mask & (tl.load(starts + pid_b * stride_starts) > 0)
     entry = pid_b
     if slots is not None:
         entry = tl.load(slots + pid_b * stride_slots).to(tl.int64) - 1
     ssm_state += entry * D_INNER * D_STATE
-    state = tl.load(ssm_state + offs, has_state, 0.0)
+    state = tl.load(ssm_state + offs, has_state, 0.0).to(tl.float32)
     bias, A = tl.load(dt_bias + pid_h).to(tl.float32), -tl.exp(tl.load(A_log + pid_h).to(tl.float32))
     skip = tl.load(D + pid_h).to(tl.float32)
     offs_group = (pid_h // HEADS_PER_GROUP) * D_STATE + offs_n
-    if starts is None:
+    if ARE_BEGUN:
         gdc_wait(USE_GDC)
 
     for token in range(0, length if y is None else tokens):
@@ -480,8 +516,12 @@ def _recurrence_kernel(
         if y is not None:
             outputs = (sum_of_pairs(state * c[None]) + x * skip) * gate * tl.sigmoid(gate)
             tl.store(y + row * D_INNER + offs_inner, outputs, mask_d)
+        if stream is not None:
+            position = tl.load(starts + pid_b * stride_starts) + token
+            DTYPE: tl.constexpr = ssm_state.dtype.element_ty
+            state = round_state(state, pid_h, tl.program_id(1), position, tl.load(stream), HEAD_DIM, D_STATE, DTYPE)
     if WRITES_STATE:
-        tl.store(ssm_state + offs, state, mask)
+        tl.store(ssm_state + offs, state.to(ssm_state.dtype.element_ty), mask)
 
 
 @triton.jit

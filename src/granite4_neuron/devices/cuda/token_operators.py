@@ -5,6 +5,8 @@ compiler would make for a layer. `devices.cuda.forms` uses them for decode, and 
 token.
 """
 
+import sys
+
 from granite4_neuron.devices.cuda import (
     token_experts,
     token_feed_forward,
@@ -20,8 +22,7 @@ from granite4_neuron.ops.operators import FunctionSet
 class TokenOperators(FunctionSet):
     """Those for any number of rows: a row's bits do not depend on this number, nor on its place among the rows."""
 
-    # Up to this many sequences they are faster than a compiler's kernels for a layer; more were not measured.
-    MOST_SEQUENCES = 32
+    MOST_SEQUENCES = 32  # up to so many they are faster than a compiler's kernels for a layer
 
     mixer_inputs = token_mixer.mixer_inputs
     advance_mixer = token_mixer.advance_mixer
@@ -37,6 +38,12 @@ class TokenOperators(FunctionSet):
     convolve_verified = token_verify.convolve_verified
     scan_verified = token_verify.scan_verified
     advance_verified = token_verify.advance_verified
+
+
+class InvariantOperators(TokenOperators):
+    """Those for any number of sequences too, so that it does not change a row's bits."""
+
+    MOST_SEQUENCES = sys.maxsize
 
 
 class OneRowOperators(TokenOperators):

@@ -258,6 +258,7 @@ def scan_verified(
     lowest_dt: float,
     highest_dt: float,
     slots: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `advance_mixer` for one token after another; ssm_state is unchanged.
 
@@ -265,13 +266,13 @@ def scan_verified(
         inputs: from `convolve_verified`.
         starts: [batch], int32, the position of each sequence's first token; at 0 its state is zeros.
         lengths: [batch], int32; results after this many tokens are unspecified.
-        slots: as for `mixer_inputs`.
+        slots, stream: as for `advance_mixer`.
 
     Returns:
         [batch * tokens, num_heads * head_dim] in float32.
     """
     states = _begun(rows_of_slots(ssm_state, slots), starts)
-    return _scanned(inputs, (dt_bias, A_log, D), states, lengths, (lowest_dt, highest_dt))
+    return _scanned(inputs, (dt_bias, A_log, D), states, starts, lengths, (lowest_dt, highest_dt), stream)
 
 
 @scan_verified.register_fake
@@ -283,13 +284,23 @@ def _scanned(
     inputs: torch.Tensor,
     head_params: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ssm_state: torch.Tensor,
+    starts: torch.Tensor,
     lengths: torch.Tensor,
     limits: tuple[float, float],
+    stream: torch.Tensor | None,
 ) -> torch.Tensor:
     """Advance ssm_state by the real tokens."""
     by_sequence = inputs.view(len(ssm_state), -1, inputs.shape[1])
     outputs = [
-        advance_mixer(by_sequence[:, token], *head_params, ssm_state, (lengths > token).int(), *limits)
+        advance_mixer(
+            by_sequence[:, token],
+            *head_params,
+            ssm_state,
+            (lengths > token).int(),
+            *limits,
+            positions=starts + token,
+            stream=stream,
+        )
         for token in range(by_sequence.shape[1])
     ]
     return torch.stack(outputs, 1).flatten(0, 1)
@@ -306,10 +317,24 @@ def _launch_scan_verified(
     lowest_dt: float,
     highest_dt: float,
     slots: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     y = inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
-    where, limits = (starts, lengths, slots), (lowest_dt, highest_dt)
-    launch_recurrence(inputs, dt_bias, A_log, D, ssm_state, *where, y, limits=limits, writes_state=False)
+    launch_recurrence(
+        inputs,
+        dt_bias,
+        A_log,
+        D,
+        ssm_state,
+        starts,
+        lengths,
+        y,
+        slots=slots,
+        stream=stream,
+        limits=(lowest_dt, highest_dt),
+        are_begun=False,
+        writes_state=False,
+    )
     return y
 
 
@@ -334,6 +359,7 @@ def advance_verified(
     lowest_dt: float,
     highest_dt: float,
     slots: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> None:
     """Advance conv_state and ssm_state in place by the first tokens of each sequence, as decode would.
 
@@ -341,7 +367,7 @@ def advance_verified(
         projected: [batch, tokens, channels + num_heads]: the convolution's inputs, and dt.
         starts: [batch], int32, the position of each sequence's first token; at 0 it starts from zeros.
         lengths: [batch], int32, how many tokens; where it is 0 the states are unchanged.
-        slots: as for `mixer_inputs`.
+        slots, stream: as for `advance_mixer`.
     """
     is_fresh = (starts == 0) & (lengths > 0)
     windows, states = rows_of_slots(conv_state, slots), rows_of_slots(ssm_state, slots)
@@ -350,7 +376,7 @@ def advance_verified(
     inputs = _convolved(projected, conv_weight, conv_bias, windows, len(dt_bias), lengths)
     no_gate = inputs.new_zeros(*inputs.shape[:2], ssm_state.shape[1] * ssm_state.shape[2])
     inputs = torch.cat([no_gate, inputs], 2).flatten(0, 1)
-    _scanned(inputs, (dt_bias, A_log, D), states, lengths, (lowest_dt, highest_dt))
+    _scanned(inputs, (dt_bias, A_log, D), states, starts, lengths, (lowest_dt, highest_dt), stream)
     write_rows_of_slots(conv_state, slots, windows)
     write_rows_of_slots(ssm_state, slots, states)
 
@@ -374,11 +400,25 @@ def _launch_advance_verified(
     lowest_dt: float,
     highest_dt: float,
     slots: torch.Tensor | None = None,
+    stream: torch.Tensor | None = None,
 ) -> None:
-    head_params, limits = (dt_bias, A_log, D), (lowest_dt, highest_dt)
-    where = starts, lengths, slots
-    inputs = _launch_convolution(projected, conv_weight, conv_bias, conv_state, *where, len(dt_bias))
-    launch_recurrence(inputs, *head_params, ssm_state, *where, None, limits=limits, writes_state=True)
+    index = starts, lengths, slots
+    inputs = _launch_convolution(projected, conv_weight, conv_bias, conv_state, *index, len(dt_bias))
+    launch_recurrence(
+        inputs,
+        dt_bias,
+        A_log,
+        D,
+        ssm_state,
+        starts,
+        lengths,
+        None,
+        slots=slots,
+        stream=stream,
+        limits=(lowest_dt, highest_dt),
+        are_begun=False,
+        writes_state=True,
+    )
 
 
 register_launch(advance_verified, _launch_advance_verified)

@@ -133,6 +133,7 @@ class GraphRuntime(BoundModel, ABC):
             degree,
             kernel_layout=self.model.kernel_layout,
             has_null_slot=False,
+            state_dtype=self.state_dtype,
         )
 
     @torch.no_grad()
@@ -184,7 +185,7 @@ class GraphRuntime(BoundModel, ABC):
     @torch.no_grad()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Keys and values are padded to the state's length, so that one graph suffices."""
-        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
         tensors = padded_keys_and_values(snapshots, state.max_length)
         self._write_slot(state, {name: tensor.to(self.device) for name, tensor in tensors.items()}, slot)
 

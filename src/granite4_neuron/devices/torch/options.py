@@ -4,7 +4,7 @@ from granite4_neuron.config.choices import KV_WRITES
 from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.devices.neuron.torchneuron.device import NEURON
-from granite4_neuron.devices.options import COMPILED
+from granite4_neuron.devices.options import COMPILED, STATE_DTYPE
 from granite4_neuron.devices.torch_device import TorchDevice
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.runtime.declaration import Option
@@ -16,6 +16,7 @@ _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backen
 
 OPTIONS = (
     *COMPILED,
+    STATE_DTYPE,
     Option(
         "device",
         f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
@@ -64,8 +65,8 @@ OPTIONS = (
     Option(
         "batch_invariant",
         "for --backend torch on a GPU: give a sequence the same tokens alone, beside others and with drafts; decode of "
-        "a single sequence takes longer (default: one whose state has no other slots has kernels of its own, which may "
-        "give other tokens)",
+        "a single sequence and of more than 32 takes longer (default: these have kernels of their own, which may give "
+        "other tokens)",
         is_flag=True,
     ),
 )

@@ -89,9 +89,12 @@ class TorchRuntime(GraphRuntime):
         prefill_by_view: give prefill a view of its slot's recurrent state, and with kv_write "select" of its cache, in
             place of the slot's number; None for the device's choice. Not on a GPU: a CUDA graph has the addresses of
             its inputs.
-        batch_invariant: on a GPU, decode a state of one sequence with the kernels for several, so that a token has the
-            same bits alone, beside others and in a verification. Otherwise a state of one sequence has kernels of its
-            own, which are faster and add up in another order. None for the device's default, which is the latter.
+        batch_invariant: on a GPU, decode any number of sequences with the same kernels, so that a token has the same
+            bits alone, beside others and in a verification. Otherwise a state of one sequence and steps of more than 32
+            have kernels of their own, which are faster and add up in another order. None for the device's default,
+            which is the latter.
+        state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically: after
+            every token of decode and verification, and after every piece of a prompt. Not on neuron.
         prefill_scan, decode_kernel, experts_decode: see `devices.selection`; None for the device's own.
 
     Raises:
@@ -112,6 +115,7 @@ class TorchRuntime(GraphRuntime):
         kv_write: str | None = None,
         prefill_by_view: bool | None = None,
         batch_invariant: bool | None = None,
+        state_dtype: torch.dtype | None = None,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
         experts_decode: str | None = None,
@@ -119,6 +123,9 @@ class TorchRuntime(GraphRuntime):
         graphs = graphs_of(graphs, device)
         torch_device, kind = use_device(device), kind_of_device(device)
         kv_write = kv_write_of(kv_write, device)
+        if kind == "neuron" and state_dtype not in (None, torch.float32):
+            raise UserError("SSM states in 16 bits are not for the device neuron of the backend torch.")
+        self.state_dtype = state_dtype or torch.float32
         if kind == "neuron" and decode_kernel == "nki":
             experts_decode = experts_decode or "kernel"
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
@@ -133,7 +140,8 @@ class TorchRuntime(GraphRuntime):
         )
         if batch_invariant and self.fallbacks:
             raise UserError(f"batch_invariant is not for this model: {self.fallbacks[0]}")
-        if torch_device.type == "cuda" and not any(tokens % CHUNK_SIZE for tokens in self.prefill_buckets):
+        is_rounded = self.state_dtype != torch.float32  # at each cut, so that all prompts need the same cuts
+        if torch_device.type == "cuda" and not (is_rounded or any(n % CHUNK_SIZE for n in self.prefill_buckets)):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
         compiler = compiler or DEVICES[kind].compiler
         self._compiler = find_compiler(compiler)
@@ -217,7 +225,7 @@ class TorchRuntime(GraphRuntime):
         """Only the snapshots' own positions are written, unless a graph writes them."""
         if not self._keeps_snapshots:
             return super().restore(state, snapshots, slot)
-        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
         slot_views = self._memory(state).slot_views(slot)
         for one in snapshots:
             views = views_of_positions(slot_views, one.start, one.length)

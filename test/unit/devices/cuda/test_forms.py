@@ -5,7 +5,7 @@ import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cuda.forms import TokenLayer
-from granite4_neuron.devices.cuda.operators import GPU
+from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.graphs.runtime import graph_inputs
 from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_step, state_tensors
 from granite4_neuron.model.families import model_of
@@ -118,11 +118,13 @@ def test_all_layers_of_a_verification_use_the_joined_operators(case, taken):
     assert len(taken) == len(model.config.layer_types)
 
 
-@pytest.mark.parametrize("batch", [32, 33])
-def test_few_sequences(batch, taken):
+@pytest.mark.parametrize(
+    ("batch", "operators", "is_taken"), [(32, GPU, True), (33, GPU, False), (33, GPU_BATCH_INVARIANT, True)], ids=str
+)
+def test_few_sequences(batch, operators, is_taken, taken):
     model = random_model(CASES[0].config())
-    decode(model, GPU, random_tokens(model.config.vocab_size, batch, 2))
-    assert bool(taken) == (batch == 32)
+    decode(model, operators, random_tokens(model.config.vocab_size, batch, 2))
+    assert bool(taken) == is_taken
 
 
 REASONS = {

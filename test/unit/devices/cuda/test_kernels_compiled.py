@@ -32,11 +32,17 @@ pytestmark = [
     pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels"),
 ]
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.float64: "*fp64"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float64: "*fp64",
+}
 EPS = 1e-5
 # Weights, and arguments that no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
-FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths"]
+FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths", "slots"]
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -49,6 +55,10 @@ def float32(*shape):
 
 def int32(*shape):
     return empty(*shape, dtype=torch.int32)
+
+
+def int64(*shape):
+    return empty(*shape, dtype=torch.int64)
 
 
 def kind(argument):
@@ -85,21 +95,25 @@ def config(request):
     return GraniteMoeHybridConfig.from_family(request.param)
 
 
-@pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14), (128, 10, 14)], ids=str
+)
 def test_decode(batch, kernels, expert_kernels, config, compiled):
+    """128 rows look up their state, which has 16 bits."""
     operators = OneRowOperators if batch == 1 else TokenOperators
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
     channels = inner + 2 * config.mamba_n_groups * d_state
     x, norm, lengths = float32(batch, hidden), empty(hidden), int32(batch)
-    convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths
+    slots = int32(batch) if batch == 128 else None
+    convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths, slots
     sizes = dict(num_heads=heads, eps=EPS)
     inputs = LAUNCHES[operators.mixer_inputs](x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
     head_params = [empty(heads) for _ in range(3)]
-    y = LAUNCHES[operators.advance_mixer](
-        inputs, *head_params, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf")
-    )
+    state = empty(batch, heads, head_dim, d_state, dtype=torch.float32 if slots is None else torch.bfloat16)
+    rounding = (slots, None, None) if slots is None else (slots, int32(batch), int64())
+    y = LAUNCHES[operators.advance_mixer](inputs, *head_params, state, lengths, 0.0, float("inf"), *rounding)
     LAUNCHES[operators.add_product](x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
     LAUNCHES[operators.add_product](x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
     key_rows = config.num_key_value_heads * config.head_dim

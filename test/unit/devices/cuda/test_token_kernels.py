@@ -156,6 +156,25 @@ def test_recurrence(head_dim, d_state, groups, length, limits, dtype, batch, ope
     compare(operators.advance_mixer, inputs, *constants, state, lengths, *limits, slots, real=lengths)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_recurrence_of_a_rounded_state(dtype, batch, operators):
+    """The state has the definition's bits, except where a sum in another order is at the other side of a number."""
+    heads, head_dim, d_state = 3, 24, 72
+    inputs = random(batch, 2 * heads * head_dim + 2 * d_state + heads)
+    (sequences, slots), lengths = slots_of(batch), lengths_of(batch, 1)
+    state = random(sequences, heads, head_dim, d_state, dtype=dtype)
+    positions, stream = torch.arange(100, 100 + batch, dtype=torch.int32), torch.tensor(5)
+    arguments = inputs, *(random(heads) for _ in range(3)), state, lengths, 0.01, 1.0, slots, positions, stream
+    theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
+    expected, outputs = operators.advance_mixer(*theirs), LAUNCHES[operators.advance_mixer](*ours)
+    torch.testing.assert_close(of_real(outputs.cpu(), lengths), of_real(expected, lengths), rtol=0, atol=1e-4)
+    found, expected, before = ours[4].cpu(), theirs[4], arguments[4]
+    assert not torch.equal(expected, before) and (found != expected).float().mean() < 1e-3
+    torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-6)
+    idle = (torch.arange(batch) if slots is None else slots - 1)[lengths == 0]
+    assert torch.equal(found[idle], before[idle])
+
+
 @DTYPES
 @SIZES
 def test_heads(columns, dtype, batch, operators):
@@ -232,9 +251,15 @@ def test_verified_mixer(slots, dtype):
     compare(TokenOperators.advance_verified, *arguments, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_verified_mixer_has_the_bits_of_decode(dtype):
-    """The second of two sequences has fewer tokens. Accepted tokens advance the state as decode does."""
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+def test_a_verified_mixer_has_the_bits_of_decode(dtype, state_dtype):
+    """The second of two sequences has fewer tokens. Accepted tokens advance the state as decode does, which is rounded
+    after every token if it has 16 bits.
+    """
     batch, tokens, heads, head_dim, d_state, taps, columns = 2, 3, 2, 16, 16, 4, 32
     inner, launch = heads * head_dim, LAUNCHES
     channels = inner + 2 * d_state
@@ -242,7 +267,8 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
     x, norm = random(batch, tokens, columns), 1 + random(columns, dtype=dtype)
     weight, conv_weight = weights(inner + channels + heads, columns, dtype=dtype), random(channels, taps, dtype=dtype)
     conv_state = random(batch, channels, taps - 1, dtype=dtype)
-    ssm_state = random(batch, heads, head_dim, d_state)
+    ssm_state = random(batch, heads, head_dim, d_state, dtype=state_dtype)
+    stream = None if state_dtype == torch.float32 else torch.tensor(3, device=DEVICE)
     head_params, conv_bias = [random(heads, dtype=dtype) for _ in range(3)], random(channels, dtype=dtype)
     given = [x, norm, weight, conv_weight, conv_bias, *head_params, lengths, starts]
     x, norm, weight, conv_weight, conv_bias, *head_params, lengths, starts = (each.to(DEVICE) for each in given)
@@ -254,12 +280,15 @@ def test_a_verified_mixer_has_the_bits_of_decode(dtype):
         token_inputs = launch[TokenOperators.mixer_inputs](
             x[:, token].contiguous(), norm, weight, *convolution, real, num_heads=heads, eps=EPS
         )
-        decoded.append(launch[TokenOperators.advance_mixer](token_inputs, *head_params, states[1], real, *limits))
+        rounding = None, starts + token, stream
+        decoded.append(
+            launch[TokenOperators.advance_mixer](token_inputs, *head_params, states[1], real, *limits, *rounding)
+        )
 
     before = [conv_state.to(DEVICE), ssm_state.to(DEVICE)]
     projected = launch[TokenOperators.project](x.flatten(0, 1), norm, weight, EPS).view(batch, tokens, -1)
     inputs = launch[TokenOperators.convolve_verified](projected, conv_weight, conv_bias, before[0], starts, heads)
-    index = starts, lengths, *limits
+    index = starts, lengths, *limits, None, stream
     y = launch[TokenOperators.scan_verified](inputs, *head_params, before[1], *index)
     for row, length in enumerate(lengths.tolist()):
         for token in range(length):
