@@ -38,6 +38,11 @@ class TopLogprobs(Sequence[tuple[int, float]]):
         ids, values = (array[self._row, : self._length].tolist() for array in (self._ids, self._values))
         return zip(ids, values, strict=True)
 
+    def __reduce__(self) -> tuple:
+        """Pickle it as bytes. Arrays would take ten times the time, and a prompt may have 100,000 such reports."""
+        ids, values = (array[self._row, : self._length].tobytes() for array in (self._ids, self._values))
+        return _of_bytes, (ids, values)
+
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
@@ -46,6 +51,11 @@ class TopLogprobs(Sequence[tuple[int, float]]):
 
     def __repr__(self) -> str:
         return repr(list(self))
+
+
+def _of_bytes(ids: bytes, values: bytes) -> TopLogprobs:
+    arrays = np.frombuffer(ids, np.int32)[None], np.frombuffer(values, np.float32)[None]
+    return TopLogprobs(*arrays, 0, arrays[0].shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,10 @@ class TokenLogprob:
     logprob: float
     rank: int
     top: Sequence[tuple[int, float]]
+
+    def __reduce__(self) -> tuple:
+        """Pickle it without `fields`, which dataclasses go through for each object."""
+        return TokenLogprob, (self.token, self.logprob, self.rank, self.top)
 
 
 def certain_logprob(token: int, num_top: int) -> TokenLogprob:
