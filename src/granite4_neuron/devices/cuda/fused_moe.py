@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.devices.cuda.gemv import silu_and_mul
 from granite4_neuron.devices.cuda.operator import operator, register_launch
-from granite4_neuron.devices.cuda.products import multiply_tile, multiply_tile_gate_up, tile_options
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.products import (
+    has_descriptors,
+    load_columns,
+    multiply_tile,
+    outputs_of,
+    tile_options,
+)
+from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
 from granite4_neuron.ops import moe
 
-_BLOCK_OF_CHOICES = 1024
+_BLOCK_OF_CHOICES = 4096
 _BLOCK_OF_SUMS = 1024
-# (BLOCK_M, rows of weights, num_warps, num_stages), as in `products`. The first was the fastest on an H200 with 128 and
-# 512 tokens of h-tiny, and within 5 % of that with 2,048.
-_TILE, _TILE_OF_FLOAT32 = (64, 256, 8, 3), (64, 64, 4, 2)
+# (BLOCK_M, rows of weights, num_warps, num_stages), as in `products`. The first two were the fastest on an H200 with
+# 2,048 and 8,192 tokens of h-tiny, and with 512; the large one is for experts that have enough choices on average.
+_LARGE_TILE, _TILE, _TILE_OF_FLOAT32 = (128, 256, 8, 4), (64, 256, 4, 4), (64, 64, 4, 2)
 
 
 @operator()
@@ -51,7 +56,7 @@ def _launch_multiply_by_experts(
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     choices = torch.empty(num_experts, tokens, dtype=torch.int32, device=x.device)
     _sort_choices_kernel[num_experts,](
-        topk_ids, counts, choices, topk_ids.numel(), tokens, BLOCK=_BLOCK_OF_CHOICES, num_warps=4
+        topk_ids, counts, choices, topk_ids.numel(), tokens, BLOCK=_BLOCK_OF_CHOICES, num_warps=8
     )
     activated = x.new_empty(topk_ids.numel(), width)
     y = x.new_empty(topk_ids.numel(), hidden)
@@ -59,13 +64,17 @@ def _launch_multiply_by_experts(
     for rows, weight, outputs, is_gated in ((x, w1, activated, first_is_gated), (activated, w2, y, False)):
         if rows is activated and not first_is_gated:
             activated.copy_(moe.relu2(activated))
-        options = tile_options(x, *(_TILE if x.itemsize == 2 else _TILE_OF_FLOAT32), 1 + is_gated)
+        num_weights = 1 + is_gated
+        options = tile_options(x, *_tile(x, topk_ids.numel() / num_experts), num_weights)
         # At least as many blocks of choices as the experts can need.
         blocks = topk_ids.numel() // options["BLOCK_M"] + min(num_experts, topk_ids.numel())
         tiles_n = triton.cdiv(outputs.shape[1], options["BLOCK_N"])
+        matrices = weight.contiguous().view(num_experts * num_weights, *outputs.shape[1:], -1)
+        if by_descriptors := has_descriptors(matrices):
+            matrices = TensorDescriptor.from_tensor(matrices, [num_weights, options["BLOCK_N"], options["BLOCK_K"]])
         _multiply_choices_kernel[blocks * tiles_n,](
             rows,
-            weight.contiguous(),
+            matrices,
             counts,
             choices,
             outputs,
@@ -74,8 +83,9 @@ def _launch_multiply_by_experts(
             EXPERTS=num_experts,
             N=outputs.shape[1],
             K=rows.shape[1],
-            IS_GATED=is_gated,
+            NUM_WEIGHTS=num_weights,
             BLOCK_E=triton.next_power_of_2(num_experts),
+            BY_DESCRIPTORS=by_descriptors,
             **options,
         )
     output = torch.empty_like(x)
@@ -87,6 +97,12 @@ def _launch_multiply_by_experts(
 
 
 register_launch(multiply_by_experts, _launch_multiply_by_experts)
+
+
+def _tile(x: torch.Tensor, choices_per_expert: float) -> tuple[int, int, int, int]:
+    if x.itemsize > 2:
+        return _TILE_OF_FLOAT32
+    return _LARGE_TILE if choices_per_expert >= _LARGE_TILE[0] else _TILE
 
 
 @triton.jit(do_not_specialize=["num_choices", "tokens"])
@@ -123,22 +139,23 @@ def _multiply_choices_kernel(
     EXPERTS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_DESCRIPTORS: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of BLOCK_M choices of one expert.
 
     Grid: (blocks * cdiv(N, BLOCK_N),), where `blocks` is at least the number that all experts' choices fill. Programs
-    that
-    read the same weights are neighbours.
+    that read the same weights are neighbours.
 
     Args:
         rows: [choices / CHOICES_PER_ROW, K].
-        weight: [EXPERTS, N, K]; if gated, each expert has N gate rows and then N up rows.
+        weight: [EXPERTS * NUM_WEIGHTS, N, K]: gate and up of each expert, or one weight. With BY_DESCRIPTORS a tensor
+            descriptor.
         counts, choices: as `_sort_choices_kernel` writes them.
         y: [choices, N].
     """
@@ -157,12 +174,18 @@ def _multiply_choices_kernel(
         mask_m = offs_m < count
         choice = tl.load(choices + expert.to(tl.int64) * tokens + offs_m, mask_m, 0).to(tl.int64)
         row_ptrs = rows + (choice // CHOICES_PER_ROW)[:, None] * K
-        weight += expert.to(tl.int64) * ((2 if IS_GATED else 1) * N * K)
-        if IS_GATED:
-            gate, up = multiply_tile_gate_up(row_ptrs, weight, offs_n, N, K, BLOCK_K, PRECISION)
-            output = silu_and_mul(gate, up, y.dtype.element_ty)
+        if BY_DESCRIPTORS:
+            acc = tl.zeros([BLOCK_M, NUM_WEIGHTS * BLOCK_N], tl.float32)
+            offs_k = tl.arange(0, BLOCK_K)
+            for start in range(0, K, BLOCK_K):
+                tile = load_columns(row_ptrs + offs_k[None], start, offs_k[None], K, BLOCK_K)
+                weights = weight.load([expert * NUM_WEIGHTS, pid_n * BLOCK_N, start])
+                weights = weights.reshape([NUM_WEIGHTS * BLOCK_N, BLOCK_K])
+                acc = tl.dot(tile, tl.trans(weights), acc, input_precision=PRECISION)
         else:
-            output = multiply_tile(row_ptrs, weight, offs_n, N, K, BLOCK_K, PRECISION)
+            weight += expert.to(tl.int64) * (NUM_WEIGHTS * N * K)
+            acc = multiply_tile(row_ptrs, weight, pid_n * BLOCK_N, N, K, NUM_WEIGHTS, BLOCK_N, BLOCK_K, PRECISION)
+        output = outputs_of(acc, NUM_WEIGHTS, y.dtype.element_ty)
         mask = mask_m[:, None] & (offs_n < N)[None]
         tl.store(y + choice[:, None] * N + offs_n[None], output.to(y.dtype.element_ty), mask)
 

@@ -21,7 +21,12 @@ NUM_WARPS_SMALL = 4
 
 def supports_gdc(x: torch.Tensor) -> bool:
     """Return whether x's device has programmatic dependent launch."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and has_compute_capability(x, 9)
+
+
+def has_compute_capability(x: torch.Tensor, major: int) -> bool:
+    """Return whether x's GPU has at least a compute capability."""
+    return torch.cuda.get_device_capability(x.device) >= (major, 0)
 
 
 def launch_options(x: torch.Tensor, num_warps: int) -> dict[str, bool | int]:

@@ -3,27 +3,33 @@
 A token's outputs have the same bits whatever the number of tokens, its place among them and the tiles: an output is one
 sum over ascending columns, by the same instruction. For 16-bit numbers this is the tensor cores' wgmma, which adds 16
 columns at a time, for float32 one fused multiply-add after another. So tiles may depend on the number of tokens.
+
+cuBLAS adds 16-bit numbers in this order too, if it does not divide a sum, and is faster where a product is not gated.
+What it does for a shape is found by trying: it is used where it gives the bits of the kernel here.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from granite4_neuron.devices.cuda.gemv import silu_and_mul
+from granite4_neuron.devices.cuda.launch import has_compute_capability
 from granite4_neuron.devices.cuda.operator import operator, register_launch
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
 from granite4_neuron.ops import moe
 
 # The fewest tiles for which larger tiles are used: they keep most of an H200's 132 multiprocessors busy.
 _FEWEST_TILES = 96
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) of 16-bit numbers, the largest first, as they were fastest on an H200 in the
-# layers of h-350m, h-1b and h-tiny. BLOCK_M is at least 64, and there are at least four warps: with less, Triton uses
-# another instruction.
+# (BLOCK_M, rows of weights, num_warps, num_stages) of 16-bit numbers, the largest first, as they were fastest on an
+# H200 in the layers of h-350m, h-1b and h-tiny. BLOCK_M is at least 64, and there are at least four warps: with less,
+# Triton uses another instruction.
 _TILES = (128, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (64, 32, 4, 6)
 _TILES_OF_FLOAT32 = (64, 64, 4, 2), (64, 32, 4, 2)
 _BLOCK_BYTES = 128  # of a row of a tile
+_TMA_BYTES = 16  # to which tensor descriptors are aligned
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,23 +83,56 @@ def _(x, weight, bias, is_gated, in_float32):
 def _launch_multiply_tokens(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool, in_float32: bool
 ) -> torch.Tensor:
-    x = with_whole_rows(x)
+    x, weight = with_whole_rows(x), weight.contiguous()
+    suits_library = x.is_cuda and x.itemsize == 2 and x.is_contiguous() and bias is None and not is_gated
+    if suits_library and _library_adds_alike(len(x), *weight.shape, in_float32, x.dtype, x.device):
+        return _library_product(x, weight, in_float32)
+    return _multiply(x, weight, bias, is_gated, in_float32)
+
+
+def _library_product(x: torch.Tensor, weight: torch.Tensor, in_float32: bool) -> torch.Tensor:
+    return torch.mm(x, weight.T, out_dtype=torch.float32) if in_float32 else torch.mm(x, weight.T)
+
+
+@functools.cache
+def _library_adds_alike(
+    tokens: int, rows: int, columns: int, in_float32: bool, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether cuBLAS gives the bits of `_multiply` for a shape, by trying it with random numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (torch.randn(each, columns, generator=generator, dtype=dtype, device=device) for each in (tokens, rows))
+    return torch.equal(_library_product(x, weight, in_float32), _multiply(x, weight, None, False, in_float32))
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool, in_float32: bool
+) -> torch.Tensor:
     tokens, columns = x.shape
-    n = len(weight) // (1 + is_gated)
+    num_weights = 1 + is_gated
+    n = len(weight) // num_weights
     y = x.new_empty(tokens, n, dtype=torch.float32 if in_float32 else None)
-    options = tiles(x, tokens, n, 1 + is_gated)
-    grid = triton.cdiv(tokens, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"])
+    options = tiles(x, tokens, n, num_weights)
+    matrices = weight.view(num_weights, n, columns)
+    block_m, block_n, block_k = (options[f"BLOCK_{axis}"] for axis in "MNK")
+    grid = triton.cdiv(tokens, block_m) * triton.cdiv(n, block_n)
+    if by_descriptors := has_descriptors(x, matrices, y):
+        tensors = (
+            TensorDescriptor.from_tensor(x, [block_m, block_k]),
+            TensorDescriptor.from_tensor(matrices, [num_weights, block_n, block_k]),
+            TensorDescriptor.from_tensor(y, [block_m, block_n]),
+        )
+    else:
+        tensors = x, weight, y
     _multiply_tokens_kernel[grid,](
-        x,
-        weight.contiguous(),
+        *tensors,
         bias,
-        y,
         tokens,
         x.stride(0),
         N=n,
         K=columns,
-        IS_GATED=is_gated,
+        NUM_WEIGHTS=num_weights,
         GROUP_M=8,
+        BY_DESCRIPTORS=by_descriptors,
         **options,
     )
     return y
@@ -105,6 +144,17 @@ register_launch(multiply_tokens, _launch_multiply_tokens)
 def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x, [rows, columns], with each row contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def has_descriptors(*tensors: torch.Tensor) -> bool:
+    """Return whether kernels on the tensors' device copy tiles by tensor descriptors, and these tensors suit them."""
+    if tensors[0].is_cuda and not has_compute_capability(tensors[0], 9):
+        return False
+    return all(
+        each.data_ptr() % _TMA_BYTES == 0
+        and all(stride * each.itemsize % _TMA_BYTES == 0 for stride in each.stride()[:-1])
+        for each in tensors
+    )
 
 
 def input_precision(highest: str = "ieee") -> str:
@@ -159,18 +209,19 @@ def tile_options(
 def _multiply_tokens_kernel(
     x,
     weight,
-    bias,
     y,
+    bias,
     M,
     stride_x,
     N: tl.constexpr,
     K: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_DESCRIPTORS: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of BLOCK_M tokens.
 
@@ -178,32 +229,39 @@ def _multiply_tokens_kernel(
 
     Args:
         x: [M, K], with its stride.
-        weight: [N, K]; if gated, N gate rows and then N up rows.
+        weight: [NUM_WEIGHTS, N, K]: gate and up, or one weight.
+        y: [M, N]. With BY_DESCRIPTORS these three are tensor descriptors.
         bias: [N], or None.
-        y: [M, N].
     """
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = pid // (GROUP_M * tiles_n) * GROUP_M
     size_m = tl.minimum(tiles_m - first_m, GROUP_M)
     within = pid % (GROUP_M * tiles_n)
-    offs_m = (first_m + within % size_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = within // size_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = x + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_x
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    if IS_GATED:
-        gate, up = multiply_tile_gate_up(rows, weight, offs_n, N, K, BLOCK_K, PRECISION)
-        output = silu_and_mul(gate, up, DTYPE)
+    pid_m, pid_n = first_m + within % size_m, within // size_m
+    offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BY_DESCRIPTORS:
+        acc = tl.zeros([BLOCK_M, NUM_WEIGHTS * BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            tile = x.load([pid_m * BLOCK_M, start])
+            weights = weight.load([0, pid_n * BLOCK_N, start]).reshape([NUM_WEIGHTS * BLOCK_N, BLOCK_K])
+            acc = tl.dot(tile, tl.trans(weights), acc, input_precision=PRECISION)
+        output = outputs_of(acc, NUM_WEIGHTS, y.dtype)
     else:
-        output = multiply_tile(rows, weight, offs_n, N, K, BLOCK_K, PRECISION)
-        if bias is not None:
-            output += tl.load(bias + offs_n, offs_n < N, 0.0).to(tl.float32)[None]
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None]
-    tl.store(y + offs_m[:, None] * N + offs_n[None], output.to(y.dtype.element_ty), mask)
+        rows = x + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_x
+        acc = multiply_tile(rows, weight, pid_n * BLOCK_N, N, K, NUM_WEIGHTS, BLOCK_N, BLOCK_K, PRECISION)
+        output = outputs_of(acc, NUM_WEIGHTS, y.dtype.element_ty)
+    if bias is not None:
+        output += tl.load(bias + offs_n, offs_n < N, 0.0).to(tl.float32)[None]
+    if BY_DESCRIPTORS:
+        y.store([pid_m * BLOCK_M, pid_n * BLOCK_N], output.to(y.dtype))
+    else:
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None]
+        tl.store(y + offs_m[:, None] * N + offs_n[None], output.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
-def _load_columns(ptrs, start, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_columns(ptrs, start, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load columns from start on; zeros beyond the last one."""
     if K % BLOCK_K == 0:
         return tl.load(ptrs + start)
@@ -212,38 +270,62 @@ def _load_columns(ptrs, start, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def multiply_tile(
-    rows, weight, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
+    rows,
+    weight,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Multiply rows with rows of a weight [N, K]: [BLOCK_M, BLOCK_N] in float32; columns from N on are meaningless.
+    """Multiply rows with BLOCK_N rows of each of some weights, from the row `first` on: [BLOCK_M, NUM_WEIGHTS *
+    BLOCK_N] in float32; columns of rows from N on are meaningless.
 
     Args:
         rows: [BLOCK_M, 1] pointers to rows of K numbers.
+        weight: [NUM_WEIGHTS, N, K].
     """
-    offs_k = tl.arange(0, BLOCK_K)
-    x_ptrs = rows + offs_k[None]
-    weight_ptrs = weight + tl.where(offs_n < N, offs_n, 0)[None] * K + offs_k[:, None]
-    acc = tl.zeros([rows.shape[0], offs_n.shape[0]], tl.float32)
+    offs_k, offs_n = tl.arange(0, BLOCK_K), tl.arange(0, NUM_WEIGHTS * BLOCK_N)
+    row = first + offs_n % BLOCK_N
+    row = tl.where(row < N, row, 0) + offs_n // BLOCK_N * N
+    x_ptrs, weight_ptrs = rows + offs_k[None], weight + row[None] * K + offs_k[:, None]
+    acc = tl.zeros([rows.shape[0], NUM_WEIGHTS * BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
-        tile = _load_columns(x_ptrs, start, offs_k[None], K, BLOCK_K)
-        weights = _load_columns(weight_ptrs, start, offs_k[:, None], K, BLOCK_K)
+        tile = load_columns(x_ptrs, start, offs_k[None], K, BLOCK_K)
+        weights = load_columns(weight_ptrs, start, offs_k[:, None], K, BLOCK_K)
         acc = tl.dot(tile, weights, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def multiply_tile_gate_up(
-    rows, weight, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Do the same as `multiply_tile` with the gate rows and with the up rows of a weight [2 * N, K]."""
-    offs_k = tl.arange(0, BLOCK_K)
-    x_ptrs = rows + offs_k[None]
-    gate_ptrs = weight + tl.where(offs_n < N, offs_n, 0)[None] * K + offs_k[:, None]
-    acc_gate = tl.zeros([rows.shape[0], offs_n.shape[0]], tl.float32)
-    acc_up = tl.zeros([rows.shape[0], offs_n.shape[0]], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        tile = _load_columns(x_ptrs, start, offs_k[None], K, BLOCK_K)
-        gate = _load_columns(gate_ptrs, start, offs_k[:, None], K, BLOCK_K)
-        up = _load_columns(gate_ptrs + N * K, start, offs_k[:, None], K, BLOCK_K)
-        acc_gate = tl.dot(tile, gate, acc_gate, input_precision=PRECISION)
-        acc_up = tl.dot(tile, up, acc_up, input_precision=PRECISION)
-    return acc_gate, acc_up
+def outputs_of(acc, NUM_WEIGHTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the outputs of products with gate and up, [BLOCK_M, 2 * BLOCK_N], in DTYPE; those with one weight stay as
+    they are.
+    """
+    output = acc
+    if NUM_WEIGHTS == 2:
+        parts = tl.reshape(acc, [acc.shape[0], 2, acc.shape[1] // 2])
+        gate, up = tl.split(tl.permute(parts, [0, 2, 1]))
+        output = silu_and_mul(gate, up, DTYPE)
+    return output
+
+
+@triton.jit
+def dot_of_weights(left, right, acc, PRECISION: tl.constexpr):
+    """Add the product of two matrices, one of which may have float32 weights and the other bfloat16 values.
+
+    Then the weights are the sum of two such numbers, to keep 16 of their digits.
+    """
+    if left.dtype == tl.bfloat16 and right.dtype == tl.float32:
+        high = right.to(tl.bfloat16)
+        acc = tl.dot(left, high, acc)
+        acc = tl.dot(left, (right - high.to(tl.float32)).to(tl.bfloat16), acc)
+    elif left.dtype == tl.float32 and right.dtype == tl.bfloat16:
+        high = left.to(tl.bfloat16)
+        acc = tl.dot(high, right, acc)
+        acc = tl.dot((left - high.to(tl.float32)).to(tl.bfloat16), right, acc)
+    else:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc

@@ -18,5 +18,7 @@ def _no_jit(kernel: Any = None, **options: Any) -> Any:
 
 triton: Any = SimpleNamespace(jit=_no_jit)
 tl: Any = SimpleNamespace(constexpr=lambda value: value)
+TensorDescriptor: Any = None
 if find_spec("triton"):
     triton, tl = import_module("triton"), import_module("triton.language")
+    TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
