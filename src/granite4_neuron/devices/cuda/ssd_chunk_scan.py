@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.devices.cuda.operator import operator, register_launch
-from granite4_neuron.devices.cuda.products import input_precision, shared_memory
+from granite4_neuron.devices.cuda.products import dot_of_weights, input_precision, shared_memory
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from granite4_neuron.ops.mamba_operators import chunked_scan
@@ -20,7 +20,8 @@ from granite4_neuron.ops.mamba_operators import chunked_scan
 # Tokens whose outputs a program computes; fewer if a program has less shared memory.
 _MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024
 _BLOCK_H = 4
-_BLOCK_STATE = 64
+_BLOCK_STATE = 1024  # numbers of a head's state that a program passes on
+_CHUNKS_AHEAD = 8
 
 
 @operator()
@@ -67,7 +68,7 @@ def _launch_scan_chunks(
         dt, A, sums, tokens, chunks, HEADS=num_heads, CHUNK=size, BLOCK_H=_BLOCK_H, num_warps=4
     )
 
-    block_n = max(16, triton.next_power_of_2(d_state))
+    block_n, block_p = (max(16, triton.next_power_of_2(each)) for each in (d_state, head_dim))
     rows = min(_MOST_ROWS if shared_memory(x) >= _SHARED_MEMORY else _FEWER_ROWS, size)
     scores = dt.new_empty(batch, chunks, n_groups, size, size)
     _score_chunks_kernel[chunks * (size // rows), n_groups, batch](
@@ -87,34 +88,43 @@ def _launch_scan_chunks(
         num_warps=4,
     )
 
+    # What each chunk adds to the state; then, in its place, the state before the chunk.
     before = dt.new_empty(batch, chunks, num_heads, head_dim, d_state)
-    states = dt.new_empty(initial_states.shape)
-    block_p = max(16, triton.next_power_of_2(head_dim))
-    part_p, part_n = min(32, block_p), min(_BLOCK_STATE, block_n)
-    parts = triton.cdiv(head_dim, part_p), triton.cdiv(d_state, part_n)
-    _pass_states_kernel[num_heads, parts[0] * parts[1], batch](
+    _add_chunks_kernel[num_heads, chunks, batch](
         x,
         dt,
         B,
         sums,
-        initial_states.float().contiguous(),
         before,
-        states,
         tokens,
         chunks,
         *_strides(x),
         *_strides(B),
         HEAD_DIM=head_dim,
-        BLOCK_P=part_p,
-        BLOCK_N=part_n,
+        BLOCK_P=block_p,
+        BLOCK_N=block_n,
         PRECISION=precision,
         num_warps=4,
-        num_stages=1,  # fastest on an H200
         **constants,
+    )
+    states = dt.new_empty(initial_states.shape)
+    numbers = head_dim * d_state
+    _pass_states_kernel[triton.cdiv(numbers, _BLOCK_STATE), num_heads, batch](
+        sums,
+        initial_states.float().contiguous(),
+        before,
+        states,
+        chunks,
+        HEADS=num_heads,
+        NUMBERS=numbers,
+        CHUNK=size,
+        BLOCK=_BLOCK_STATE,
+        AHEAD=_CHUNKS_AHEAD,
+        num_warps=4,
     )
 
     y = x.new_empty(batch, tokens, num_heads, head_dim)
-    _scan_chunks_kernel[chunks * (size // rows), num_heads, batch](
+    _scan_chunks_kernel[num_heads, chunks * (size // rows), batch](
         x,
         dt,
         C,
@@ -187,13 +197,11 @@ def _sum_decays_kernel(
 
 @triton.jit
 def _load_rows(values, offs_t, tokens, stride, offs, mask):
-    """Load some numbers of tokens, [rows, columns] in float32."""
-    return tl.load(values + offs_t[:, None] * stride + offs[None], (offs_t < tokens)[:, None] & mask[None], 0.0).to(
-        tl.float32
-    )
+    """Load some numbers of tokens, [rows, columns]."""
+    return tl.load(values + offs_t[:, None] * stride + offs[None], (offs_t < tokens)[:, None] & mask[None], 0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "stride_B_batch", "stride_C_batch"])
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _score_chunks_kernel(
     B,
     C,
@@ -231,15 +239,13 @@ def _score_chunks_kernel(
     tl.store(scores + at[:, None] * CHUNK + offs_s[None], values)
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "stride_x_batch", "stride_B_batch"])
-def _pass_states_kernel(
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def _add_chunks_kernel(
     x,
     dt,
     B,
     sums,
-    initial_states,
-    before,
-    states,
+    added,
     tokens,
     chunks,
     stride_x_batch,
@@ -255,47 +261,83 @@ def _pass_states_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Pass a part of a head's state from chunk to chunk.
+    """Compute what one chunk adds to a head's state.
 
-    Grid: (HEADS, cdiv(HEAD_DIM, BLOCK_P) * cdiv(D_STATE, BLOCK_N), batch).
+    Grid: (HEADS, chunks, batch).
 
     Args:
         x: [batch, tokens, HEADS, HEAD_DIM]. B: [batch, tokens, GROUPS, D_STATE]; both with their strides.
         dt: [batch, tokens, HEADS] in float32.
         sums: as `_sum_decays_kernel` writes them.
-        initial_states, states: [batch, HEADS, HEAD_DIM, D_STATE] in float32, before and after all tokens.
-        before: [batch, chunks, HEADS, HEAD_DIM, D_STATE] in float32, the states before each chunk.
+        added: [batch, chunks, HEADS, HEAD_DIM, D_STATE] in float32.
     """
-    pid_h, pid_b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    parts_n: tl.constexpr = (D_STATE + BLOCK_N - 1) // BLOCK_N
-    offs_p = tl.program_id(1) // parts_n * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_n = tl.program_id(1) % parts_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_s = tl.arange(0, CHUNK)
-    mask_p, mask_n = offs_p < HEAD_DIM, offs_n < D_STATE
-    mask = mask_p[:, None] & mask_n[None]
-    offs = offs_p[:, None] * D_STATE + offs_n[None]
+    pid_h, pid_c, pid_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    offs_p, offs_n, offs_t = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), pid_c * CHUNK + tl.arange(0, CHUNK)
+    mask_p, mask_n, mask_t = offs_p < HEAD_DIM, offs_n < D_STATE, offs_t < tokens
     x += pid_b * stride_x_batch + pid_h * HEAD_DIM
     B += pid_b * stride_B_batch + pid_h // (HEADS // GROUPS) * D_STATE
     sums += (pid_b * HEADS + pid_h) * (2 * chunks * CHUNK)
-    head = (pid_b * HEADS + pid_h) * (HEAD_DIM * D_STATE)
-    state = tl.load(initial_states + head + offs, mask, 0.0)
-    for chunk in range(chunks):
-        tl.store(before + ((pid_b * chunks + chunk) * HEADS + pid_h) * (HEAD_DIM * D_STATE) + offs, state, mask)
-        offs_t = chunk * CHUNK + offs_s
-        mask_t = offs_t < tokens
-        last = sums + chunk * CHUNK + CHUNK - 1
-        end_high, end_low = tl.load(last), tl.load(last + chunks * CHUNK)
-        high, low = tl.load(sums + offs_t), tl.load(sums + chunks * CHUNK + offs_t)
-        weight = tl.exp((end_high - high) + (end_low - low))
-        weight *= tl.load(dt + (pid_b * tokens + offs_t) * HEADS + pid_h, mask_t, 0.0)
-        values = tl.load(x + offs_t[None] * stride_x + offs_p[:, None], mask_t[None] & mask_p[:, None], 0.0)
-        source = _load_rows(B, offs_t, tokens, stride_B, offs_n, mask_n)
-        added = tl.dot(values.to(tl.float32) * weight[None], source, input_precision=PRECISION)
-        state = state * tl.exp(end_high + end_low) + added
-    tl.store(states + head + offs, state, mask)
+    # All loads come before the first use of one.
+    source = _load_rows(B, offs_t, tokens, stride_B, offs_n, mask_n)
+    values = _load_rows(x, offs_t, tokens, stride_x, offs_p, mask_p)
+    step = tl.load(dt + (pid_b * tokens + offs_t) * HEADS + pid_h, mask_t, 0.0)
+    last = sums + pid_c * CHUNK + CHUNK - 1
+    high, low = tl.load(sums + offs_t), tl.load(sums + chunks * CHUNK + offs_t)
+    weight = tl.exp((tl.load(last) - high) + (tl.load(last + chunks * CHUNK) - low)) * step
+    weighted = values.to(tl.float32) * weight[:, None]
+    total = dot_of_weights(tl.trans(source), weighted, tl.zeros([BLOCK_N, BLOCK_P], tl.float32), PRECISION)
+    at = added + ((pid_b * chunks + pid_c) * HEADS + pid_h) * (HEAD_DIM * D_STATE)
+    tl.store(at + offs_p[None] * D_STATE + offs_n[:, None], total, mask_p[None] & mask_n[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "stride_x_batch", "stride_C_batch"])
+@triton.jit(do_not_specialize=["chunks"])
+def _pass_states_kernel(
+    sums,
+    initial_states,
+    passed,
+    states,
+    chunks,
+    HEADS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Pass BLOCK numbers of a head's state from chunk to chunk; read those of AHEAD chunks at once.
+
+    Grid: (cdiv(NUMBERS, BLOCK), HEADS, batch).
+
+    Args:
+        sums: as `_sum_decays_kernel` writes them.
+        initial_states, states: [batch, HEADS, NUMBERS] in float32, before and after all tokens.
+        passed: [batch, chunks, HEADS, NUMBERS] in float32: what each chunk adds, replaced by the state before it.
+    """
+    pid_h, pid_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < NUMBERS
+    head = pid_b * HEADS + pid_h
+    last = sums + head * (2 * chunks * CHUNK) + CHUNK - 1
+    state = tl.load(initial_states + head * NUMBERS + offs, mask, 0.0)
+    passed += (pid_b * chunks * HEADS + pid_h) * NUMBERS + offs
+    for start in range(0, chunks, AHEAD):
+        added, decays = (), ()
+        for i in tl.static_range(AHEAD):
+            is_there = start + i < chunks
+            added += (tl.load(passed + i * (HEADS * NUMBERS), mask & is_there, 0.0),)  # type: ignore[assignment]
+            high = tl.load(last + i * CHUNK, is_there, 0.0)
+            low = tl.load(last + (chunks + i) * CHUNK, is_there, 0.0)
+            decays += (tl.exp(high + low),)  # type: ignore[assignment]
+        for i in tl.static_range(AHEAD):
+            is_there = start + i < chunks
+            tl.store(passed + i * (HEADS * NUMBERS), state, mask & is_there)
+            following = tl.fma(state, tl.broadcast_to(decays[i], state.shape), added[i])
+            state = tl.where(is_there, following, state)
+        passed += AHEAD * HEADS * NUMBERS
+        last += AHEAD * CHUNK
+    tl.store(states + head * NUMBERS + offs, state, mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _scan_chunks_kernel(
     x,
     dt,
@@ -323,7 +365,7 @@ def _scan_chunks_kernel(
 ):
     """Compute a head's outputs of BLOCK_M tokens, from the state before their chunk and from the chunk.
 
-    Grid: (chunks * CHUNK / BLOCK_M, HEADS, batch).
+    Grid: (HEADS, chunks * CHUNK / BLOCK_M, batch).
 
     Args:
         x: [batch, tokens, HEADS, HEAD_DIM]. C: [batch, tokens, GROUPS, D_STATE]; both with their strides.
@@ -331,35 +373,36 @@ def _scan_chunks_kernel(
         sums, scores, before: as the other kernels write them.
         y: [batch, tokens, HEADS, HEAD_DIM].
     """
-    pid_c, pid_m = tl.program_id(0) // (CHUNK // BLOCK_M), tl.program_id(0) % (CHUNK // BLOCK_M)
-    pid_h, pid_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    pid_h, pid_b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    pid_c, pid_m = tl.program_id(1) // (CHUNK // BLOCK_M), tl.program_id(1) % (CHUNK // BLOCK_M)
     group = pid_h // (HEADS // GROUPS)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_p, offs_n, offs_s = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     mask_p, mask_n, first = offs_p < HEAD_DIM, offs_n < D_STATE, pid_c * CHUNK
     x += pid_b * stride_x_batch + pid_h * HEAD_DIM
     sums += (pid_b * HEADS + pid_h) * (2 * chunks * CHUNK) + first
-    high, low = tl.load(sums + offs_m), tl.load(sums + chunks * CHUNK + offs_m)
 
     to = _load_rows(C + pid_b * stride_C_batch + group * D_STATE, first + offs_m, tokens, stride_C, offs_n, mask_n)
     before += ((pid_b * chunks + pid_c) * HEADS + pid_h) * (HEAD_DIM * D_STATE)
     mask = mask_n[:, None] & mask_p[None]
     state = tl.load(before + offs_p[None] * D_STATE + offs_n[:, None], mask, 0.0)
-    acc = tl.dot(to, state, input_precision=PRECISION) * tl.exp(high + low)[:, None]
+    high, low = tl.load(sums + offs_m), tl.load(sums + chunks * CHUNK + offs_m)
+    acc = tl.dot(to.to(tl.float32), state, input_precision=PRECISION) * tl.exp(high + low)[:, None]
 
     scores += (((pid_b * chunks + pid_c) * GROUPS + group) * CHUNK + offs_m)[:, None] * CHUNK
     for start in range(0, (pid_m + 1) * BLOCK_M, BLOCK_M):
         at = start + offs_s
-        source_high, source_low = tl.load(sums + at), tl.load(sums + chunks * CHUNK + at)
-        log_decay = (high[:, None] - source_high[None]) + (low[:, None] - source_low[None])
-        step = tl.load(dt + (pid_b * tokens + first + at) * HEADS + pid_h, first + at < tokens, 0.0)
-        is_before = at[None] <= offs_m[:, None]
-        weight = tl.load(scores + at[None]) * tl.exp(tl.minimum(log_decay, 0.0)) * step[None]
         values = _load_rows(x, first + at, tokens, stride_x, offs_p, mask_p)
-        acc = tl.dot(tl.where(is_before, weight, 0.0), values, acc, input_precision=PRECISION)
+        score = tl.load(scores + at[None])
+        source_high, source_low = tl.load(sums + at), tl.load(sums + chunks * CHUNK + at)
+        step = tl.load(dt + (pid_b * tokens + first + at) * HEADS + pid_h, first + at < tokens, 0.0)
+        log_decay = (high[:, None] - source_high[None]) + (low[:, None] - source_low[None])
+        is_before = at[None] <= offs_m[:, None]
+        weight = score * tl.exp(tl.minimum(log_decay, 0.0)) * step[None]
+        acc = dot_of_weights(tl.where(is_before, weight, 0.0), values, acc, PRECISION)
 
     offs_t = first + offs_m
-    own = _load_rows(x, offs_t, tokens, stride_x, offs_p, mask_p)
+    own = _load_rows(x, offs_t, tokens, stride_x, offs_p, mask_p).to(tl.float32)
     acc += own * tl.load(D + pid_h).to(tl.float32)
     ptrs = y + ((pid_b * tokens + offs_t[:, None]) * HEADS + pid_h) * HEAD_DIM + offs_p[None]
     tl.store(ptrs, acc.to(y.dtype.element_ty), (offs_t < tokens)[:, None] & mask_p[None])

@@ -60,10 +60,12 @@ def same_bits(one, other):
 class TestProducts:
     @DTYPES
     @pytest.mark.parametrize(
-        ("kind", "columns"), [("plain", 128), ("bias", 80), ("gated", 80), ("in float32", 80)], ids=str
+        ("kind", "columns"),
+        [("plain", 128), ("plain", 81), ("bias", 80), ("gated", 80), ("gated", 81), ("in float32", 80)],
+        ids=str,
     )
     def test_numbers(self, kind, columns, dtype):
-        """Rows are part of a wider tensor."""
+        """Rows are part of a wider tensor. Descriptors do not take rows of 81 numbers."""
         x, weight = random(70, columns + 8, dtype=dtype)[:, :columns], weights(72, columns, dtype=dtype)
         bias = random(72, dtype=dtype) if kind == "bias" else None
         output = launch(multiply_tokens, x, weight, bias, kind == "gated", kind == "in float32")
@@ -81,6 +83,19 @@ class TestProducts:
             assert same_bits(launch(multiply_tokens, x[rows], weight, None, is_gated, False), together[rows])
         x[1::2] = math.nan
         assert same_bits(launch(multiply_tokens, x, weight, None, is_gated, False)[::2], together[::2])
+
+    @pytest.mark.skipif(DEVICE != "cuda", reason="cuBLAS is for a GPU")
+    def test_a_library_that_divides_sums_is_not_used(self, monkeypatch):
+        def divided(x, weight, in_float32):
+            return sum(each @ part.T for each, part in zip(x.split(40, 1), weight.split(40, 1), strict=True))
+
+        x, weight = random(150, 80, dtype=BFLOAT16), weights(40, 80, dtype=BFLOAT16)
+        expected = launch(multiply_tokens, x, weight, None, False, False)
+        monkeypatch.setattr(products, "_library_product", divided)
+        assert not same_bits(divided(x, weight, False), expected)
+        products._library_adds_alike.cache_clear()
+        assert same_bits(launch(multiply_tokens, x, weight, None, False, False), expected)
+        products._library_adds_alike.cache_clear()
 
     def test_tiles_suit_the_number_of_tokens(self):
         x = torch.empty(1, 1, dtype=torch.bfloat16)
@@ -112,7 +127,8 @@ class TestConvolution:
         arguments = x, state, weight, bias
         output, window = launch(convolve_tokens, *arguments, lengths)
         expected, expected_window = ops.causal_conv1d(*exact(*arguments), lengths)
-        assert relative_error(output, expected) <= 2e-6
+        assert output.dtype == dtype
+        assert relative_error(output, expected) <= (2e-6 if dtype == torch.float32 else TOLERANCE[dtype])
         assert same_bits(window, expected_window.to(dtype))
 
     def test_cuts_do_not_matter(self):
@@ -127,10 +143,10 @@ class TestConvolution:
 
 
 class TestScan:
-    def inputs(self, tokens, heads=4, head_dim=24, groups=2, d_state=40, batch=1, largest_A=16.0):
+    def inputs(self, tokens, heads=4, head_dim=24, groups=2, d_state=40, batch=1, largest_A=16.0, dtype=torch.float32):
         """Return x, dt, A, B, C and D, where x, B and C are parts of one tensor; and a state."""
         inner, width = heads * head_dim, groups * d_state
-        columns = random(batch, tokens, inner + 2 * width)
+        columns = random(batch, tokens, inner + 2 * width, dtype=dtype)
         x = columns[..., :inner].unflatten(-1, (heads, head_dim))
         B, C = (part.unflatten(-1, (groups, d_state)) for part in columns[..., inner:].chunk(2, -1))
         dt, A = torch.nn.functional.softplus(random(batch, tokens, heads)), -torch.linspace(1, largest_A, heads)
@@ -155,9 +171,18 @@ class TestScan:
         for ours, expected in zip(outputs, ssm_recurrence(*arguments, state), strict=True):
             assert relative_error(ours, expected) <= 2e-6
 
-    def test_cuts_and_padding_do_not_matter(self):
+    def test_numbers_of_bfloat16(self):
+        """Their products with float32 keep 16 bits, so that only the outputs are rounded."""
+        arguments, state = self.inputs(150, heads=2, dtype=BFLOAT16)
+        y, states = launch(scan_chunks, *arguments, state)
+        expected, expected_states = ssm_recurrence(*exact(*arguments), state)
+        assert y.dtype == BFLOAT16 and relative_error(y, expected) <= TOLERANCE[BFLOAT16]
+        assert relative_error(states, expected_states) <= 5e-5
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+    def test_cuts_and_padding_do_not_matter(self, dtype):
         """300 tokens run together, and in pieces of 128, the last one padded."""
-        (x, dt, A, B, C, D), state = self.inputs(384, heads=2)
+        (x, dt, A, B, C, D), state = self.inputs(384, heads=2, dtype=dtype)
         dt[:, 300:], pieces = 0, []
         whole, last = launch(scan_chunks, x[:, :300], dt[:, :300], A, B[:, :300], C[:, :300], D, state)
         for part in (slice(0, 128), slice(128, 256), slice(256, 384)):
@@ -226,11 +251,13 @@ class TestExperts:
         return random(tokens, hidden, dtype=dtype), *matrices, *chosen
 
     @DTYPES
-    @pytest.mark.parametrize(("tokens", "spread"), [(3, 1.0), (80, 0.0)], ids=str)
-    def test_numbers(self, tokens, spread, dtype, monkeypatch):
-        """If all tokens choose the same two experts, these have several blocks, and so have the lists of choices."""
+    @pytest.mark.parametrize(("tokens", "spread", "hidden"), [(3, 1.0, 40), (80, 0.0, 40), (80, 0.0, 42)], ids=str)
+    def test_numbers(self, tokens, spread, hidden, dtype, monkeypatch):
+        """If all tokens choose the same two experts, these have several blocks, and so have the lists of choices.
+        Descriptors do not take rows of 42 numbers.
+        """
         monkeypatch.setattr(fused_moe, "_BLOCK_OF_CHOICES", 64)
-        arguments = self.inputs(tokens, dtype, spread)
+        arguments = self.inputs(tokens, dtype, spread, hidden=hidden)
         output = launch(multiply_by_experts, *arguments)
         assert output.dtype == dtype
         x, w1, w2, topk_weights, topk_ids = exact(*arguments)
