@@ -10,6 +10,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
 from granite4_neuron.devices.cuda import (  # noqa: E402
@@ -21,8 +22,13 @@ from granite4_neuron.devices.cuda import (  # noqa: E402
     products,
     sampling,
 )
+from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens  # noqa: E402
 from granite4_neuron.devices.cuda.experts import choose_experts  # noqa: E402
+from granite4_neuron.devices.cuda.flash_attention import attend_prompt  # noqa: E402
+from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts  # noqa: E402
+from granite4_neuron.devices.cuda.norms import normalize  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
+from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E402
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
 from granite4_neuron.devices.graphs import topk  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
@@ -64,6 +70,8 @@ def int64(*shape):
 def kind(argument):
     if isinstance(argument, torch.Tensor):
         return TYPES[argument.dtype]
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<{TYPES[argument.base.dtype][1:]}{argument.block_shape}>"
     return {int: "i32", float: "fp32"}[type(argument)]
 
 
@@ -80,7 +88,13 @@ def compiled(monkeypatch):
         signature = {name: "constexpr" if name in constants else kind(value) for name, value in bound.items()}
         places = list(bound)
         by_place = {(places.index(name),): value for name, value in constants.items()}
-        aligned = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
+        specialized = {each.name for each in kernel.params if not each.do_not_specialize}
+        aligned = [
+            name
+            for name, value in bound.items()
+            if isinstance(value, torch.Tensor)
+            or (name in specialized and not is_constant[name] and isinstance(value, int) and value % 16 == 0)
+        ]
         attributes = {(places.index(name),): [["tt.divisibility", 16]] for name in aligned}
         source = ASTSource(kernel, signature, by_place, attributes)
         compiled.append(triton.compile(source, target=HOPPER, options=options))
@@ -244,18 +258,55 @@ def test_drawn_tokens(compiled):
     assert len(compiled) == 2 and not [each for each in compiled if "fma." in each.asm["ptx"]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("tokens", [128, pytest.param(2048, marks=pytest.mark.exhaustive)])
+def test_prompts(tokens, dtype, config, compiled):
+    """They fit into a GPU's shared memory. Those of the scan read several numbers of a token at once."""
+    hidden, heads, head_dim = config.hidden_size, config.mamba_n_heads, config.mamba_d_head
+    inner, groups, d_state = heads * head_dim, config.mamba_n_groups, config.mamba_d_state
+    channels = inner + 2 * groups * d_state
+    projected = empty(1, tokens, inner + channels + heads, dtype=dtype)[..., inner : inner + channels]
+    convolution = empty(1, channels, 3, dtype=dtype), empty(channels, 4, dtype=dtype), empty(channels, dtype=dtype)
+    convolved, _ = LAUNCHES[convolve_tokens](projected, *convolution, int32(1))
+    x = convolved[..., :inner].unflatten(-1, (heads, head_dim))
+    B, C = (part.unflatten(-1, (groups, d_state)) for part in convolved[..., inner:].chunk(2, -1))
+    step, A, D, state = float32(1, tokens, heads), float32(heads), empty(heads), float32(1, heads, head_dim, d_state)
+    LAUNCHES[scan_chunks](x, step, A, B, C, D, state)
+    scan = compiled[1:]
+    assert len(scan) == 5
+    caches = [empty(2, config.num_key_value_heads, 4096, config.head_dim, dtype=dtype) for _ in range(2)]
+    query = empty(1, tokens, config.num_attention_heads, config.head_dim, dtype=dtype)
+    LAUNCHES[attend_prompt](query, *caches, int32(1, tokens), int32(1), int32(1), 0.1)
+    LAUNCHES[normalize](empty(tokens, inner, dtype=dtype), empty(tokens, inner, dtype=dtype), empty(inner), 1e-5, 1)
+    LAUNCHES[products.multiply_tokens](
+        empty(tokens, hidden, dtype=dtype), empty(256, hidden, dtype=dtype), None, True, False
+    )
+    if experts := config.num_local_experts:
+        width, top_k = config.intermediate_size, config.num_experts_per_tok
+        w1, w2 = empty(experts, 2 * width, hidden, dtype=dtype), empty(experts, hidden, width, dtype=dtype)
+        chosen = float32(tokens, top_k), int32(tokens, top_k)
+        LAUNCHES[multiply_by_experts](empty(tokens, hidden, dtype=dtype), w1, w2, *chosen)
+    memory = 227 * 1024
+    assert all(each.metadata.shared <= memory for each in compiled)
+    if dtype == torch.bfloat16:
+        assert sum(each.asm["ptx"].count("ld.global.b16") for each in scan) == 1  # a head's D
+
+
 def tiles_of_products():
     """Return all tiles for 16-bit numbers as parameters. Those between the largest and the smallest are marked slow."""
     largest, *others, smallest = products._TILES
     return [largest, smallest, *(pytest.param(tile, marks=pytest.mark.exhaustive) for tile in others)]
 
 
+@pytest.mark.parametrize("columns", [768, 772], ids=["by descriptors", "by pointers"])
+@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("tile", tiles_of_products(), ids=str)
-def test_products_of_prompts_use_one_instruction(tile, compiled, monkeypatch):
+def test_products_of_prompts_use_one_instruction(tile, is_gated, columns, compiled, monkeypatch):
     """All tiles use wgmma, which adds 16 columns in the same order for any number of rows and outputs."""
     monkeypatch.setattr(products, "_TILES", (tile,))
-    LAUNCHES[products.multiply_tokens](empty(512, 768), empty(3376, 768), None, False, False)
+    LAUNCHES[products.multiply_tokens](empty(512, columns), empty(3376, columns), None, is_gated, False)
     [kernel] = compiled
+    assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == (columns == 768)
     instructions = re.findall(r"mma[._a-z]*sync\.aligned\.(m\d+n\d+k\d+\.\S+?)[\s;]", kernel.asm["ptx"])
     [instruction] = set(instructions)
     assert re.fullmatch(r"m64n\d+k16\.f32\.bf16\.bf16", instruction)
