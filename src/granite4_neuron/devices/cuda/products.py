@@ -98,10 +98,28 @@ def _library_product(x: torch.Tensor, weight: torch.Tensor, in_float32: bool) ->
 def _library_adds_alike(
     tokens: int, rows: int, columns: int, in_float32: bool, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether cuBLAS gives the bits of `_multiply` for a shape, by trying it with random numbers."""
-    generator = torch.Generator(device).manual_seed(0)
-    x, weight = (torch.randn(each, columns, generator=generator, dtype=dtype, device=device) for each in (tokens, rows))
+    """Return whether cuBLAS gives the bits of `_multiply` for a shape, by trying it."""
+    x, weight = numbers_that_cancel(tokens, rows, columns, dtype, device)
     return torch.equal(_library_product(x, weight, in_float32), _multiply(x, weight, None, False, in_float32))
+
+
+def numbers_that_cancel(
+    tokens: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random x and weight of which each sum is 0, so that all of an output is the rounding of its partial sums:
+    it shows their order, which outputs of 16 bits otherwise seldom do.
+    """
+    generator, half = torch.Generator(device).manual_seed(0), columns // 2
+
+    def half_of(count: int) -> torch.Tensor:
+        numbers = torch.randn(count, half, generator=generator, device=device)
+        return torch.ldexp(numbers, torch.randint(-4, 5, numbers.shape, generator=generator, device=device)).to(dtype)
+
+    order = torch.randperm(2 * half, generator=generator, device=device)
+    x, weight = half_of(tokens), half_of(rows)
+    x, weight = torch.cat([x, x], 1)[:, order], torch.cat([weight, -weight], 1)[:, order]
+    last = 0, columns % 2
+    return torch.nn.functional.pad(x, last), torch.nn.functional.pad(weight, last)
 
 
 def _multiply(

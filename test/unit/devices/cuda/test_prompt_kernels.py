@@ -84,6 +84,16 @@ class TestProducts:
         x[1::2] = math.nan
         assert same_bits(launch(multiply_tokens, x, weight, None, is_gated, False)[::2], together[::2])
 
+    @pytest.mark.parametrize("columns", [768, 81])
+    def test_outputs_show_another_order_of_sums(self, columns):
+        """In bfloat16 too. Of other numbers most outputs are the same in both orders."""
+        x, weight = products.numbers_that_cancel(3, 5, columns, BFLOAT16, torch.device("cpu"))
+        assert (x.shape, weight.shape) == ((3, columns), (5, columns)) and x.dtype == weight.dtype == BFLOAT16
+        assert (x.double() @ weight.double().T == 0).all()
+        terms = x.float()[:, None] * weight.float()
+        ascending, descending = (sum(part.unbind(-1)).to(BFLOAT16) for part in (terms, terms.flip(-1)))
+        assert (ascending != descending).float().mean() >= 0.8
+
     @pytest.mark.skipif(DEVICE != "cuda", reason="cuBLAS is for a GPU")
     def test_a_library_that_divides_sums_is_not_used(self, monkeypatch):
         def divided(x, weight, in_float32):
