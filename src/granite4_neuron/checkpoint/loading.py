@@ -67,7 +67,7 @@ def load_model(
         must_be_finite: check every number. Without this check, numbers that are not finite show up in the logits.
         keep_quantized: keep weights of a GGUF file quantized if int4 or int8 represents them exactly, unless
             `quantize` or adapters are given.
-        cache: where the weights are kept as they lie in memory, and read from if they are there; not with adapters.
+        cache: where the weights are kept as they lie in memory, and mapped from if they are there; not with adapters.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
         remark: called with a sentence on weights that are converted or left out.
 
@@ -93,10 +93,11 @@ def load_model(
     what = f"the weights in {checkpoint.path}"
     available_memory.check_available(plan.num_bytes, what, _LESS_MEMORY)
     with available_memory.enough_for(what):
-        block, done = LargeMemory(plan.tensors()), 0
-        places = {name: plan.places(name, block) for name in plan.largest_first()}
         entry = None if cache is None else cache.entry(checkpoint, plan)
-        if entry is not None and entry.read_into(block):
+        kept = None if entry is None else entry.mapped()
+        block, done = kept or LargeMemory(plan.tensors()), 0
+        places = {name: plan.places(name, block) for name in plan.largest_first()}
+        if kept is not None:
             for name, its_places in places.items():
                 set_parameter(model, name, plan.lying_in(name, its_places))
             if progress is not None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.weight_plan import WeightPlan
 from granite4_neuron.errors import UserError
-from granite4_neuron.system.large_memory import LargeMemory
+from granite4_neuron.system.large_memory import LargeMemory, MappedMemory, block_bytes
 
 _ENDING = ".weights"
 _DIGEST = hashlib.sha256
 _DIGEST_BYTES = _DIGEST().digest_size
+_HEADER_BYTES = 4096  # so that the weights begin with a page
 
 
 @dataclass(frozen=True)
@@ -34,44 +35,39 @@ class WeightCache:
         path = checkpoint.path.resolve()
         form = plan.form()
         name = _digest_of([str(path), *form]).hex()[:16]
-        return CachedWeights(
-            self.folder / f"{path.stem}-{name}{_ENDING}", _digest_of([self.layout, *form, *_files(path)])
-        )
+        file = self.folder / f"{path.stem}-{name}{_ENDING}"
+        fingerprint = _digest_of([self.layout, *form, *_files(path)])
+        return CachedWeights(file, block_bytes(plan.tensors()), fingerprint)
 
 
 @dataclass(frozen=True)
 class CachedWeights:
-    """The file with one model's weights: a fingerprint, and the bytes as they lie in memory.
+    """The file with one model's weights: a fingerprint, and from the second page on the bytes as they lie in memory.
 
+    num_bytes: of the weights.
     fingerprint: of the checkpoint's files, by their sizes and times of modification, and of the weights' form.
     """
 
     file: Path
+    num_bytes: int
     fingerprint: bytes
 
-    def read_into(self, memory: LargeMemory) -> bool:
-        """Read the weights into the memory that has been handed out. Return whether they are there; if not, the memory
-        has any content.
+    def mapped(self) -> MappedMemory | None:
+        """Return the weights as memory that can be handed out; None if they are not there.
+
+        Raises:
+            UserError: they cannot be read.
         """
-        used = memory.used
         try:
-            with self.file.open("rb", buffering=0) as file:
-                if (
-                    os.fstat(file.fileno()).st_size != _DIGEST_BYTES + len(used)
-                    or file.read(_DIGEST_BYTES) != self.fingerprint
-                ):
-                    return False
-                done = 0
-                while done < len(used):
-                    count = file.readinto(used[done:])
-                    if not count:
-                        return False
-                    done += count
+            with self.file.open("rb") as file:
+                is_whole = os.fstat(file.fileno()).st_size == _HEADER_BYTES + self.num_bytes
+                if not is_whole or file.read(_DIGEST_BYTES) != self.fingerprint:
+                    return None
+                return MappedMemory(file, _HEADER_BYTES)
         except FileNotFoundError:
-            return False
+            return None
         except OSError as error:
             raise UserError(f"cannot read the weights kept in {self.file}: {error.strerror}.") from error
-        return True
 
     def write(self, memory: LargeMemory) -> None:
         """Keep the weights in the memory that has been handed out. The file is there whole, or not at all.
@@ -84,7 +80,7 @@ class CachedWeights:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with part.open("wb") as file:
-                    file.write(self.fingerprint)
+                    file.write(self.fingerprint.ljust(_HEADER_BYTES, b"\0"))
                     file.write(memory.used)
                     file.flush()
                     os.fsync(file.fileno())

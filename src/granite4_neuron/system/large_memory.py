@@ -1,17 +1,21 @@
-"""Memory for many large tensors: a model's weights, laid out for fast reading once per token; and snapshots of
-sequences, in pages that the system provides fast.
+"""Memory for many large tensors: a model's weights, laid out for fast reading once per token, or in a mapped file; and
+snapshots of sequences, in pages that the system provides fast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
+import sys
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import torch
 
 HUGE_PAGE = 2**21
+_POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, since 5.14
 _ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
@@ -27,7 +31,7 @@ class LargeMemory:
     """
 
     def __init__(self, tensors: Sequence[tuple[torch.Size, torch.dtype]]):
-        size = sum(padded_bytes(shape, dtype) for shape, dtype in tensors)
+        size = block_bytes(tensors)
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = memory
         self._start = self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
@@ -46,6 +50,23 @@ class LargeMemory:
         return memoryview(self._memory)[self._start : self._next]
 
 
+class MappedMemory(LargeMemory):
+    """A file as memory, handed out from an offset on. Processes that map a file share its pages in the system's cache;
+    what a process writes is its own.
+
+    Args:
+        file: open for reading. It may be replaced later, but not changed.
+        offset: a multiple of 64.
+    """
+
+    def __init__(self, file: BinaryIO, offset: int):
+        self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._start = self._next = offset
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # an older Linux maps each page where it is first read
+                self._memory.madvise(_POPULATE_READ)
+
+
 def give_back_freed() -> None:
     """Return freed memory to the system. glibc would keep what was freed in pieces of less than 32 MB, which may add up
     to hundreds of megabytes.
@@ -53,6 +74,11 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def block_bytes(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> int:
+    """Return the bytes that are handed out for tensors of these shapes and dtypes."""
+    return sum(padded_bytes(shape, dtype) for shape, dtype in tensors)
 
 
 def padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +58,20 @@ def test_the_second_start_has_the_same_weights(folder, tmp_path, reads, kernels,
     model = load_model(folder, cache=cache, progress=lambda done, total: seen.append(done == total), **options)
     assert not reads and seen == [True]
     assert torch.equal(logits(model, kernels), expected)
+
+
+def test_a_model_runs_on_the_file_and_keeps_its_weights_when_another_takes_its_place(folder, tmp_path, kernels):
+    cache = WeightCache(tmp_path / "kept", "1")
+    expected = logits(load_model(folder, cache=cache, operators=kernels), kernels)
+    model = load_model(folder, cache=cache, operators=kernels)
+    [file] = (tmp_path / "kept").iterdir()
+    if sys.platform == "linux":
+        assert str(file) in Path("/proc/self/maps").read_text()
+    shutil.rmtree(folder)
+    save_model(random_model(small_config(layer_types=("mamba", "attention")), seed=1), folder)
+    other = logits(load_model(folder, cache=cache, operators=kernels), kernels)
+    assert [file] == [*(tmp_path / "kept").iterdir()]
+    assert torch.equal(logits(model, kernels), expected) and not torch.equal(other, expected)
 
 
 @pytest.mark.parametrize(
