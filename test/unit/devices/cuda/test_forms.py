@@ -119,7 +119,9 @@ def test_all_layers_of_a_verification_use_the_joined_operators(case, taken):
 
 
 @pytest.mark.parametrize(
-    ("batch", "operators", "is_taken"), [(32, GPU, True), (33, GPU, False), (33, GPU_BATCH_INVARIANT, True)], ids=str
+    ("batch", "operators", "is_taken"),
+    [(32, GPU, True), (33, GPU, False), (33, GPU_BATCH_INVARIANT, True)],
+    ids=["few", "many", "batch-invariant"],
 )
 def test_few_sequences(batch, operators, is_taken, taken):
     model = random_model(CASES[0].config())
