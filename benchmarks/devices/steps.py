@@ -177,7 +177,7 @@ def _chosen_token_ms(runtime: CountingRuntime, batch_size: int, steps: int, slot
     def decode(position: int, tokens: Sequence[int]) -> Decoded:
         rows = []
         for slot, (token, sampler) in enumerate(zip(tokens, samplers, strict=True), first):
-            draw = sampler and sampler.draw(position + 1)
+            draw = sampler and sampler.draw((), 0, 0)
             rows.append(Row(slot, position, [token], draw=draw))
         return runtime.decode(state, rows)
 

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from granite4_neuron.config.choices import NO_CHOICES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.topk import drawn, draws_of, likeliest
+from granite4_neuron.ops import sampling
+from granite4_neuron.ops.sampling import Choice, Chosen, Logprobs, Penalties
 from granite4_neuron.runtime.interface import FROM_DEVICE, UNDECIDED, Ability, Decoded, Row
 from granite4_neuron.state.hybrid_state import HybridState
 
@@ -22,10 +25,15 @@ class _Decoded(NamedTuple):
 
     chosen: Sequence[int]
     row_logits: torch.Tensor
+    reported: Sequence[Logprobs | None]
 
     def tokens(self) -> Sequence[int]:
         """See `Decoded.tokens`."""
         return self.chosen
+
+    def reports(self) -> Sequence[Logprobs | None]:
+        """See `Decoded.reports`."""
+        return self.reported
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See `Decoded.logits`."""
@@ -36,10 +44,10 @@ class DecodingRuntime(CPURuntime):
     """Implements `Runtime.decode` with `step`. Values that it leaves unspecified are NaN here, or any token.
 
     ahead: rows that have run tokens that only this runtime knew. stopped: rows skipped because of a stop token.
-    drawn: tokens that it has drawn. undecided: draws left to the host, more than a device leaves.
+    drawn: tokens that it has chosen by options. undecided: those left to the host, more than a device leaves.
     """
 
-    cannot: Mapping[Ability, str] = {}
+    cannot: Mapping[Ability, str] = {"choices": NO_CHOICES}
     packs_rows = False
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -58,23 +66,29 @@ class DecodingRuntime(CPURuntime):
         known = [self._known(row) for row in rows]
         running = [number for number, row in enumerate(known) if row is not None]
         logits = torch.full((len(rows), self.config.vocab_size), math.nan)
-        tokens = [1] * len(rows)
+        chosen = [Chosen(1)] * len(rows)
         if running:
             logits[running] = super().step(state, [row for row in known if row is not None])
         for number in running:
-            tokens[number] = self._chosen_by(rows[number], logits[number : number + 1])
-        self._chosen = {rows[number].slot: tokens[number] for number in running}
-        return _Decoded(tokens, logits)
+            row = known[number]
+            assert row is not None
+            chosen[number] = self._chosen_by(row, logits[number : number + 1])
+        self._chosen = {rows[number].slot: chosen[number].token for number in running}
+        return _Decoded([each.token for each in chosen], logits, [each.logprobs for each in chosen])
 
-    def _chosen_by(self, row: Row, logits: torch.Tensor) -> int:
+    def _chosen_by(self, row: Row, logits: torch.Tensor) -> Chosen:
         """Return the token that follows a row, by logits [1, vocab_size]."""
-        token = likeliest(logits)
-        if row.draw is not None:
-            token = drawn(draws_of([row.draw]).float(), logits, token)
-            if token >= 0 and (row.start + row.slot) % _LEFT_TO_HOST == 0:
-                token.fill_(UNDECIDED)
-            self.drawn, self.undecided = self.drawn + int(token >= 0), self.undecided + int(token == UNDECIDED)
-        return int(token)
+        chosen = Chosen(int(likeliest(logits)))
+        if row.draw is None or chosen.token < 0:
+            return chosen
+        chosen = self._by_options(row, replace(row.draw, place=row.start + 1), logits)
+        if chosen.token >= 0 and (row.start + row.slot) % _LEFT_TO_HOST == 0:
+            chosen = Chosen(UNDECIDED)
+        self.drawn, self.undecided = self.drawn + (chosen.token >= 0), self.undecided + (chosen.token == UNDECIDED)
+        return chosen
+
+    def _by_options(self, row: Row, choice: Choice, logits: torch.Tensor) -> Chosen:
+        return Chosen(int(drawn(draws_of([choice]).float(), logits, likeliest(logits))))
 
     def _known(self, row: Row) -> Row | None:
         """Return a row with its token, or None if the token stops it."""
@@ -86,3 +100,35 @@ class DecodingRuntime(CPURuntime):
             return None
         self.ahead += 1
         return replace(row, tokens=[token])
+
+
+class ChoosingRuntime(DecodingRuntime):
+    """Takes all options of `Row.draw`.
+
+    counted: how many times it needed to be told how often a sequence has its tokens.
+    """
+
+    cannot: Mapping[Ability, str] = {}
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.counted = 0
+        self._counts: dict[tuple[int, int], dict[int, float]] = {}  # of tokens, by sequence and its length
+
+    def _by_options(self, row: Row, choice: Choice, logits: torch.Tensor) -> Chosen:
+        if choice.penalties is not None:
+            choice = replace(choice, penalties=self._counted(row, choice.penalties))
+        [chosen] = sampling.choose([logits[0]], [choice])
+        return chosen if chosen.token >= 0 else Chosen(UNDECIDED)
+
+    def _counted(self, row: Row, penalties: Penalties) -> Penalties:
+        """Return the penalties with a row's token, which the host may not know."""
+        at = row.sequence, row.start
+        if at not in self._counts:
+            assert row.counts is not None
+            self.counted += 1
+            tokens, counts = row.counts()
+            self._counts[at] = dict(zip(tokens.tolist(), counts.tolist(), strict=True))
+        held = self._counts[row.sequence, row.start + 1] = self._counts.pop(at)
+        held[row.tokens[0]] = held.get(row.tokens[0], 0) + 1
+        return penalties._replace(tokens=torch.tensor(list(held)), counts=torch.tensor(list(held.values())))

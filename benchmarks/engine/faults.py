@@ -45,7 +45,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import granite4_neuron.engine
 from benchmarks.engine.adapters import random_adapter
-from benchmarks.engine.decoding_stand_in import DecodingRuntime
+from benchmarks.engine.decoding_stand_in import ChoosingRuntime
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
@@ -99,7 +99,7 @@ class TargetRuntime(CPURuntime):
         return super().step(state, rows, all_logits)
 
 
-class TargetOnDevice(DecodingRuntime):
+class TargetOnDevice(ChoosingRuntime):
     """The model's runtime on a device that chooses tokens itself, and on which the engine runs ahead."""
 
     tokens_per_step = 16

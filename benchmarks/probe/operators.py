@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -240,7 +241,7 @@ def drawn(place: Place) -> Iterator[Finding]:
     """Sampled tokens: the device draws the host's tokens, and leaves a few draws to the host."""
     rows, params = 64, SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
     logits, sampler = 3 * _randn(rows, _VOCAB), Sampler(params, 0)
-    draws = draws_of([sampler.draw(row) for row in range(rows)]).float()
+    draws = draws_of([replace(sampler.draw((), 0, 0), place=row) for row in range(rows)]).float()
     arguments = to_device(place, (draws, logits, likeliest(logits)))
     with torch.no_grad():
         found = compiled(place, topk.drawn)(*arguments).cpu()

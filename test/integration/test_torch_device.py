@@ -21,7 +21,7 @@ from granite4_neuron.engine import Engine, Request
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import CASES, DENSE, small_config
-from test.support.engines import generate_one
+from test.support.engines import engine_model, generate_one
 from test.support.graph_contract import (
     BUCKETS,
     FEW_LAYERS,
@@ -33,6 +33,7 @@ from test.support.graph_contract import (
     SlotContract,
     StepContract,
     VerifyContract,
+    check_tokens_by_all_options,
     exhaustive_except,
     run_steps,
 )
@@ -316,6 +317,10 @@ class TestOperatorsOfAGPU:
         expected_logits = run_steps(cpu, steps, sequences, 200)
         for expected, logits in zip(expected_logits, run_steps(ours, steps, sequences, 200, LAYER.poison), strict=True):
             assert (logits - expected).abs().max() <= LAYER.tolerance
+
+    def test_tokens_by_all_options(self, monkeypatch):
+        model = engine_model(layer_types=FEW_LAYERS["layer_types"])
+        check_tokens_by_all_options(EAGER.make(model, BUCKETS), monkeypatch)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from granite4_neuron.devices.cuda.norms import normalize
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.cuda.products import multiply_tokens
+from granite4_neuron.devices.cuda.sampling import choose_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
 from granite4_neuron.devices.torch import runtime as torch_device
@@ -27,7 +28,8 @@ from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import nemotron_config, small_config
-from test.support.graph_contract import FEW_LAYERS, STEPS, run_steps
+from test.support.engines import engine_model
+from test.support.graph_contract import FEW_LAYERS, STEPS, check_tokens_by_all_options, run_steps
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_token_kernels import products_of_bfloat16
 
@@ -81,6 +83,14 @@ def test_logits(family, sequences, kernels):
         experts |= {operators.activate_experts, operators.add_feed_forward}
     prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_prompt, multiply_by_experts}
     assert mixers | experts | prompts | {operators.add_product, score_tokens} <= kernels
+
+
+@pytest.mark.exhaustive
+def test_tokens_by_all_options(kernels, monkeypatch):
+    """Of all options, and no logits come to the host."""
+    model = engine_model(layer_types=FEW_LAYERS["layer_types"])
+    check_tokens_by_all_options(TorchRuntime(model, GenerationConfig(), [16], compiler="eager"), monkeypatch)
+    assert choose_tokens in kernels
 
 
 @pytest.mark.exhaustive

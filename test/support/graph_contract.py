@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cpu.runtime import CPURuntime
-from granite4_neuron.devices.graphs.runtime import SHORTEST_CACHE, GraphRuntime
+from granite4_neuron.devices.graphs.runtime import SHORTEST_CACHE, DecodedOnDevice, GraphRuntime
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
+from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.runtime.interface import FROM_DEVICE, Row
 from granite4_neuron.runtime.prompt_cuts import Pieces
@@ -29,6 +30,7 @@ from test.support.checkpoints import CASES, DENSE, NEMOTRON_EXPERTS, small_confi
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 from test.support.verification import LONGEST, Round, streams, verified_error
+from test.unit.engine.test_constraint import STOP, Ladder
 
 BUCKETS = (16, 64)
 # Compiling a graph takes a second for each layer, and layers of the same kind behave alike.
@@ -278,7 +280,7 @@ class DecodeContract:
         for number in range(8):
             rows = []
             for slot, length in lengths.items():
-                draw = samplers[slot].draw(length + 1) if slot in samplers else None
+                draw = samplers[slot].draw((), 0, 0) if slot in samplers else None
                 is_known = number in (0, 4)
                 rows.append(Row(slot, length, [tokens[slot] if is_known else FROM_DEVICE], draw=draw))
             decoded = ours.decode(state, rows)
@@ -296,8 +298,43 @@ class DecodeContract:
             ids = [engine.add(request) for request in requests]
             outputs = run(engine)
             texts.append([tokens_of(outputs[id]) for id in ids])
-            monkeypatch.setattr(Sampler, "is_drawn", False)
+            monkeypatch.setattr(RunningSequence, "takes_drawn", False)
         assert texts[0] == texts[1]
+
+    def test_tokens_by_all_options(self, backend, monkeypatch):
+        """Texts and reports are those of the host, which a device that knows the options does not ask."""
+        check_tokens_by_all_options(
+            backend.make(engine_model(layer_types=FEW_LAYERS["layer_types"]), BUCKETS), monkeypatch
+        )
+
+
+NUCLEUS = dict(temperature=0.8, top_p=0.9)
+# Requests with all options that a device may know.
+CHOSEN = {
+    "penalties": dict(**NUCLEUS, seed=1, repetition_penalty=1.3, frequency_penalty=0.2, logprobs=3),
+    "greedy": dict(presence_penalty=1.5, logprobs=20),
+    "biases": dict(**NUCLEUS, seed=2, top_k=30, logit_bias={3: 5.0, 7: -4.0, 11: 3.5}, logprobs=0),
+    "rules": dict(temperature=1.5, seed=3, suppress_tokens=[5, 6], min_tokens=7, stop_token_ids=list(range(60, 110))),
+    "words": dict(bad_words_ids=[[9], [4, 4], [30, 31]], no_repeat_ngram_size=1, allowed_token_ids=list(range(3, 70))),
+    "a constraint": dict(**NUCLEUS, seed=4, constraint=Ladder(), min_tokens=3, stop_token_ids=[STOP], logprobs=4),
+    "none": dict(logprobs=1),
+}
+
+
+def check_tokens_by_all_options(runtime: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a runtime's texts and reports with those that its engine's host chooses."""
+    copied: list[int] = []
+    logits = DecodedOnDevice.logits
+    monkeypatch.setattr(DecodedOnDevice, "logits", lambda decoded, rows: copied.extend(rows) or logits(decoded, rows))
+    found = []
+    for _ in range(2):
+        engine = Engine(runtime, 4, max_length=60)  # some requests begin when others have ended
+        ids = [engine.add(Request([slot] * 5, 9 + slot, **options)) for slot, options in enumerate(CHOSEN.values(), 3)]
+        outputs = run(engine)
+        found.append([[(each.token, each.finish_reason, each.logprob) for each in outputs[id]] for id in ids])
+        assert "choices" in runtime.cannot or not copied
+        monkeypatch.setattr(RunningSequence, "takes_drawn", False)
+    assert found[0] == found[1]
 
 
 class SlotContract:

@@ -25,6 +25,8 @@ FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
 NO_ADAPTERS = f"adapters run on the backend cpu only, with its fused kernels and their chunked scan; {MERGE_INSTEAD}."
 
+NO_CHOICES = "only a single GPU chooses tokens by all options; elsewhere the host does, from whole logits."
+
 NO_HIDDEN_STATES = "only the backend cpu gives a model's hidden states to a drafter."
 
 # The largest difference of a float32 logit from transformers'.

@@ -71,6 +71,10 @@ class _Launched(NamedTuple):
         rows = (row for row, each in enumerate(self.step.sequences) if each is sequence and each.id not in self.idle)
         return next(rows, None)
 
+    def is_left(self, sequence: RunningSequence, row: int) -> bool:
+        """Return whether the host is to choose the token of a sequence, which has this row."""
+        return not sequence.takes_likeliest and self.step.rows[row].draw is None
+
     def rows(self) -> dict[int, int]:
         """Return the numbers of all rows, by the ids of their sequences."""
         return {sequence.id: row for row, sequence in enumerate(self.step.sequences)}
@@ -258,7 +262,8 @@ class Engine:
         text = TextStream(self._tokenizer, request.stop or (), request.tokens, request.skip_special_tokens)
         adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
         cuts, form = self.runtime.prompt_cuts, self._form
-        sequence = RunningSequence(next(_IDS), request, limit, text, adapter, cuts, form)
+        by_device = self.runtime.cannot.keys().isdisjoint({"decode", "choices"})
+        sequence = RunningSequence(next(_IDS), request, limit, text, adapter, cuts, form, by_device)
         self._live.add(sequence)
         return sequence.id
 
@@ -406,13 +411,13 @@ class Engine:
 
         Before waiting for the tokens, launch the step that runs them, if there may be one.
         """
-        launched = self._ahead or _Launched(step, self._launch(step))
+        launched = self._ahead or self._launch(self._with_draws(step))
         is_sound = self._launch_following(step)
-        tokens, rows = launched.decoded.tokens(), launched.rows()
+        tokens, reports, rows = launched.decoded.tokens(), launched.decoded.reports(), launched.rows()
         undecided = frozenset(each.id for each in step.sequences if tokens[rows[each.id]] == UNDECIDED)
         if self._ahead is not None:
             self._ahead = self._ahead._replace(idle=undecided)
-        on_host = [each for each in step.sequences if each.id in undecided or not each.takes_chosen]
+        on_host = [each for each in step.sequences if each.id in undecided or launched.is_left(each, rows[each.id])]
         lasts = launched.last_logits(on_host)
         if is_sound:
             self._slots.failed_steps = 0
@@ -423,7 +428,7 @@ class Engine:
                 continue
             with self._live.guard(sequence):
                 if last is None:
-                    outputs = [sequence.take(tokens[row])]
+                    outputs = [sequence.take(Chosen(tokens[row], reports[row]))]
                 else:
                     outputs = sequence.choose(last, (), answers[sequence.id])
                 if self._ahead is not None and sequence.takes_drawn:
@@ -439,18 +444,18 @@ class Engine:
         if following is None:
             return True
         with self._live.guard_ahead(*following.sequences):
-            self._ahead = _Launched(following, self._launch(following, ahead=1))
+            self._ahead = self._launch(following)
         return self._ahead is not None
 
-    def _launch(self, step: ScheduledStep, ahead: int = 0) -> Decoded:
-        """Launch a step of decode on the device.
+    def _with_draws(self, step: ScheduledStep) -> ScheduledStep:
+        """Return a step of decode with the descriptions of how a device chooses its tokens."""
+        vocab_size, pairs = self.runtime.config.vocab_size, zip(step.sequences, step.rows, strict=True)
+        return step._replace(rows=[sequence.with_draw(row, vocab_size) for sequence, row in pairs])
 
-        Args:
-            ahead: how many tokens of each sequence are not known yet.
-        """
-        rows = [sequence.with_draw(row, ahead) for sequence, row in zip(step.sequences, step.rows, strict=True)]
+    def _launch(self, step: ScheduledStep) -> _Launched:
+        """Launch a step of decode on the device."""
         self._slots.failed_steps += 1
-        return self.runtime.decode(self._slots.state, rows)
+        return _Launched(step, self.runtime.decode(self._slots.state, step.rows))
 
     def _verify(self, step: ScheduledStep) -> Verification:
         """Run a step with drafts. It ends when `_accept` has committed the chosen tokens."""

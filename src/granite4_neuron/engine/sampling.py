@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -96,6 +97,9 @@ class Sampler:
         # Only a repetition penalty applies to the prompt.
         begin = 0 if repetition != 1 else prompt_length
         self._counts = TokenCounts(begin, prompt_length) if self._penalties != (0, 0, 1) else None
+        no_counts = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        penalties = None if self._counts is None else Penalties(*no_counts, *self._penalties)
+        self._for_device = replace(self._choice, penalties=penalties)
 
     @property
     def takes_likeliest(self) -> bool:
@@ -104,10 +108,20 @@ class Sampler:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the token is drawn with temperature, top_k, top_p and min_p alone, as `Row.draw` says it."""
-        return not self._is_greedy and self._choice.typical_p == 1 and self._is_free
+        """Whether the token is drawn with temperature, top_k, top_p and min_p alone, and not reported."""
+        return not self._is_greedy and self._choice.typical_p == 1 and self._is_free and not self.reports
 
     @property
+    def is_for_device(self) -> bool:
+        """Whether `Row.draw` can say how the token is chosen."""
+        return self._choice.typical_p == 1 and not self._processors
+
+    @property
+    def reports(self) -> bool:
+        """Whether log-probabilities are reported."""
+        return self._choice.num_logprobs is not None
+
+    @cached_property
     def _is_free(self) -> bool:
         """Whether all tokens may come next, and no option changes logits."""
         changes = self._choice.biases is not None or self._counts is not None or bool(self._processors)
@@ -118,9 +132,34 @@ class Sampler:
         """Whether how a token is chosen depends on the ones before it in ways that only their choice shows."""
         return self._constraint is not None or bool(self._processors)
 
-    def draw(self, place: int) -> Choice:
-        """Return how a device is to draw the token at a place of the sequence, if `is_drawn`."""
-        return replace(self._choice, place=place)
+    @property
+    def may_be_ahead(self) -> bool:
+        """Whether `draw` knows how a token is chosen when the one before it is not known yet."""
+        return not (self.needs_each_token or self._rules.depend_on_tokens)
+
+    def draw(self, tokens: Sequence[int], ahead: int, vocab_size: int) -> Choice:
+        """Return how a device is to choose a token, as `Row.draw` says it, if it `is_drawn` or `is_for_device`.
+
+        Args:
+            tokens: the sequence so far, prompt included.
+            ahead: how many further tokens are before the one to choose; at most 1, and 0 unless it `may_be_ahead`.
+
+        Raises:
+            NoTokenLeft: the constraint forbids all tokens.
+            RequestFault: the constraint fails.
+        """
+        if self._constraint is None and not self._rules.forbid_any:
+            return self._for_device
+        bits = None if self._constraint is None else self._mask(vocab_size)
+        allowed = self._rules.bits(bits, tokens, ahead, vocab_size)
+        if bits is not None or allowed is not self._for_device.allowed:
+            mask = None if bits is None else torch.from_numpy(bits)
+            self._for_device = replace(self._for_device, mask=mask, allowed=allowed)
+        return self._for_device
+
+    def counts(self, tokens: Sequence[int], length: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return `Row.counts` for the first `length` tokens of the sequence."""
+        return None if self._counts is None else partial(self._counts.of, tokens, length=length)
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append from the model's logits [vocab_size], and advance the constraint by it. See `ask`

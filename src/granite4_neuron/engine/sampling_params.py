@@ -18,8 +18,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops.sampling import MAX_LOGPROBS
 
-MAX_LOGPROBS = 20
 _NUM_SEEDS = 2**63
 _MOST_STOP = 2**14  # characters of all stop strings together
 

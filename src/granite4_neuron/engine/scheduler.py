@@ -149,14 +149,16 @@ class Scheduler:
         if not all(self._may_go_ahead(sequence) for sequence in step.sequences):
             return None
         going_on = [each for each in step.sequences if len(each.tokens) + 1 < each.limit]
-        rows = [sequence.following_row() for sequence in going_on]
+        rows = [sequence.following_row(self._runtime.config.vocab_size) for sequence in going_on]
         return ScheduledStep(going_on, rows) if rows else None
 
     def _may_go_ahead(self, sequence: RunningSequence) -> bool:
         """Return whether a sequence may run its next token before the host knows it."""
         if not sequence.takes_chosen or self._prefixes.is_due(sequence, more=1):
             return False
-        if sequence.takes_drawn and not sequence.backoff.allows(len(sequence.tokens)):
+        if sequence.takes_drawn and not (
+            sequence.sampler.may_be_ahead and sequence.backoff.allows(len(sequence.tokens))
+        ):
             return False
         request = sequence.request
         # A stop string is found on the host.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from granite4_neuron.engine.drafting.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, certain_logprob, reported
 from granite4_neuron.engine.prefix.interface import FoundPrefix, salted
 from granite4_neuron.engine.request import Output, PromptReport, Request
-from granite4_neuron.engine.sampling import NOT_FINITE, Question, RequestFault, Sampler, choose
+from granite4_neuron.engine.sampling import Question, RequestFault, Sampler, choose
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import sampling
@@ -43,6 +44,7 @@ class RunningSequence:
     adapter: the one that the request names, or none.
     prompt_cuts: of the runtime.
     form: how tokens are chosen, see `Sampler`.
+    is_chosen_by_device: whether the device takes all options of `Row.draw`.
     slot: 0 until it has one. started: when it got the slot, by the engine's clock.
     tokens: prompt and new ones.
     stored: how many of the tokens the state has seen.
@@ -65,6 +67,7 @@ class RunningSequence:
     adapter: AppliedAdapter
     prompt_cuts: PromptCuts = ANYWHERE
     form: ModuleType = sampling
+    is_chosen_by_device: bool = False
     sampler: Sampler = field(init=False)
     slot: int = 0
     started: float = 0.0
@@ -114,12 +117,19 @@ class RunningSequence:
     @property
     def takes_chosen(self) -> bool:
         """Whether a device can choose the next token, and nothing else of the logits is needed."""
-        return self.request.logprobs is None and (self.sampler.takes_likeliest or self.sampler.is_drawn)
+        return self.takes_likeliest or self.takes_drawn
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the likeliest, without a report."""
+        return self.sampler.takes_likeliest and not self.sampler.reports
 
     @property
     def takes_drawn(self) -> bool:
-        """Whether a device can draw the next token."""
-        return self.takes_chosen and self.sampler.is_drawn
+        """Whether a device can choose the next token by `Row.draw`."""
+        if not self.is_chosen_by_device:
+            return self.sampler.is_drawn
+        return self.sampler.is_for_device and not self.takes_likeliest
 
     def is_as_prompt(self, length: int) -> bool:
         """Return whether its state after `length` tokens is the same as after a prompt of these tokens. If numbers
@@ -155,19 +165,28 @@ class RunningSequence:
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
         """Return the tokens to run next, up to `stop`, followed by drafts."""
         tokens = [*self.tokens[self.stored : stop], *drafts]
-        return Row(self.slot, self.stored, tokens, self.adapter.at(self.stored), is_prompt=self.is_prompt)
+        adapter = self.adapter.at(self.stored)
+        return Row(self.slot, self.stored, tokens, adapter, is_prompt=self.is_prompt, sequence=self.id)
 
-    def with_draw(self, row: Row, ahead: int) -> Row:
-        """Return the row with the description of how a device draws the token after `ahead` others, if it may."""
+    def with_draw(self, row: Row, vocab_size: int) -> Row:
+        """Return a `next_row` of decode with the description of how a device chooses the token after it, if it may. It
+        has none either if the request's own code fails: the host will meet that again.
+        """
         if not self.takes_drawn:
             return row
-        return replace(row, draw=self.sampler.draw(len(self.tokens) + ahead))
+        with suppress(RequestFault):
+            choice = self.sampler.draw(self.tokens, 0, vocab_size)
+            row = replace(row, draw=choice, counts=self.sampler.counts(self.tokens, row.start))
+        return row
 
-    def following_row(self) -> Row:
-        """Return the row that runs the token that the device chooses in `next_row` without drafts."""
-        length = len(self.tokens)
-        stops = tuple(self.request.stop_token_ids or ())[:MOST_STOPS]
-        return Row(self.slot, length, [FROM_DEVICE], self.adapter.at(length), stops)
+    def following_row(self, vocab_size: int) -> Row:
+        """Return the row that runs the token that the device chooses in `next_row` without drafts, as `with_draw`."""
+        length, stops = len(self.tokens), tuple(self.request.stop_token_ids or ())[:MOST_STOPS]
+        choice = counts = None
+        if self.takes_drawn:
+            choice, counts = self.sampler.draw(self.tokens, 1, vocab_size), self.sampler.counts(self.tokens, length)
+        adapter = self.adapter.at(length)
+        return Row(self.slot, length, [FROM_DEVICE], adapter, stops, choice, counts, sequence=self.id)
 
     @property
     def has_ended(self) -> bool:
@@ -255,27 +274,29 @@ class RunningSequence:
         """
         outputs: list[Output] = []
         for number, token_logits in enumerate(logits):
-            try:
-                if number < len(answers):
-                    answer = answers[number]
-                else:
-                    [answer] = choose([self.sampler.ask(token_logits, self.tokens)], self.form)
-                if isinstance(answer, UserError):
-                    raise answer
-                token = self.sampler.answer(answer)
-            except UserError as error:
-                is_requests_fault = isinstance(error, RequestFault)
-                return [*outputs, Output(self.id, None, self.text.finish(), "error", str(error), is_requests_fault)]
-            outputs.append(self.append(token, answer.logprobs))
-            if drafts[number : number + 1] != [token] or outputs[-1].finish_reason is not None:
+            outputs.append(self.take(answers[number] if number < len(answers) else self._answer(token_logits)))
+            if drafts[number : number + 1] != [outputs[-1].token] or outputs[-1].finish_reason is not None:
                 break
         return outputs
 
-    def take(self, token: int) -> Output:
-        """Add a token of `Decoded.tokens`, which the device chose."""
-        if token < 0:
-            return Output(self.id, None, self.text.finish(), "error", NOT_FINITE)
-        return self.append(token)
+    def take(self, answer: Chosen | UserError) -> Output:
+        """Add a token that was chosen, by the host or the device, or end with an error."""
+        try:
+            if isinstance(answer, UserError):
+                raise answer
+            token = self.sampler.answer(answer)
+        except UserError as error:
+            is_requests_fault = isinstance(error, RequestFault)
+            return Output(self.id, None, self.text.finish(), "error", str(error), is_requests_fault)
+        return self.append(token, answer.logprobs)
+
+    def _answer(self, logits: torch.Tensor) -> Chosen | UserError:
+        """Choose the next token; return the error that `take` is to report if that fails."""
+        try:
+            [answer] = choose([self.sampler.ask(logits, self.tokens)], self.form)
+        except UserError as error:
+            return error
+        return answer
 
     def append(self, token: int, report: Logprobs | None = None) -> Output:
         """Add a token with its report: None if none is needed, and for a token that is the only one allowed."""

@@ -23,16 +23,20 @@ class TokenCounts:
         self._tokens = np.empty(64, np.int64)
         self._counts = np.empty(64, np.float32)
 
-    def of(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(
+        self, tokens: Sequence[int], drafts: Sequence[int] = (), length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token once, [n] int64, and how often it was generated, [n] float32.
 
         Args:
             tokens: the sequence so far, as in earlier calls and perhaps longer.
             drafts: further tokens, which only this call counts.
+            length: of the tokens that count, as in earlier calls or more; None for all.
         """
-        for place in range(self._length, len(tokens)):
+        length = len(tokens) if length is None else length
+        for place in range(self._length, length):
             self._add(tokens[place], place >= self._prompt_length)
-        self._length = max(self._length, len(tokens))
+        self._length = max(self._length, length)
         ids, counts = self._tokens[: len(self._places)], self._counts[: len(self._places)]
         if not drafts:
             return torch.from_numpy(ids), torch.from_numpy(counts)

@@ -35,6 +35,7 @@ class TokenRules:
 
     def __init__(self, params: SamplingParams, prompt_length: int):
         self._allowed_bits: torch.Tensor | None = None
+        self._bits: tuple[frozenset[int], torch.Tensor] | None = None  # of the tokens forbidden last
         self._allowed = None if params.allowed_token_ids is None else frozenset(map(int, params.allowed_token_ids))
         self._bad_words = [(list(before), last) for *before, last in params.bad_words_ids or ()]
         self._suppressed = frozenset(params.suppress_tokens or ())
@@ -50,6 +51,33 @@ class TokenRules:
         lists = self._bad_words, self._suppressed, self._not_first, self._stops
         return self._allowed is not None or self._ngram_size > 0 or any(map(bool, lists))
 
+    @property
+    def depend_on_tokens(self) -> bool:
+        """Whether what they forbid depends on the tokens before, and not on their number alone."""
+        return self._ngram_size > 0 or any(before for before, _ in self._bad_words)
+
+    def bits(
+        self, by_constraint: np.ndarray | None, tokens: Sequence[int], ahead: int, vocab_size: int
+    ) -> torch.Tensor | None:
+        """Return bits of the tokens that all rules but the constraint allow; None if they allow all. It is the same
+        tensor until other tokens are allowed.
+
+        Args:
+            by_constraint, tokens, ahead: as `forbidden` takes them.
+        """
+        if not self.forbid_any:
+            return None
+        forbidden = frozenset(self.forbidden(by_constraint, tokens, vocab_size, ahead))
+        if not forbidden:
+            return self.allowed_bits(vocab_size)
+        if self._bits is None or self._bits[0] != forbidden:
+            is_allowed = np.ones(vocab_size, bool)
+            is_allowed[list(forbidden)] = False
+            bits = torch.from_numpy(bits_of(is_allowed))
+            allowed = self.allowed_bits(vocab_size)
+            self._bits = forbidden, bits if allowed is None else bits & allowed
+        return self._bits[1]
+
     def allowed_bits(self, vocab_size: int) -> torch.Tensor | None:
         """Return bits of `allowed_token_ids` (see `bits_of`); None if all are allowed."""
         if self._allowed is not None and self._allowed_bits is None:
@@ -58,15 +86,18 @@ class TokenRules:
             self._allowed_bits = torch.from_numpy(bits_of(is_allowed))
         return self._allowed_bits
 
-    def forbidden(self, by_constraint: np.ndarray | None, tokens: Sequence[int], vocab_size: int) -> list[int]:
+    def forbidden(
+        self, by_constraint: np.ndarray | None, tokens: Sequence[int], vocab_size: int, ahead: int = 0
+    ) -> list[int]:
         """Return the tokens that other rules than `constraint` and `allowed_token_ids` forbid, before processors.
 
         Args:
             by_constraint: bits of the tokens that the constraint allows; None without one.
             tokens: the sequence so far, prompt included.
+            ahead: how many further tokens are not known; 0 if the rules `depend_on_tokens`.
         """
-        result = _within(vocab_size, self._forbidden(tokens))
-        if len(tokens) - self._prompt_length < self._min_tokens:
+        result = _within(vocab_size, self._forbidden(tokens, ahead))
+        if len(tokens) + ahead - self._prompt_length < self._min_tokens:
             stops = _within(vocab_size, self._stops)
             if by_constraint is None or not _are_all(by_constraint, stops):
                 result += stops
@@ -80,10 +111,10 @@ class TokenRules:
         """
         return (self._allowed is None or token in self._allowed) and token not in self._forbidden(tokens)
 
-    def _forbidden(self, tokens: Sequence[int]) -> set[int]:
+    def _forbidden(self, tokens: Sequence[int], ahead: int = 0) -> set[int]:
         """Return the tokens that other rules than `constraint`, `allowed_token_ids` and `min_tokens` forbid."""
         bad_ends = {last for before, last in self._bad_words if list(tokens[len(tokens) - len(before) :]) == before}
-        first = self._not_first if len(tokens) == self._prompt_length else ()
+        first = self._not_first if len(tokens) + ahead == self._prompt_length else ()
         return bad_ends.union(self._suppressed, first, self._repeated(tokens))
 
     def _repeated(self, tokens: Sequence[int]) -> Iterator[int]:

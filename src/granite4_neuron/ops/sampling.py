@@ -36,6 +36,7 @@ from granite4_neuron.ops.stochastic_rounding import philox_4x32
 # the options leave none with a finite score.
 NOT_FINITE, ALL_MASKED, NONE_LEFT = -1, -2, -3
 
+MAX_LOGPROBS = 20  # of the likeliest tokens, in a report
 ROUNDS = 10
 WEIGHT_BITS = 44
 _SURPRISE_BITS = 18  # of a fraction of a bit

@@ -7,7 +7,7 @@ sequence is cut into steps, nor on other rows of a step or on the contents of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -18,13 +18,13 @@ from transformers import GenerationConfig
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.ops.sampling import Choice
+from granite4_neuron.ops.sampling import Choice, Logprobs
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
-Ability = Literal["all_logits", "verify", "hidden_states", "copy", "snapshot", "decode", "adapters"]
+Ability = Literal["all_logits", "verify", "hidden_states", "copy", "snapshot", "decode", "choices", "adapters"]
 State = TypeVar("State", bound=HybridState | None)
 UNDECIDED = -2  # in place of a token, see `Decoded`
 FROM_DEVICE = -1  # in `Row.tokens`, see `Runtime.decode`
@@ -41,9 +41,12 @@ class Row:
     tokens: at least one new token.
     adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
     stops: at most `MOST_STOPS` tokens; see `Runtime.decode`.
-    draw: how `Runtime.decode` draws the next token, by temperature, top_k, top_p and min_p alone; None for the
-        likeliest.
+    draw: how `Runtime.decode` chooses the next token, but for its place, which is the row's end; None for the
+        likeliest. Without the ability "choices" it has temperature, top_k, top_p and min_p alone, and never typical_p
+        and `forbidden`. In rows of one sequence only mask and allowed differ.
+    counts: returns tokens and counts of its penalties, for the tokens before the row's own; None without penalties.
     is_prompt: whether the tokens are a prompt or a piece of one, which may be a single token.
+    sequence: a number of at least 0 that no other sequence has; -1 for none.
     """
 
     slot: int
@@ -52,7 +55,9 @@ class Row:
     adapter: int = 0
     stops: Sequence[int] = ()
     draw: Choice | None = None
+    counts: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
     is_prompt: bool = False
+    sequence: int = -1
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,15 @@ class Decoded(Protocol):
 
     def tokens(self) -> Sequence[int]:
         """Return each row's token: the likeliest one (the first of equal ones), or the one that `Row.draw`
-        draws.
+        chooses.
 
         The token is -1 if the highest logit is not finite or any logit is NaN. It is `UNDECIDED` if the host has to
-        draw, because another rounding might draw another token. The call waits for the step, and copies 4 bytes per
-        slot.
+        choose, because another rounding might draw another token, or the options leave none. The call waits for the
+        step, and copies 4 bytes per slot.
         """
+
+    def reports(self) -> Sequence[Logprobs | None]:
+        """Return the report on each row's token that `Row.draw` asks for; unspecified for a token below 0."""
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the float32 logits of rows, by their numbers: [len(rows), vocab_size]."""
@@ -142,7 +150,8 @@ class Runtime(Protocol[State]):
     def cannot(self) -> Mapping[Ability, str]:
         """For each ability that it lacks, a sentence that says why: "all_logits" (of `step`), "verify" (and `commit`),
         "hidden_states" (`step_with_hidden_states`, and those of `Verification`), "copy", "snapshot" (and `slot_layout`,
-        `restore`), "decode", "adapters" (`load_adapter` and `unload_adapter`). See `require`.
+        `restore`), "decode", "choices" (all options of `Row.draw`), "adapters" (`load_adapter` and `unload_adapter`).
+        See `require`.
         """
 
     @property

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from transformers import GenerationConfig
 
-from benchmarks.engine.decoding_stand_in import DecodingRuntime, _Decoded
+from benchmarks.engine.decoding_stand_in import ChoosingRuntime, DecodingRuntime, _Decoded
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
@@ -15,6 +15,7 @@ from granite4_neuron.engine.scheduler import Scheduler
 from granite4_neuron.runtime.interface import MOST_STOPS
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
+from test.unit.engine.test_constraint import Ladder
 from test.unit.engine.test_failures import Interrupt
 
 NEW = 9
@@ -26,6 +27,10 @@ class Runtime(DecodingRuntime):
 
     def __init__(self, model):
         super().__init__(model, GenerationConfig(top_k=None), cpu_kernels="torch")
+
+
+class Choosing(Runtime, ChoosingRuntime):
+    pass
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,37 @@ def test_a_request_that_needs_logits_has_them(model, alone, options):
     assert [tokens_of(outputs[id]) for id in ids] == [alone(request) for request in requests]
     assert 0 < runtime.ahead < 2 * NEW  # not beside the other
     assert all((output.logprob is None) == ("logprobs" not in options) for output in outputs[ids[1]])
+
+
+CHOSEN = {
+    "penalties": (dict(temperature=0.8, seed=3, repetition_penalty=1.4, frequency_penalty=0.3), True),
+    "log-probabilities": (dict(logprobs=3), True),
+    "a bias": (dict(temperature=0.8, seed=3, logit_bias={7: 9.0}), True),
+    "the fewest tokens": (dict(min_tokens=NEW, stop_token_ids=list(range(3, VOCAB))), True),
+    "single words": (dict(bad_words_ids=[[token] for token in range(3, VOCAB, 2)], presence_penalty=0.5), True),
+    "words": (dict(bad_words_ids=[[number, number] for number in range(VOCAB)]), False),
+    "repeated tokens": (dict(no_repeat_ngram_size=2), False),
+    "a constraint": (dict(temperature=2.0, seed=3, constraint=Ladder(), logprobs=2), False),
+    "typical tokens": (dict(temperature=2.0, seed=3, typical_p=0.5), None),
+}
+
+
+@pytest.mark.parametrize(("options", "is_ahead"), CHOSEN.values(), ids=CHOSEN.keys())
+def test_a_device_chooses_by_all_options(model, options, is_ahead, monkeypatch):
+    """Only undecided tokens need logits, and tokens of which the device does not know all options (None). It is told
+    once how often a sequence has its tokens.
+    """
+    runtime, whole, logits = Choosing(model), [], _Decoded.logits
+    monkeypatch.setattr(_Decoded, "logits", lambda decoded, rows: whole.extend(rows) or logits(decoded, rows))
+    texts = []
+    for each in (ChunkRuntime(model), runtime):
+        engine = Engine(each, 2)
+        ids = [engine.add(Request(prompt, 3 * NEW, **options)) for prompt in PROMPTS[:2]]
+        outputs = run(engine)
+        texts.append([[(output.token, output.logprob) for output in outputs[id]] for id in ids])
+    assert texts[0] == texts[1] and (runtime.ahead > NEW) == bool(is_ahead)
+    assert bool(runtime.drawn) == (is_ahead is not None) and (is_ahead is None or len(whole) == runtime.undecided)
+    assert runtime.counted == 2 * any(name.endswith("penalty") for name in options)
 
 
 def test_a_stop_token_ends_a_text_and_is_not_run(model, alone):

@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
+from granite4_neuron.ops.sampling import Logprobs
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
     FROM_DEVICE,
@@ -56,16 +57,21 @@ class DecodedOnDevice(NamedTuple):
     chosen: waits for the token of each row of the graph and returns them, [entries].
     entries: each row's entry in both.
     to_host: copies a tensor to the host.
+    reported: returns the rows' reports; None if there are none.
     """
 
     by_entry: torch.Tensor
     chosen: Callable[[], torch.Tensor]
     entries: Sequence[int]
     to_host: Callable[[torch.Tensor], torch.Tensor]
+    reported: Callable[[], Sequence[Logprobs | None]] | None = None
 
     def tokens(self) -> Sequence[int]:
         chosen = self.chosen().tolist()
         return [chosen[entry] for entry in self.entries]
+
+    def reports(self) -> Sequence[Logprobs | None]:
+        return [None] * len(self.entries) if self.reported is None else self.reported()
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """A single row is copied alone."""

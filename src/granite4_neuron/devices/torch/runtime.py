@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,10 @@ import torch.distributed
 from torch import nn
 from transformers import GenerationConfig
 
-from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
+from granite4_neuron.config.choices import NO_ADAPTERS, NO_CHOICES, NO_HIDDEN_STATES
 from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.torch_device import CPU
+from granite4_neuron.devices.cuda.choices import FOUND, IS_CHOSEN, ChoiceTables, reports_of
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
@@ -40,7 +41,7 @@ from granite4_neuron.devices.graphs.runtime import (
     decode_inputs,
     graph_inputs,
 )
-from granite4_neuron.devices.graphs.topk import TEMPERATURE, draws_of
+from granite4_neuron.devices.graphs.topk import draws_of
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import Compiler, compile_apart, find_compiler, use_device
 from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device, kv_write_of
@@ -57,7 +58,7 @@ from granite4_neuron.devices.torch.step_functions import (
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Operators
-from granite4_neuron.ops.sampling import Choice
+from granite4_neuron.ops.sampling import Choice, Logprobs
 from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import Multiples
@@ -130,7 +131,9 @@ class TorchRuntime(GraphRuntime):
             experts_decode = experts_decode or "kernel"
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
-        self._draw = operators.draw
+        self._draw, self._choose = operators.draw, operators.choose
+        if self._choose is None:
+            self.cannot = {**self.cannot, "choices": NO_CHOICES}
         super().__init__(
             model,
             operators,
@@ -189,7 +192,9 @@ class TorchRuntime(GraphRuntime):
             for count in reversed(self.row_counts(state.num_sequences)):  # the largest graph reserves memory for all
                 rows = nothing[:count]
                 decoded = self._run_decode_and_choose(state, decode_inputs(rows), kv_length)
-                if self._draw:
+                if self._choose:
+                    self._run_choose(state, rows, *decoded[:2])
+                elif self._draw:
                     self._run_draw(state, [None] * count, *decoded)
                 for tokens in buckets_up_to(verified_tokens, VERIFY_BUCKETS):
                     inputs = graph_inputs(rows, tokens)
@@ -249,12 +254,14 @@ class TorchRuntime(GraphRuntime):
         if not fitting:
             try:
                 state = super()._allocate(num_sequences, length)
+                tables = ChoiceTables(num_sequences, self.config.vocab_size, self.device) if self._choose else None
             except torch.OutOfMemoryError:
                 raise UserError(
                     f"{self.device} has no room for the state of {num_sequences:,} sequences of up to {length:,} "
                     "tokens; take fewer or shorter ones."
                 ) from None
-            fitting = [_Memory(state, torch.zeros(num_sequences, dtype=torch.int32, device=self.device))]
+            chosen = torch.zeros(num_sequences, dtype=torch.int32, device=self.device)
+            fitting = [_Memory(state, chosen, tables)]
             self._memories += fitting
         return fitting[0].acquire()
 
@@ -262,12 +269,25 @@ class TorchRuntime(GraphRuntime):
     def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
         placed, entries = self._placed(rows, state)
         logits, tokens, slots = self._run_decode_and_choose(state, decode_inputs(placed), bucket_of_cache(rows, state))
-        if any(row.draw is not None for row in rows):
+        reported = None
+        if not any(row.draw is not None for row in rows):
+            chosen = self._start_copy(tokens)
+        elif self._choose:
+            answers = self._start_copy(self._run_choose(state, placed, logits, tokens))
+            chosen, reported = partial(_tokens_of, answers), partial(_reports_of, answers, rows, entries)
+        else:
+            draws = [row.draw and replace(row.draw, place=row.start + 1) for row in placed]
             draw = self._run_draw if self._draw else self._draw_on_host
-            tokens = draw(state, [row.draw for row in placed], logits, tokens, slots)
+            chosen = self._start_copy(draw(state, draws, logits, tokens, slots))
         if self._captures:  # the outputs do not outlive the next step
             logits = logits.clone()
-        return DecodedOnDevice(logits, self._start_copy(tokens), entries, self._to_host)
+        return DecodedOnDevice(logits, chosen, entries, self._to_host, reported)
+
+    @torch.no_grad()
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        if (tables := self._memory(state).tables) is not None:
+            tables.forget([row.slot for row in rows])
+        return super().step(state, rows, all_logits)
 
     def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         logits, *_ = self._run_decode_and_choose(state, inputs, kv_length)
@@ -313,16 +333,33 @@ class TorchRuntime(GraphRuntime):
             logits, tokens, slots: of `_run_decode_and_choose`.
         """
         memory = self._memory(state)
-        inputs = draws_of(draws)
+        inputs = self._to_device(draws_of(draws).float())
         looked_up = slots if len(slots) < state.num_sequences else None
+        return self._call(draw, self._draw, inputs, logits, tokens, memory.chosen, looked_up)
 
-        def run(inputs: torch.Tensor) -> torch.Tensor:
-            return self._call(draw, self._draw, inputs, logits, tokens, memory.chosen, looked_up)
+    @torch.no_grad()
+    def _run_choose(
+        self, state: HybridState, rows: Sequence[Row], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the operator that chooses tokens by all options; return the answers of `devices.cuda.choices`.
 
+        Args:
+            rows: of the graph of decode.
+            logits, tokens: of `_run_decode_and_choose`.
+        """
+        memory, choose = self._memory(state), self._choose
+        assert choose is not None and memory.tables is not None
+        tables = *memory.tables.tables, memory.chosen
+        options = memory.tables.options_of(rows)
         if not self._captures:
-            return run(self._to_device(inputs.float()))
+            return choose(self._to_device(options), logits, tokens, *tables)
+
+        def run(options: torch.Tensor) -> torch.Tensor:
+            return choose(options, logits, tokens, *tables)
+
         # It reads the outputs of the graph of decode, which keep their addresses, without a copy.
-        return self._run_captured(memory, (draw, logits.data_ptr()), run, inputs, (), TEMPERATURE)
+        addresses = logits.data_ptr(), tokens.data_ptr()
+        return self._run_captured(memory, (choose, *addresses), run, options, (), IS_CHOSEN)
 
     def _draw_on_host(
         self,
@@ -489,11 +526,13 @@ class _Memory:
     """A state's tensors, with the CUDA graphs that have their addresses.
 
     chosen: [num_sequences] in int32, the token that was last chosen for each slot.
+    tables: of how tokens are chosen, if the device does that.
     user: returns the state that has the tensors now, or None.
     """
 
     state: HybridState
     chosen: torch.Tensor
+    tables: ChoiceTables | None
     user: Callable[[], HybridState | None] = lambda: None
     captured: dict[tuple, CudaGraph] = field(default_factory=dict)
     views: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)  # `slot_views` by slot
@@ -517,6 +556,17 @@ class _Memory:
         state = copy.copy(self.state)
         self.user = weakref.ref(state)
         return state
+
+
+def _tokens_of(answers: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return answers()[:, FOUND]
+
+
+def _reports_of(
+    answers: Callable[[], torch.Tensor], rows: Sequence[Row], entries: Sequence[int]
+) -> Sequence[Logprobs | None]:
+    nums = [None if row.draw is None else row.draw.num_logprobs for row in rows]
+    return reports_of(answers()[list(entries)], nums) if any(num is not None for num in nums) else [None] * len(rows)
 
 
 def _alike(tensors: Mapping[str, torch.Tensor]) -> Sequence[Sequence[str]]:

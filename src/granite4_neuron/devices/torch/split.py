@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
+from granite4_neuron.config.choices import NO_CHOICES
 from granite4_neuron.devices.torch.rank_calls import (
     NUMBERED,
     Call,
@@ -116,6 +117,7 @@ class SplitRuntime(TorchRuntime):
             self._ranks.end_if_one_has_ended(error)
             self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
             raise
+        self.cannot = {**self.cannot, "choices": NO_CHOICES}
         self.weights_digest = partial(self._digest_of_all, self.weights_digest)
         self._numbers = itertools.count()
         # The states and verifications that are still in use, by the numbers that other ranks have for theirs.

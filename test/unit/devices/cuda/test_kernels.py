@@ -2,15 +2,20 @@
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from granite4_neuron.devices.cuda import attention, linear, mamba, sampling
+from granite4_neuron.devices.cuda.choices import FOUND, ChoiceTables, reports_of
 from granite4_neuron.devices.cuda.experts import choose_experts
 from granite4_neuron.devices.cuda.operator import LAUNCHES
-from granite4_neuron.devices.graphs.topk import draws_of, likeliest
-from granite4_neuron.ops.sampling import Choice
+from granite4_neuron.devices.graphs.topk import likeliest
+from granite4_neuron.engine.token_rules import bits_of
+from granite4_neuron.ops import sampling as definition
+from granite4_neuron.ops.sampling import Choice, Penalties
+from granite4_neuron.runtime.interface import FROM_DEVICE, UNDECIDED, Row
 from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.versions
@@ -109,13 +114,14 @@ OPTIONS = {
     "peaked": dict(temperature=1e-6),
     "top_k": dict(temperature=0.7, top_k=50),
     "the first": dict(temperature=1.0, top_k=1),
-    "most": dict(temperature=1e30, top_k=700),
+    "most": dict(temperature=1e30, top_k=200),
     "too many": dict(temperature=1.0, top_k=10**6),
     "top_p": dict(temperature=0.7, top_p=0.8),
     "a low top_p": dict(temperature=1.0, top_p=1e-9),
     "two of equal weight": dict(temperature=1e30, top_k=2),
     "min_p": dict(temperature=1.0, min_p=0.05),
     "each": dict(temperature=1.1, top_k=90, top_p=0.95, min_p=0.02),
+    "some of the first": dict(temperature=1e30, top_k=9, top_p=0.4),
 }
 
 
@@ -133,34 +139,110 @@ def logits_of_kinds(vocab_size):
     return logits
 
 
-@pytest.mark.parametrize(("vocab_size", "block"), [(1013, 256), (40, 8192)])
-def test_drawn_tokens_are_the_definitions(vocab_size, block, monkeypatch):
-    """A row that is not drawn keeps its token."""
-    monkeypatch.setattr(sampling, "_BLOCK", block)
-    logits = logits_of_kinds(vocab_size)
-    tokens = likeliest(logits)
+def bits(vocab_size, share):
+    return torch.from_numpy(bits_of(torch.rand(vocab_size).numpy() < share))
+
+
+def further_options(vocab_size, number):
+    """Return options that change which token is chosen, and reports; all of them for the last number of six."""
+    held, biased = torch.randperm(vocab_size)[: vocab_size // 2], torch.randperm(vocab_size)[: vocab_size // 2]
+    biases = biased, 6 * torch.randn(len(biased))
+    penalties = Penalties(held, torch.randint(0, 3, held.shape).float(), 0.5, 3.0, 1.2)
+    groups = [
+        {},
+        dict(num_logprobs=0),
+        dict(mask=bits(vocab_size, 0.3), num_logprobs=20),
+        dict(biases=biases, allowed=bits(vocab_size, 0.5)),
+        dict(penalties=penalties, num_logprobs=3),
+    ]
+    return groups[number % 6] if number % 6 < 5 else {name: each for group in groups for name, each in group.items()}
+
+
+def is_same(report, expected):
+    """Return whether two reports are equal bit by bit."""
+    are_equal = torch.equal(report.top, expected.top) and torch.equal(report.values, expected.values)
+    return are_equal and report[:2] == expected[:2]
+
+
+def counts_of(choice):
+    return None if choice.penalties is None else lambda: choice.penalties[:2]
+
+
+def counts_by_token(choice, vocab_size):
+    """Return the counts of `choices.Tables` for a choice with penalties."""
+    counts = torch.zeros(vocab_size, dtype=torch.int32)
+    counts[choice.penalties.tokens] = choice.penalties.counts.int() + 1
+    return counts
+
+
+def with_tokens(choice, tokens):
+    """Return a choice that counts further tokens of the sequence."""
+    if choice.penalties is None:
+        return choice
+    counts = dict(zip(choice.penalties.tokens.tolist(), choice.penalties.counts.tolist(), strict=True))
+    for token in tokens:
+        counts[token] = counts.get(token, 0) + 1
+    held = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
+    return replace(choice, penalties=choice.penalties._replace(tokens=held[0], counts=held[1]))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "sizes"),
+    [
+        (300, dict(_PART=128, _GROUPS=16, _MOST=256)),
+        (300, dict(_PART=128, _MOST=16, _BLOCK=128)),
+        pytest.param(40, {}, marks=pytest.mark.slow),
+        pytest.param(5000, {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_chosen_tokens_are_the_definitions(vocab_size, sizes, monkeypatch):
+    """So are reports. The second token follows the first before the host knows it. A row without a choice keeps its
+    token. With few tokens that may be among the top k, more of them are found than there is room for.
+    """
+    for name, value in sizes.items():
+        monkeypatch.setattr(sampling, name, value)
+    logits = logits_of_kinds(vocab_size)[[*range(6), 0]]
+    likely, slots = likeliest(logits), range(8, 1, -1)
+    tables, chosen = ChoiceTables(8, vocab_size, torch.device(DEVICE)), torch.zeros(8, dtype=torch.int32, device=DEVICE)
     for number, options in enumerate(OPTIONS.values()):
-        choices = [Choice(**options, seed=2**64 - 1 - number, place=place) for place in range(3, 8)]
-        arguments = draws_of([*choices, Choice(1.0)]), logits, tokens
-        expected = sampling.draw_tokens(*arguments)
-        found = LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments))
-        assert torch.equal(found.cpu(), expected) and found.dtype == torch.int32 and expected[-1] == -1
-    arguments = draws_of([None] * 6), logits, tokens
-    assert torch.equal(LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments)).cpu(), tokens)
+        further = [further_options(vocab_size, number + row) for row in range(6)]
+        choices = [Choice(**options, **each, seed=2**64 - 1 - row) for row, each in enumerate(further)]
+        tokens = [[3]] * 7
+        for length in (70_000, 70_001)[: 1 + (number < 3)]:
+            choices = [replace(choice, place=length + 1) for choice in choices]
+            run = [3 if length == 70_000 else FROM_DEVICE]
+            rows = [
+                Row(slot, length, run, draw=draw, counts=draw and counts_of(draw), sequence=10 * number + slot)
+                for slot, draw in zip(slots, [*choices, None], strict=True)
+            ]
+            chosen[[slot - 1 for slot in slots]] = likely.to(DEVICE)
+            arguments = [each.to(DEVICE) for each in (tables.options_of(rows), logits, likely)]
+            answers = LAUNCHES[sampling.choose_tokens](*arguments, *tables.tables, chosen).cpu()
+            counted = [with_tokens(*each) for each in zip(choices, tokens, strict=False)]
+            reports = reports_of(answers[:6], [choice.num_logprobs for choice in choices])
+            assert answers[:, FOUND].tolist() == [int(chosen[slot - 1]) for slot in slots]
+            assert answers[6, FOUND] == likely[0]
+            for row, expected in enumerate(definition.choose(list(logits[:6]), counted)):
+                if tokens[row][-1] >= 0:
+                    assert answers[row, FOUND] == max(expected.token, UNDECIDED)
+                    assert expected.logprobs is None or is_same(reports[row], expected.logprobs)
+                if tokens[row][-1] >= 0 <= expected.token and counted[row].penalties is not None:
+                    assert torch.equal(tables.tables.counts[7 - row].cpu(), counts_by_token(counted[row], vocab_size))
+            tokens = [[*before, int(token)] for before, token in zip(tokens, answers[:, FOUND], strict=True)]
 
 
-def test_the_best_token_just_beyond_top_k_is_not_drawn(monkeypatch):
-    monkeypatch.setattr(sampling, "_BLOCK", 256)
+def test_the_best_token_just_beyond_top_k_is_not_drawn():
     logits = logits_of_kinds(1013)[:2]
-    tokens = likeliest(logits)
-    for place in range(20):
-        flat = [dict(temperature=1e30, seed=seed, place=place) for seed in range(2)]
-        winners = sampling.draw_tokens(draws_of([Choice(**each) for each in flat]), logits, tokens).long()
+    for place in range(1, 21):
+        flat = [Choice(1e30, seed=seed, place=place) for seed in range(2)]
+        winners = torch.tensor([each.token for each in definition.choose(list(logits), flat)])
         ranks = (logits > logits.gather(1, winners[:, None])).sum(1).tolist()  # from 0
-        choices = [Choice(**each, top_k=max(rank, 1)) for each, rank in zip(flat, ranks, strict=True)]
-        arguments = draws_of(choices), logits, tokens
-        found = LAUNCHES[sampling.draw_tokens](*(each.to(DEVICE) for each in arguments)).cpu()
-        assert torch.equal(found, sampling.draw_tokens(*arguments))
+        choices = [replace(each, top_k=max(rank, 1)) for each, rank in zip(flat, ranks, strict=True)]
+        tables, chosen = ChoiceTables(2, 1013, torch.device(DEVICE)), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        options = tables.options_of([Row(slot, place - 1, [3], draw=each) for slot, each in enumerate(choices, 1)])
+        arguments = [each.to(DEVICE) for each in (options, logits, likeliest(logits))]
+        answers = LAUNCHES[sampling.choose_tokens](*arguments, *tables.tables, chosen)
+        assert answers[:, FOUND].tolist() == [each.token for each in definition.choose(list(logits), choices)]
 
 
 @DTYPES

@@ -9,12 +9,14 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
 from granite4_neuron.devices.cuda import (  # noqa: E402
     attention,
+    choices,
     head,
     launch,
     linear,
@@ -30,7 +32,6 @@ from granite4_neuron.devices.cuda.norms import normalize  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E402
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
-from granite4_neuron.devices.graphs import topk  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
 pytestmark = [
@@ -39,11 +40,12 @@ pytestmark = [
 ]
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
 }
 EPS = 1e-5
 # Weights, and arguments that no other kernel of a step writes.
@@ -77,11 +79,12 @@ def kind(argument):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Have launches compile kernels and not run them. Return the list of compiled kernels."""
+    """Have launches bind arguments and compile kernels, and not run them. Return the list of compiled kernels."""
     compiled = []
 
     def compile_for_gpu(kernel, *arguments, **options):
         given = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        create_function_from_signature(kernel.signature, kernel.params, make_backend(HOPPER))
         bound = kernel.signature.bind(*arguments, **given).arguments
         is_constant = {each.name: each.is_constexpr for each in kernel.params}
         constants = {name: value for name, value in bound.items() if is_constant[name] or value is None}
@@ -250,12 +253,14 @@ def test_tokens_of_several_sequences(config, compiled):
     assert len(overlapping) == 2 and not reads_before_waiting(overlapping)
 
 
-def test_drawn_tokens(compiled):
+def test_chosen_tokens(compiled):
     """No product is fused with a sum: the tokens would not be the definition's."""
-    vocab_size = 100_352
-    draws = empty(8, topk.COLUMNS, dtype=torch.float64)
-    LAUNCHES[sampling.draw_tokens](draws, float32(8, vocab_size), int32(8))
-    assert len(compiled) == 2 and not [each for each in compiled if "fma." in each.asm["ptx"]]
+    rows, vocab_size = 8, 100_352
+    options = empty(rows, choices.COLUMNS, dtype=torch.float64)
+    bits = empty(rows, 2, vocab_size // 8, dtype=torch.uint8)
+    tables = choices.Tables(empty(rows, vocab_size, dtype=torch.int32), float32(rows, vocab_size), bits, int32(rows))
+    LAUNCHES[sampling.choose_tokens](options, float32(rows, vocab_size), int32(rows), *tables, int32(rows))
+    assert len(compiled) == 7 and not [each for each in compiled if "fma." in each.asm["ptx"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str)
