@@ -31,16 +31,21 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from benchmarks.latency.bound import decode_bytes
 from benchmarks.latency.implementations import Point, random_prompts
+from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.weight_plan import formats_for
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import published_config
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.published import published_names
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph
 from granite4_neuron.devices.options import STATE_DTYPES
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Sampler, SamplingParams
+from granite4_neuron.model.causal_lm import HybridForCausalLM
+from granite4_neuron.model.parameters import EMBEDDING, HEAD
 from granite4_neuron.runtime.interface import FROM_DEVICE, Decoded, Row
 from granite4_neuron.state.sizes import sequence_bytes
 
@@ -57,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds = config.layer_types[: options.layers]
         config = replace(config, layer_types=kinds, num_hidden_layers=len(kinds))
     model = random_model(config, dtype=torch.bfloat16)
+    if options.quantize is not None:
+        _quantize(model, options.quantize, torch.device(options.device))
     state_dtype = getattr(torch, options.state_dtype)
     choices = dict(
         device=options.device,
@@ -76,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(name, f"{ms:.{digits}f}", share, f"{count.launches}", *copies)
 
     for batch_size in options.batch_size:
-        read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT, state_itemsize=state_dtype.itemsize)
+        read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT, options.quantize, state_dtype.itemsize)
         # States are written too.
         read += batch_size * sequence_bytes(config, torch.bfloat16.itemsize, state_itemsize=state_dtype.itemsize)
         size = runtime, batch_size, options.steps, max(batch_size, options.slots)
@@ -88,6 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
     print_table(table)
     return 0
+
+
+def _quantize(model: HybridForCausalLM, quantize: str, device: torch.device) -> None:
+    """Quantize a model as `checkpoint.loading.load_model` does."""
+    for name, format in formats_for(model, quantize).items():
+        weight = model.get_parameter(name if name != HEAD else EMBEDDING)
+        set_parameter(model, name, format.quantize(weight.to(device)).to(torch.device("cpu")))
+    model.tie_weights()
 
 
 @dataclass
@@ -228,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="the model's first N layers (default: all)")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="quantize the large weights (default: none)")
     parser.add_argument("--batch-invariant", action="store_true", default=None, help="as for generate")
     parser.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32", help="as for generate")
     parser.add_argument("--slots", type=at_least(1), default=1, metavar="N", help="of a state, if more than sequences")

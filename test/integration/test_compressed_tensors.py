@@ -199,7 +199,10 @@ class TestCommands:
             (["check"], "are in compressed-tensors; check the original with --quantize"),
             (["generate", "A", "--quantize", "int4"], "are in compressed-tensors; int4 is made from the original"),
             (["evaluate", str(LICENSE), "--compare", "int8"], "in compressed-tensors; --compare needs the original"),
-            (["generate", "A", "--backend", "xla"], "compressed-tensors weights are for the backend cpu; xla runs"),
+            (
+                ["generate", "A", "--backend", "xla"],
+                "compressed-tensors weights are for the backend cpu, some for a GPU; xla",
+            ),
         ],
     )
     def test_commands_refuse_what_they_cannot_do(self, command, words, folder, capsys):

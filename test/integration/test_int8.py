@@ -163,7 +163,7 @@ class TestRefusals:
     def test_other_backends_and_splits_refuse_int8(self, random_checkpoints, texting_folder):
         for backend in ("xla", "nxdi"):
             compiled = "graphs" if backend == "nxdi" else None
-            with pytest.raises(UserError, match=f"int8 weights are for the backend cpu; {backend}"):
+            with pytest.raises(UserError, match=f"int8 weights are for the backend cpu, some for a GPU; {backend}"):
                 load(texting_folder, backend=backend, compiled=compiled, quantize="int8")
         with pytest.raises(UserError, match="int8 weights cannot be split over 2 ranks"):
             load_model(texting_folder, parallel=Parallel(0, 2), quantize="int8")

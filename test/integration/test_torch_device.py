@@ -467,7 +467,7 @@ class TestCommands:
             (("--backend", "torch", "--device", "neuron"), "needs the torch-neuronx of Neuron SDK 2.33"),
             (("--backend", "torch", "--graphs", "0"), "graphs is '0'; it must be one of layer, model, or a number of"),
             (("--device", "cuda"), "belong to the backend torch"),
-            (("--backend", "torch", "--quantize", "int8"), "int8 weights are for the backend cpu"),
+            (("--backend", "torch", "--quantize", "int8"), "some for a GPU; torch on cpu runs the original"),
             (("--backend", "xla", "--state-dtype", "bfloat16"), "SSM states in 16 bits are for"),
         ],
     )

@@ -5,11 +5,13 @@ On a GPU test_torch_device.py checks this and more.
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cuda.attention import attend_tokens
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
@@ -24,12 +26,15 @@ from granite4_neuron.devices.cuda.sampling import choose_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
 from granite4_neuron.devices.torch import runtime as torch_device
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.model.parameters import EMBEDDING, HEAD
 from granite4_neuron.runtime.interface import Row
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import nemotron_config, small_config
 from test.support.engines import engine_model
-from test.support.graph_contract import FEW_LAYERS, STEPS, check_tokens_by_all_options, run_steps
+from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, check_tokens_by_all_options, run_steps
+from test.support.quantizing import quantize_model
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_token_kernels import products_of_bfloat16
 
@@ -83,6 +88,27 @@ def test_logits(family, sequences, kernels):
         experts |= {operators.activate_experts, operators.add_feed_forward}
     prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_prompt, multiply_by_experts}
     assert mixers | experts | prompts | {operators.add_product, score_tokens} <= kernels
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
+def test_quantized_weights(format, sequences, family, kernels, monkeypatch):
+    """Logits are those of a model whose weights are the numbers that the quantized ones stand for. The first layer is
+    not quantized, and has graphs of its own.
+    """
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], formats=DEVICES["cuda"].formats))
+    config = CONFIGS[family]()
+    quantized, dense = random_model(config), random_model(replace(config, tie_word_embeddings=False))
+    dense.load_state_dict(quantized.state_dict())
+    for name in quantize_model(quantized, format, keep=[0]):
+        weight = quantized.get_submodule(name.removesuffix(".weight")).weight.dequantize(torch.float32)
+        for same in {name, HEAD} if name == EMBEDDING else {name}:
+            set_parameter(dense, same, weight)
+    steps = [[(1, 20)], [(1, 1)]] if sequences == 1 else STEPS[:3]
+    expected, ours = (run_steps(LAYER.make(model, BUCKETS), steps, sequences, 200) for model in (dense, quantized))
+    for mine, other in zip(ours, expected, strict=True):
+        assert (mine - other).abs().max() <= LAYER.tolerance
 
 
 @pytest.mark.exhaustive

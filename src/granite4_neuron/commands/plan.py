@@ -62,6 +62,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         choices=QUANTIZATIONS,
         help="memory: count the weights in this format. No backend for Neuron computes with such weights yet",
     )
+    planner.add_argument(
+        "--gpu-memory",
+        type=number_in(1, 10_000),
+        metavar="GIB",
+        help="plan one GPU with this memory in GiB instead (--backend torch --device cuda); needs --model",
+    )
     add_ranks_and_sequences(planner, tp_degree=4)
     planner.add_argument(
         "--context",
@@ -115,6 +121,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     has_traffic = options.traffic is not None or options.rate is not None
     _check_questions(options, has_traffic)
+    if options.gpu_memory is not None:
+        return _plan_gpu(options)
     if options.latency:
         return _plan_latency(options)
     if has_traffic:
@@ -145,6 +153,38 @@ def _check_questions(options: argparse.Namespace, has_traffic: bool) -> None:
 def _refuse(names: Sequence[str], why: str) -> None:
     if names:
         raise UserError(f"--{names[0].replace('_', '-')} {why}")
+
+
+def _plan_gpu(options: argparse.Namespace) -> int:
+    """Print what a model needs of a GPU's memory."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from granite4_neuron.planning.gpu import LIBRARIES, gpu_plan
+
+    if options.model is None:
+        raise UserError("--gpu-memory needs --model: say which model.")
+    if options.latency or options.traffic is not None or options.rate is not None:
+        raise UserError("--gpu-memory is about memory; leave out --latency, --traffic and --rate.")
+    config, stored_dtype = config_and_dtype(options.model)
+    context = config.max_position_embeddings if options.context is None else options.context
+    dtype = dtype_of(options.dtype or stored_dtype)
+    planned = gpu_plan(config, dtype, options.quantize, options.batch_size, context)
+    table = Table("on the GPU", "GiB")
+    in_format = "" if options.quantize is None else f" in {options.quantize}"
+    table.title = f"{escape(options.model)}{in_format}"
+    table.add_row("weights", _gibibytes(planned.weights))
+    table.add_row(f"Mamba state of {options.batch_size}", _gibibytes(planned.states))
+    table.add_row(f"KV cache of {options.batch_size} x {context:,} tokens", _gibibytes(planned.cache))
+    table.add_row("graphs of prompts, estimated", _gibibytes(planned.steps))
+    table.add_row("libraries and kernels, estimated", _gibibytes(LIBRARIES))
+    fits = planned.total <= options.gpu_memory * 2**30
+    write(
+        f"It {'fits' if fits else 'does not fit'}: by estimate it needs {_gibibytes(planned.total)} of "
+        f"{options.gpu_memory:g} GiB."
+    )
+    print_table(table)
+    return 0 if fits else EXIT_DOES_NOT_FIT
 
 
 def _plan_latency(options: argparse.Namespace) -> int:

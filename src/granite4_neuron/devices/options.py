@@ -1,6 +1,6 @@
 """Options of several backends."""
 
-from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFILL_SCANS
+from granite4_neuron.config.choices import DECODE_KERNELS, EXPERTS_DECODE, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.runtime.declaration import Option
 
@@ -55,6 +55,14 @@ STATE_DTYPE = Option(
     is_dtype=True,
     everywhere="float32",
     changes_numbers=False,  # the dtype of the state itself is compared
+)
+QUANTIZE = Option(
+    "quantize",
+    "for the cpu backend, and --backend torch on a GPU: hold the large weights in this format; lossless12, for the cpu "
+    "backend only, has the numbers of bfloat16 (default: as stored)",
+    "{value} weights are for the backend cpu, some for a GPU; {backend} runs the original in its dtype.",
+    choices=QUANTIZATIONS,
+    changes_numbers=False,  # it changes the weights
 )
 ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)
 # Of backends that compile graphs.

@@ -14,6 +14,7 @@ class TorchDevice:
     compiler, graphs, kv_write: defaults of the options with these names.
     communication: the backend of torch.distributed that joins several.
     long_prompts: lengths of prompts that have graphs by default, besides those of all devices.
+    formats: of quantized weights that its kernels read.
     keeps_snapshots: whether snapshots stay in its memory; otherwise they are in the host's.
     has_row_counts: whether decode, verification and commit have graphs for fewer rows than a state has slots.
     why_missing: returns a sentence that says why this machine has none, or None if it may have one.
@@ -25,6 +26,7 @@ class TorchDevice:
     kv_write: str = "index"
     communication: str = "gloo"
     long_prompts: tuple[int, ...] = ()
+    formats: tuple[str, ...] = ()
     keeps_snapshots: bool = False
     has_row_counts: bool = False
     why_missing: Callable[[], str | None] = lambda: None

@@ -21,7 +21,7 @@ from granite4_neuron.model.mtp import MultiTokenPrediction
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.model.stack import LayersAsOne, LayerStack
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import CompactWeight, Operators, Weight, is_quantized
+from granite4_neuron.ops import CompactWeight, Operators, QuantizedWeight, Weight, is_quantized
 from granite4_neuron.ops.operators import Pack
 from granite4_neuron.state.hybrid_state import HybridState
 
@@ -175,6 +175,9 @@ class BindableModel(Module):
             module._buffers = {
                 name: value if value is None else value.to(device) for name, value in module._buffers.items()
             }
+        for matrix in self.matrices().values():
+            if isinstance(matrix.weight, QuantizedWeight):
+                matrix.set_compact_weight(matrix.weight.to(device))
         self.tie_weights()
 
     def _put_inputs_first(self, operators: Operators) -> None:

@@ -29,7 +29,15 @@ from granite4_neuron.ops.quantization import embedding, linear
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selective_state_step import selective_state_step
 from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
-from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, as_tensor, is_quantized
+from granite4_neuron.ops.weight import (
+    CompactWeight,
+    Format,
+    QuantizedWeight,
+    Weight,
+    as_tensor,
+    format_of,
+    is_quantized,
+)
 
 __all__ = [
     "FORMATS",
@@ -50,6 +58,7 @@ __all__ = [
     "cached_attention",
     "causal_conv1d",
     "embedding",
+    "format_of",
     "fused_experts",
     "is_quantized",
     "linear",

@@ -143,6 +143,10 @@ class QuantizedWeight:
         values, scales = (places[name].copy_(tensor) for name, tensor in self.tensors().items())
         return QuantizedWeight(self.format, values, scales, self.shape)
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Copy it to a device, unless it is there."""
+        return QuantizedWeight(self.format, self.values.to(device), self.scales.to(device), self.shape)
+
     def expert(self, number: int) -> QuantizedWeight:
         return QuantizedWeight(self.format, self.values[number], self.scales[number], self.shape[1:])
 
@@ -155,6 +159,11 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
 def as_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor as it is, and dequantize anything else to dtype, for products in plain torch."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize(dtype)
+
+
+def format_of(weight: Weight) -> Format | None:
+    """Return the format of a matrix; None if it is not quantized."""
+    return None if isinstance(weight, torch.Tensor) else weight.format
 
 
 def is_quantized(weight: Weight) -> bool:

@@ -1,7 +1,7 @@
 """Options of the backend cpu."""
 
-from granite4_neuron.config.choices import CPU_KERNELS, FOLDER_VARIABLE, MERGE_INSTEAD, QUANTIZATIONS
-from granite4_neuron.devices.options import ARITHMETIC, STATE_DTYPE
+from granite4_neuron.config.choices import CPU_KERNELS, FOLDER_VARIABLE, MERGE_INSTEAD
+from granite4_neuron.devices.options import ARITHMETIC, QUANTIZE, STATE_DTYPE
 from granite4_neuron.runtime.declaration import Option
 
 _BELONGS = "tuned launch parameters and CPU kernels belong to the backend cpu; the others have none."
@@ -25,14 +25,7 @@ OPTIONS = (
         metavar="DIR",
         changes_numbers=False,  # the runtime tells the one parameter that does
     ),
-    Option(
-        "quantize",
-        "for the cpu backend: hold the large weights in this format; lossless12 has the numbers of bfloat16 (default: "
-        "as stored)",
-        "{value} weights are for the backend cpu; {backend} runs the original in its dtype.",
-        choices=QUANTIZATIONS,
-        changes_numbers=False,  # it changes the weights
-    ),
+    QUANTIZE,
     Option(
         "cache_weights",
         "for the cpu backend: keep the weights as they lie in memory in this folder, and read them from there at the "

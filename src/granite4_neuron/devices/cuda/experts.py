@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.devices.cuda import products
-from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
+from granite4_neuron.devices.cuda import fused_moe, products
 from granite4_neuron.devices.cuda.linear import multiply_rows
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import parts_of
 from granite4_neuron.devices.graphs.topk import topk_softmax as topk_softmax_in_order
-from granite4_neuron.ops import moe
+from granite4_neuron.ops import Weight, moe
 
 # Up to this many tokens each token is a product of its own: they are so few that the router's weight is read once.
 _FEW_TOKENS = 16
@@ -36,22 +36,23 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
 
 def fused_experts(
     hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: Weight,
+    w2: Weight,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `ops.fused_experts` of unquantized weights, which are read in place."""
+    """Compute `ops.fused_experts`; weights are read in place."""
     is_one = len(hidden_states) == 1
-    return (_chosen_experts if is_one else multiply_by_experts)(hidden_states, w1, w2, topk_weights, topk_ids)
+    return (_chosen_experts if is_one else fused_moe.fused_experts)(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
 def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
     ids, is_gated = topk_ids.flatten(), w1.shape[1] != w2.shape[2]
-    activated = multiply_rows(hidden_states, w1, ids, is_gated)
+    (first, first_scales), (second, second_scales) = parts_of(w1), parts_of(w2)
+    activated = multiply_rows(hidden_states, first, ids, is_gated, first_scales)
     if not is_gated:
         activated = moe.relu2(activated)
-    y = multiply_rows(activated, w2, ids, False)
+    y = multiply_rows(activated, second, ids, False, second_scales)
     return (y.view(*topk_ids.shape, -1) * topk_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 

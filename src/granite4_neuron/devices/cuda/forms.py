@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from granite4_neuron.devices.cuda.token_operators import TokenOperators
+from granite4_neuron.devices.cuda.weights import parts_of
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import Weight
+from granite4_neuron.ops import Weight, format_of
 from granite4_neuron.ops.layer_weights import MambaWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
 
@@ -30,6 +33,8 @@ class TokenLayer(DecoderLayer):
             output = layer.mamba.out_proj if layer.is_mamba else layer.self_attn.o_proj
             if output.bias is not None:
                 return "they take no biases of projections"
+        if any(len(set(map(format_of, together))) > 1 for together in _multiplied_together(layer)):
+            return "weights that a kernel multiplies together are in several formats"
         return why_not_fusible(layer.input_layernorm)
 
     def forward(
@@ -94,8 +99,9 @@ class TokenLayer(DecoderLayer):
         weights = self.mamba_weights()
         mixer = weights.mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths, step.looked_up
-        weight, num_heads = _dense(weights.in_proj), len(mixer.dt_bias)
-        inputs = operators.mixer_inputs(x, weights.norm, weight, *convolution, num_heads=num_heads, eps=weights.eps)
+        values, scales = parts_of(weights.in_proj)
+        arguments = x, weights.norm, values, *convolution, scales
+        inputs = operators.mixer_inputs(*arguments, num_heads=len(mixer.dt_bias), eps=weights.eps)
         head_params = mixer.dt_bias, mixer.A_log, mixer.D
         recurrence = *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit, step.looked_up
         gated = operators.advance_mixer(inputs, *recurrence, step.starts, self._stream(state))
@@ -109,7 +115,8 @@ class TokenLayer(DecoderLayer):
         """
         weights = self.mamba_weights()
         mixer = weights.mixer
-        projected = operators.project(x, weights.norm, _dense(weights.in_proj), weights.eps)
+        values, scales = parts_of(weights.in_proj)
+        projected = operators.project(x, weights.norm, values, weights.eps, scales)
         projected = projected.view(*step.positions.shape, -1)
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias), step.looked_up)
@@ -133,7 +140,8 @@ class TokenLayer(DecoderLayer):
         norm: torch.Tensor | None = weights.gated_norm
         if (groups := weights.mixer.n_groups) > 1:
             gated, norm = self.operators.rms_norm(gated, weights.gated_norm, weights.eps, groups), None
-        return operators.add_product(x, gated, norm, _dense(weights.out_proj), weights.residual_multiplier, weights.eps)
+        values, scales = parts_of(weights.out_proj)
+        return operators.add_product(x, gated, norm, values, weights.residual_multiplier, weights.eps, scales)
 
     def _attention(
         self,
@@ -144,25 +152,34 @@ class TokenLayer(DecoderLayer):
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
         weights = self.attention_weights()
-        matrices = _dense(weights.q_proj), _dense(weights.k_proj), _dense(weights.v_proj)
+        matrices = weights.q_proj, weights.k_proj, weights.v_proj
         widths = [matrix.shape[0] for matrix in matrices]
-        projected = operators.project_heads(x, weights.norm, *matrices, weights.eps)
+        (query, query_scales), (key, key_scales), (value, value_scales) = map(parts_of, matrices)
+        scales = query_scales, key_scales, value_scales
+        projected = operators.project_heads(x, weights.norm, query, key, value, weights.eps, *scales)
         parts = projected.view(*step.positions.shape, -1).split(widths, 2)
         output = self.self_attn.attend(parts, step, state, rotary)
-        product = None, _dense(weights.o_proj), weights.residual_multiplier, weights.eps
+        output_values, output_scales = parts_of(weights.o_proj)
+        product = None, output_values, weights.residual_multiplier, weights.eps, output_scales
         return operators.add_product(x, output.flatten(0, 1), *product)
 
     def _feed_forward(self, operators: TokenOperators, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         weights = self.feed_forward_weights()
         norm, eps, alpha = weights.norm, weights.eps, weights.residual_multiplier
-        first, second = _dense(weights.input), _dense(weights.output)
+        (first, first_scales), (second, second_scales) = parts_of(weights.input), parts_of(weights.output)
         if weights.router is None:
-            activated = operators.activate(x, norm, first, eps)
-            return operators.add_product(x, activated, None, second, alpha, eps)
-        w1, w2 = _dense(weights.expert_input), _dense(weights.expert_output)
-        normed, logits = operators.route(x, norm, _dense(weights.router), eps)
-        activated, chosen = operators.activate_experts(normed, first, w1, logits, lengths, weights.top_k)
-        return operators.add_feed_forward(x, activated, second, chosen, w2, logits, lengths, alpha)
+            activated = operators.activate(x, norm, first, eps, first_scales)
+            return operators.add_product(x, activated, None, second, alpha, eps, second_scales)
+        assert weights.expert_input is not None and weights.expert_output is not None  # as there is a router
+        router, _ = parts_of(weights.router)  # which is never quantized
+        (w1, w1_scales), (w2, w2_scales) = parts_of(weights.expert_input), parts_of(weights.expert_output)
+        normed, logits = operators.route(x, norm, router, eps)
+        activated, chosen = operators.activate_experts(
+            normed, first, w1, logits, lengths, weights.top_k, first_scales, w1_scales
+        )
+        return operators.add_feed_forward(
+            x, activated, second, chosen, w2, logits, lengths, alpha, second_scales, w2_scales
+        )
 
     def _ungated_feed_forward(self, operators: TokenOperators, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer's definition; only the router has a kernel for few tokens."""
@@ -170,14 +187,21 @@ class TokenLayer(DecoderLayer):
         if experts is None:
             outputs = [self.shared_mlp(norm(x))]
         else:
-            normed, logits = operators.route(x, norm.weight, _dense(experts.router.layer.weight), norm.eps)
+            router, _ = parts_of(experts.router.layer.weight)
+            normed, logits = operators.route(x, norm.weight, router, norm.eps)
             outputs = [self.shared_mlp(normed), experts.multiply(normed, logits)]
         for output in outputs:
             x = self.operators.residual_add(x, output, self.residual_multiplier)
         return x
 
 
-def _dense(weight: Weight | None) -> torch.Tensor:
-    """Return a weight, which is not quantized: nothing is on a GPU."""
-    assert isinstance(weight, torch.Tensor)
-    return weight
+def _multiplied_together(layer: DecoderLayer) -> Iterator[Sequence[Weight]]:
+    """Return the matrices of a layer that one kernel multiplies."""
+    if layer.has_mixer and not layer.is_mamba:
+        attention = layer.attention_weights()
+        yield attention.q_proj, attention.k_proj, attention.v_proj
+    if layer.has_feed_forward and layer.block_sparse_moe is not None:
+        weights = layer.feed_forward_weights()
+        assert weights.expert_input is not None and weights.expert_output is not None  # as there are experts
+        yield weights.input, weights.expert_input
+        yield weights.output, weights.expert_output

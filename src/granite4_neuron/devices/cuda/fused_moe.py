@@ -17,13 +17,23 @@ from granite4_neuron.devices.cuda.products import (
     tile_options,
 )
 from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
-from granite4_neuron.ops import moe
+from granite4_neuron.devices.cuda.weights import dense, load_numbers, parts_of, rows_from, width_of
+from granite4_neuron.ops import Weight, moe
 
 _BLOCK_OF_CHOICES = 4096
 _BLOCK_OF_SUMS = 1024
 # (BLOCK_M, rows of weights, num_warps, num_stages), as in `products`. The first two were the fastest on an H200 with
 # 2,048 and 8,192 tokens of h-tiny, and with 512; the large one is for experts that have enough choices on average.
 _LARGE_TILE, _TILE, _TILE_OF_FLOAT32 = (128, 256, 8, 4), (64, 256, 4, 4), (64, 64, 4, 2)
+_TILE_OF_QUANTIZED = 64, 256, 8, 3
+
+
+def fused_experts(
+    hidden_states: torch.Tensor, w1: Weight, w2: Weight, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """Compute `ops.fused_experts`."""
+    (first, first_scales), (second, second_scales) = parts_of(w1), parts_of(w2)
+    return multiply_by_experts(hidden_states, first, second, topk_weights, topk_ids, first_scales, second_scales)
 
 
 @operator()
@@ -33,8 +43,12 @@ def multiply_by_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    w1_scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `ops.fused_experts`."""
+    w1 = dense(w1, w1_scales, hidden_states.shape[1], hidden_states.dtype)
+    w2 = dense(w2, w2_scales, width_of(w1, w2), hidden_states.dtype)
     return moe.fused_experts(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
@@ -49,10 +63,12 @@ def _launch_multiply_by_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    w1_scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     x, topk_ids, topk_weights = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     tokens, top_k = topk_ids.shape
-    num_experts, hidden, width = w2.shape
+    (num_experts, hidden, _), width = w2.shape, width_of(w1, w2)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     choices = torch.empty(num_experts, tokens, dtype=torch.int32, device=x.device)
     _sort_choices_kernel[num_experts,](
@@ -61,20 +77,24 @@ def _launch_multiply_by_experts(
     activated = x.new_empty(topk_ids.numel(), width)
     y = x.new_empty(topk_ids.numel(), hidden)
     first_is_gated = w1.shape[1] != width
-    for rows, weight, outputs, is_gated in ((x, w1, activated, first_is_gated), (activated, w2, y, False)):
+    for rows, weight, scales, outputs, is_gated in (
+        (x, w1, w1_scales, activated, first_is_gated),
+        (activated, w2, w2_scales, y, False),
+    ):
         if rows is activated and not first_is_gated:
             activated.copy_(moe.relu2(activated))
         num_weights = 1 + is_gated
-        options = tile_options(x, *_tile(x, topk_ids.numel() / num_experts), num_weights)
+        options = tile_options(x, *_tile(x, topk_ids.numel() / num_experts, scales is not None), num_weights)
         # At least as many blocks of choices as the experts can need.
         blocks = topk_ids.numel() // options["BLOCK_M"] + min(num_experts, topk_ids.numel())
         tiles_n = triton.cdiv(outputs.shape[1], options["BLOCK_N"])
         matrices = weight.contiguous().view(num_experts * num_weights, *outputs.shape[1:], -1)
-        if by_descriptors := has_descriptors(matrices):
+        if by_descriptors := scales is None and has_descriptors(matrices):
             matrices = TensorDescriptor.from_tensor(matrices, [num_weights, options["BLOCK_N"], options["BLOCK_K"]])
         _multiply_choices_kernel[blocks * tiles_n,](
             rows,
             matrices,
+            scales,
             counts,
             choices,
             outputs,
@@ -99,9 +119,11 @@ def _launch_multiply_by_experts(
 register_launch(multiply_by_experts, _launch_multiply_by_experts)
 
 
-def _tile(x: torch.Tensor, choices_per_expert: float) -> tuple[int, int, int, int]:
+def _tile(x: torch.Tensor, choices_per_expert: float, is_quantized: bool) -> tuple[int, int, int, int]:
     if x.itemsize > 2:
         return _TILE_OF_FLOAT32
+    if is_quantized:
+        return _TILE_OF_QUANTIZED
     return _LARGE_TILE if choices_per_expert >= _LARGE_TILE[0] else _TILE
 
 
@@ -131,6 +153,7 @@ def _sort_choices_kernel(topk_ids, counts, choices, num_choices, tokens, BLOCK: 
 def _multiply_choices_kernel(
     rows,
     weight,
+    scales,
     counts,
     choices,
     y,
@@ -156,6 +179,7 @@ def _multiply_choices_kernel(
         rows: [choices / CHOICES_PER_ROW, K].
         weight: [EXPERTS * NUM_WEIGHTS, N, K]: gate and up of each expert, or one weight. With BY_DESCRIPTORS a tensor
             descriptor.
+        scales: of a quantized weight, whose tiles are dequantized; else None.
         counts, choices: as `_sort_choices_kernel` writes them.
         y: [choices, N].
     """
@@ -181,6 +205,16 @@ def _multiply_choices_kernel(
                 tile = load_columns(row_ptrs + offs_k[None], start, offs_k[None], K, BLOCK_K)
                 weights = weight.load([expert * NUM_WEIGHTS, pid_n * BLOCK_N, start])
                 weights = weights.reshape([NUM_WEIGHTS * BLOCK_N, BLOCK_K])
+                acc = tl.dot(tile, tl.trans(weights), acc, input_precision=PRECISION)
+        elif scales is not None:
+            of_expert = rows_from((weight, scales), expert.to(tl.int64) * (NUM_WEIGHTS * N), K)
+            offs_w = tl.arange(0, NUM_WEIGHTS * BLOCK_N)
+            offs_w = offs_w // BLOCK_N * N + pid_n * BLOCK_N + offs_w % BLOCK_N
+            acc = tl.zeros([BLOCK_M, NUM_WEIGHTS * BLOCK_N], tl.float32)
+            offs_k = tl.arange(0, BLOCK_K)
+            for start in range(0, K, BLOCK_K):
+                tile = load_columns(row_ptrs + offs_k[None], start, offs_k[None], K, BLOCK_K)
+                weights = load_numbers(of_expert, offs_w, NUM_WEIGHTS * N, start, K, BLOCK_K, tile.dtype)
                 acc = tl.dot(tile, tl.trans(weights), acc, input_precision=PRECISION)
         else:
             weight += expert.to(tl.int64) * (NUM_WEIGHTS * N * K)

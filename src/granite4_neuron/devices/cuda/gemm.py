@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.devices.cuda.gemv import load_tile, load_vector, rms_norm
+from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import load_numbers, rows_from, stored
 
 _NUM_WARPS_OF_NORM = 8
 _MOST_OF_A_PROGRAM = 32  # vectors
@@ -28,13 +29,13 @@ def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> dict[str, bool
     """Return the options of a product's launch: M, BLOCK_M, K, BLOCK_N, BLOCK_K and those of `launch_options`.
 
     Args:
-        x: [M, K], in the weight's dtype.
+        x: [M, K].
         n: outputs of a vector in all programs.
         num_weights: weights from each of which a program reads BLOCK_N rows: 2 for gate and up.
     """
     batch, columns = x.shape
     block_n, num_bytes, num_warps, num_stages = _config(n, batch, num_weights)
-    block_m, block_k = padded_batch(batch), min(num_bytes // x.itemsize, max(16, triton.next_power_of_2(columns)))
+    block_m, block_k = padded_batch(batch), min(num_bytes // x.itemsize, max(32, triton.next_power_of_2(columns)))
     if x.is_cuda:
         device = torch.cuda.get_device_properties(x.device)
         memory = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -89,13 +90,19 @@ def _rms_norm_kernel(x, weight, y, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, 
     tl.store(y + pid_m * K + offs_k[None], values.to(y.dtype.element_ty), (offs_k < K)[None])
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
-    """Multiply x [M, K] with a weight [N, K] and write the products to y [M, N], rounded to the weight's dtype and then
-    divided by `scaling`, if any. Return y.
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    y: torch.Tensor,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Multiply x [M, K] with a weight [N, K] and write the products to y [M, N], rounded to x's dtype and then divided
+    by `scaling`, if any. Return y.
     """
     options = gemm_config(x, len(weight))
     programs = triton.cdiv(len(weight), options["BLOCK_N"])
-    _multiply_kernel[gemm_grid(len(x), programs)](x, weight, y, scaling, N=len(weight), **options)
+    _multiply_kernel[gemm_grid(len(x), programs)](x, stored(weight, scales), y, scaling, N=len(weight), **options)
     return y
 
 
@@ -118,8 +125,8 @@ def _multiply_kernel(
     Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
     Args:
-        x: [M, K] in weight's dtype.
-        weight: [N, K].
+        x: [M, K].
+        weight: [N, K], `weights.stored`.
         y: [M, N].
         scaling: the divisor of outputs, in float32; or None.
     """
@@ -128,7 +135,7 @@ def _multiply_kernel(
     offs_m = rows_of_program(M, BLOCK_M)
     mask_m = offs_m < M
     gdc_wait(USE_GDC)
-    outputs = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
+    outputs = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(x.dtype.element_ty)
     if scaling is not None:
         outputs = outputs.to(tl.float32) / scaling
     offs = offs_m[None].to(tl.int64) * N + offs_n[:, None]
@@ -155,27 +162,28 @@ def gemm(weight, offs_n, N, x, offs_m, mask_m, K: tl.constexpr, BLOCK_K: tl.cons
     """Multiply rows of a weight [N, K] with rows of x [.., K]: [BLOCK_N, BLOCK_M] in float32.
 
     Args:
+        weight: `weights.stored`.
         offs_n: [BLOCK_N].
         offs_m, mask_m: [BLOCK_M], the rows of x, and whether each exists; the result is zero for a row that does not.
     """
     acc = tl.zeros([offs_n.shape[0], offs_m.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        tile = load_tile(weight, offs_n, N, offs_k, K)
-        acc = tl.dot(tile, _load_columns(x, offs_m, mask_m, offs_k, K), acc, input_precision="ieee")
+        tile = load_numbers(weight, offs_n, N, start, K, BLOCK_K, x.dtype.element_ty)
+        columns = _load_columns(x, offs_m, mask_m, start + tl.arange(0, BLOCK_K), K)
+        acc = tl.dot(tile, columns, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def gemm_gate_up(weight, offs_n, N, x, offs_m, mask_m, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Do the same as `gemm` with the gate and the up rows of a weight [2 * N, K]: two of [BLOCK_N, BLOCK_M]."""
+    up_weight = rows_from(weight, N, K)
     acc_gate = tl.zeros([offs_n.shape[0], offs_m.shape[0]], tl.float32)
     acc_up = tl.zeros([offs_n.shape[0], offs_m.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        gate = load_tile(weight, offs_n, N, offs_k, K)
-        up = load_tile(weight + N * K, offs_n, N, offs_k, K)
-        columns = _load_columns(x, offs_m, mask_m, offs_k, K)
+        gate = load_numbers(weight, offs_n, N, start, K, BLOCK_K, x.dtype.element_ty)
+        up = load_numbers(up_weight, offs_n, N, start, K, BLOCK_K, x.dtype.element_ty)
+        columns = _load_columns(x, offs_m, mask_m, start + tl.arange(0, BLOCK_K), K)
         acc_gate = tl.dot(gate, columns, acc_gate, input_precision="ieee")
         acc_up = tl.dot(up, columns, acc_up, input_precision="ieee")
     return acc_gate, acc_up

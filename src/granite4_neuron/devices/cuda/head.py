@@ -6,27 +6,34 @@ import torch
 
 from granite4_neuron.devices.cuda.gemm import multiply
 from granite4_neuron.devices.cuda.operator import operator, register_launch
-from granite4_neuron.ops import head
+from granite4_neuron.devices.cuda.weights import dense, parts_of
+from granite4_neuron.ops import Weight, head
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Compute `ops.logits` of unquantized weights."""
-    return score_tokens(x.reshape(-1, x.shape[-1]), weight, scaling).view(*x.shape[:-1], -1)
+def logits(x: torch.Tensor, weight: Weight, scaling: float) -> torch.Tensor:
+    """Compute `ops.logits`."""
+    values, scales = parts_of(weight)
+    return score_tokens(x.reshape(-1, x.shape[-1]), values, scaling, scales).view(*x.shape[:-1], -1)
 
 
 @operator()
-def score_tokens(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+def score_tokens(
+    x: torch.Tensor, weight: torch.Tensor, scaling: float, scales: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute `ops.logits` of x, [rows, columns]: [rows, vocab_size] in float32."""
-    return head.logits(x, weight, scaling)
+    return head.logits(x, dense(weight, scales, x.shape[1], x.dtype), scaling)
 
 
 @score_tokens.register_fake
-def _(x, weight, scaling):
+def _(x, weight, *others):
     return x.new_empty(len(x), len(weight), dtype=torch.float32)
 
 
-def _launch_score_tokens(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
-    return multiply(x.contiguous(), weight, x.new_empty(len(x), len(weight), dtype=torch.float32), scaling)
+def _launch_score_tokens(
+    x: torch.Tensor, weight: torch.Tensor, scaling: float, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    y = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    return multiply(x.contiguous(), weight, scales, y, scaling)
 
 
 register_launch(score_tokens, _launch_score_tokens)

@@ -8,26 +8,29 @@ from torch.nn import functional as F
 from granite4_neuron.devices.cuda import products
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
-from granite4_neuron.ops import moe
+from granite4_neuron.devices.cuda.weights import dense, load_numbers, parts_of, rows_from, stored
+from granite4_neuron.ops import Weight, moe
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `ops.linear` of unquantized weights."""
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `ops.linear`."""
     if not _is_one_token(x):
         return products.linear(x, weight, bias)
-    y = multiply_rows(x.reshape(1, -1), weight, None, False)
+    values, scales = parts_of(weight)
+    y = multiply_rows(x.reshape(1, -1), values, None, False, scales)
     return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
 
 
-def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
-    """Compute `ops.mlp` of unquantized weights."""
+def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
+    """Compute `ops.mlp`."""
     if not _is_one_token(x):
         return products.mlp(x, input_weight, output_weight)
     is_gated = input_weight.shape[0] != output_weight.shape[1]
-    activated = multiply_rows(x.reshape(1, -1), input_weight, None, is_gated)
+    (first, first_scales), (second, second_scales) = parts_of(input_weight), parts_of(output_weight)
+    activated = multiply_rows(x.reshape(1, -1), first, None, is_gated, first_scales)
     if not is_gated:
         activated = moe.relu2(activated)
-    return multiply_rows(activated, output_weight, None, False).view(x.shape)
+    return multiply_rows(activated, second, None, False, second_scales).view(x.shape)
 
 
 def _is_one_token(x: torch.Tensor) -> bool:
@@ -35,7 +38,13 @@ def _is_one_token(x: torch.Tensor) -> bool:
 
 
 @operator()
-def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None, is_gated: bool) -> torch.Tensor:
+def multiply_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor | None,
+    is_gated: bool,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Multiply each token by a weight, or by several of many weights.
 
     Args:
@@ -47,6 +56,7 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | Non
     Returns:
         [tokens, rows] or [len(ids), rows], or half as many rows, in x's dtype.
     """
+    weight = dense(weight, scales, x.shape[1], x.dtype)
     if ids is None:
         y = F.linear(x, weight.to(x.dtype))
     else:
@@ -55,15 +65,19 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | Non
 
 
 @multiply_rows.register_fake
-def _(x, weight, ids, is_gated):
+def _(x, weight, ids, is_gated, scales=None):
     return x.new_empty(len(x) if ids is None else len(ids), weight.shape[-2] // (1 + is_gated))
 
 
 def _launch_multiply_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None, is_gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor | None,
+    is_gated: bool,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_products = len(x) if ids is None else len(ids)
-    columns = weight.shape[-1]
+    columns = x.shape[1]
     rows = weight.shape[-2] // (1 + is_gated)
     y = x.new_empty(num_products, rows)
     block_n, block_k, num_warps = _config(columns)
@@ -71,7 +85,7 @@ def _launch_multiply_rows(
     grid = num_products, triton.cdiv(rows, block_n)
     _multiply_rows_kernel[grid](
         x,
-        weight,
+        stored(weight, scales),
         ids,
         y,
         num_products // len(x),
@@ -88,7 +102,7 @@ def _launch_multiply_rows(
 def _config(columns: int) -> tuple[int, int, int]:
     """Return (BLOCK_N, BLOCK_K, num_warps); these were fastest on an H200."""
     if columns <= 512:
-        return 4, min(256, triton.next_power_of_2(columns)), 1
+        return 4, min(256, max(32, triton.next_power_of_2(columns))), 1
     return (1, 1024, 1) if columns < 2048 else (2, 1024, 4)
 
 
@@ -114,7 +128,7 @@ def _multiply_rows_kernel(
 
     Args:
         x: [products / products_per_token, K].
-        weight: [N, K]; with ids [weights, N, K]. If gated it has N gate rows and then N up rows.
+        weight: [N, K], or with ids [weights, N, K]; `weights.stored`. If gated it has N gate rows and then N up rows.
         ids: [products] int, the weight of each product; or None.
         y: [products, N].
         products_per_token: the weights that each token is multiplied by.
@@ -123,18 +137,17 @@ def _multiply_rows_kernel(
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     x += (pid_m // products_per_token) * K
     if ids is not None:
-        weight += tl.load(ids + pid_m).to(tl.int64) * ((2 if IS_GATED else 1) * N * K)
+        weight = rows_from(weight, tl.load(ids + pid_m).to(tl.int64) * ((2 if IS_GATED else 1) * N), K)
+    up_weight = rows_from(weight, N, K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if IS_GATED:
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         values = tl.load(x + offs_k, offs_k < K, other=0.0).to(tl.float32)[None]
-        ptrs = weight + offs_n[:, None] * K + offs_k[None]
-        mask = (offs_n < N)[:, None] & (offs_k < K)[None]
-        acc += tl.load(ptrs, mask, other=0.0).to(tl.float32) * values
+        acc += load_numbers(weight, offs_n, N, start, K, BLOCK_K, tl.float32).to(tl.float32) * values
         if IS_GATED:
-            acc_up += tl.load(ptrs + N * K, mask, other=0.0).to(tl.float32) * values
+            acc_up += load_numbers(up_weight, offs_n, N, start, K, BLOCK_K, tl.float32).to(tl.float32) * values
     total = tl.sum(acc, 1)
     if IS_GATED:
         total = total * tl.sigmoid(total) * tl.sum(acc_up, 1)

@@ -46,7 +46,7 @@ GPU_BATCH_INVARIANT = replace(
     GPU,
     linear=products.linear,
     mlp=products.mlp,
-    fused_experts=fused_moe.multiply_by_experts,
+    fused_experts=fused_moe.fused_experts,
     token_operators=InvariantOperators(),
     one_row_operators=None,
 )

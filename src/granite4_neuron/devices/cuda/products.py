@@ -19,7 +19,8 @@ from granite4_neuron.devices.cuda.gemv import silu_and_mul
 from granite4_neuron.devices.cuda.launch import has_compute_capability
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
-from granite4_neuron.ops import moe
+from granite4_neuron.devices.cuda.weights import dense, dequantized, parts_of
+from granite4_neuron.ops import Weight, moe
 
 # The fewest tiles for which larger tiles are used: they keep most of an H200's 132 multiprocessors busy.
 _FEWEST_TILES = 96
@@ -32,19 +33,21 @@ _BLOCK_BYTES = 128  # of a row of a tile
 _TMA_BYTES = 16  # to which tensor descriptors are aligned
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `ops.linear` of unquantized weights."""
-    y = multiply_tokens(x.reshape(-1, x.shape[-1]), weight, bias, False, False)
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `ops.linear`."""
+    values, scales = parts_of(weight)
+    y = multiply_tokens(x.reshape(-1, x.shape[-1]), values, bias, False, False, scales)
     return y.view(*x.shape[:-1], -1)
 
 
-def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
-    """Compute `ops.mlp` of unquantized weights."""
+def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
+    """Compute `ops.mlp`."""
     is_gated = input_weight.shape[0] != output_weight.shape[1]
-    activated = multiply_tokens(x.reshape(-1, x.shape[-1]), input_weight, None, is_gated, False)
+    (first, first_scales), (second, second_scales) = parts_of(input_weight), parts_of(output_weight)
+    activated = multiply_tokens(x.reshape(-1, x.shape[-1]), first, None, is_gated, False, first_scales)
     if not is_gated:
         activated = moe.relu2(activated)
-    return multiply_tokens(activated, output_weight, None, False, False).view(x.shape)
+    return multiply_tokens(activated, second, None, False, False, second_scales).view(x.shape)
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -54,13 +57,18 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @operator()
 def multiply_tokens(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool, in_float32: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_gated: bool,
+    in_float32: bool,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply tokens by a weight.
 
     Args:
         x: [tokens, columns].
-        weight: [rows, columns] in x's dtype.
+        weight: [rows, columns] in x's dtype; a quantized one, with scales, is dequantized first.
         bias: [rows] in x's dtype, or None.
         is_gated: return silu(gate) * up, see `ops.silu_and_mul`; then there is no bias.
         in_float32: return float32, not rounded to x's dtype.
@@ -68,6 +76,7 @@ def multiply_tokens(
     Returns:
         [tokens, rows], or half as many rows, in x's dtype or float32.
     """
+    weight = dense(weight, scales, x.shape[1], x.dtype)
     if in_float32:
         y = x.float() @ weight.float().T
         return y if bias is None else y + bias.float()
@@ -76,13 +85,20 @@ def multiply_tokens(
 
 
 @multiply_tokens.register_fake
-def _(x, weight, bias, is_gated, in_float32):
+def _(x, weight, bias, is_gated, in_float32, scales=None):
     return x.new_empty(len(x), len(weight) // (1 + is_gated), dtype=torch.float32 if in_float32 else None)
 
 
 def _launch_multiply_tokens(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool, in_float32: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_gated: bool,
+    in_float32: bool,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if scales is not None:
+        weight = dequantized(weight, scales, x.shape[1], x.dtype)
     x, weight = with_whole_rows(x), weight.contiguous()
     suits_library = x.is_cuda and x.itemsize == 2 and x.is_contiguous() and bias is None and not is_gated
     if suits_library and _library_adds_alike(len(x), *weight.shape, in_float32, x.dtype, x.device):

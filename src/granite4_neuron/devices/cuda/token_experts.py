@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from granite4_neuron.devices.cuda.experts import any_of, choices_of_expert, expert_of_key, load_expert_keys, without_key
 from granite4_neuron.devices.cuda.gemm import gemm_config, gemm_grid, rows_of_program
-from granite4_neuron.devices.cuda.gemv import gemv_config, load_tile, load_vector
+from granite4_neuron.devices.cuda.gemv import gemv_config
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.linear import multiply_rows
 from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.token_mlp import activate_rows, activate_tiles
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import dense, load_factor, load_tile, prepare, rows_from, stored
 from granite4_neuron.devices.graphs.topk import topk_softmax
 from granite4_neuron.ops import moe
 
@@ -29,6 +30,8 @@ def activate_experts(
     router_logits: torch.Tensor,
     lengths: torch.Tensor,
     top_k: int,
+    scales: torch.Tensor | None = None,
+    w1_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the activations of the shared MLP and of the experts that the router chose.
 
@@ -39,14 +42,15 @@ def activate_experts(
         lengths: [batch], int32; where it is 0 the experts' activations are unspecified.
 
     Returns:
-        ([batch, width of the shared MLP], [batch * top_k, width of an expert]) in the weights' dtype.
+        ([batch, width of the shared MLP], [batch * top_k, width of an expert]) in normed's dtype.
     """
     ids = topk_softmax(router_logits, top_k)[1].flatten()
-    return moe.silu_and_mul(F.linear(normed, weight)), multiply_rows(normed, w1, ids, True)
+    weight = dense(weight, scales, normed.shape[1], normed.dtype)
+    return moe.silu_and_mul(F.linear(normed, weight)), multiply_rows(normed, w1, ids, True, w1_scales)
 
 
 @activate_experts.register_fake
-def _(normed, weight, w1, router_logits, lengths, top_k):
+def _(normed, weight, w1, router_logits, lengths, top_k, *others):
     tokens = len(normed)
     return normed.new_empty(tokens, len(weight) // 2), normed.new_empty(tokens * top_k, w1.shape[1] // 2)
 
@@ -59,19 +63,21 @@ def _launch_activate_experts(
     router_logits: torch.Tensor,
     lengths: torch.Tensor,
     top_k: int,
+    scales: torch.Tensor | None = None,
+    w1_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (num_experts, expert_rows, columns), rows, batch = w1.shape, len(weight) // 2, len(normed)
-    expert_rows //= 2
-    activated, expert_activated = weight.new_empty(batch, rows), weight.new_empty(batch * top_k, expert_rows)
+    (batch, columns), num_experts = normed.shape, len(w1)
+    rows, expert_rows = len(weight) // 2, w1.shape[1] // 2
+    matrices = stored(weight, scales), stored(w1, w1_scales)
+    activated, expert_activated = normed.new_empty(batch, rows), normed.new_empty(batch * top_k, expert_rows)
     of_experts = dict(NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2)
+        block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2, w1_scales is not None)
         size = block_n * num_tiles
         _activate_experts_of_one_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
-            normed,
-            weight,
-            w1,
+            prepare(normed, None, 0.0, w1, w1_scales),
+            *matrices,
             router_logits,
             activated,
             expert_activated,
@@ -90,8 +96,7 @@ def _launch_activate_experts(
         num_programs = triton.cdiv(rows, block_n) + num_experts * triton.cdiv(expert_rows, block_n)
         _activate_experts_kernel[gemm_grid(batch, num_programs)](
             normed,
-            weight,
-            w1,
+            *matrices,
             router_logits,
             lengths,
             activated,
@@ -131,9 +136,9 @@ def _activate_experts_of_one_kernel(
     Grid: (cdiv(N, SIZE) + TOP_K * cdiv(EXPERT_N, SIZE),), SIZE = NUM_TILES * BLOCK_N.
 
     Args:
-        normed: [K] in the weights' dtype.
-        weight: [2 * N, K], gate rows first.
-        w1: [NUM_EXPERTS, 2 * EXPERT_N, K], gate rows first.
+        normed: [K], or as `weights.prepare` returns it.
+        weight: [2 * N, K], gate rows first; `weights.stored`.
+        w1: [NUM_EXPERTS, 2 * EXPERT_N, K], gate rows first; `weights.stored`.
         router_logits: [NUM_EXPERTS] in float32.
         activated: [N].
         expert_activated: [TOP_K, EXPERT_N].
@@ -146,23 +151,23 @@ def _activate_experts_of_one_kernel(
     if pid < SHARED_PROGRAMS:
         offs_n = pid * SIZE + tl.arange(0, BLOCK_N)
         gate = load_tile(weight, offs_n, N, offs_k, K)
-        up = load_tile(weight + N * K, offs_n, N, offs_k, K)
+        up = load_tile(rows_from(weight, N, K), offs_n, N, offs_k, K)
         gdc_wait(USE_GDC)
         gdc_launch_dependents(USE_GDC)  # the next kernel reads the router's logits before its own gdc_wait
-        values = load_vector(normed, offs_k, K).to(tl.float32)
-        activate_tiles(gate, up, values, weight, activated, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES)
+        factor = load_factor(normed, weight, offs_k, K)
+        activate_tiles(gate, up, factor, weight, activated, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES)
     else:
         rank = (pid - SHARED_PROGRAMS) // EXPERT_PROGRAMS
         offs_n = (pid - SHARED_PROGRAMS) % EXPERT_PROGRAMS * SIZE + tl.arange(0, BLOCK_N)
         gdc_wait(USE_GDC)
         gdc_launch_dependents(USE_GDC)
         expert = _expert_of_rank(router_logits, rank, NUM_EXPERTS, BLOCK_E)
-        w1 += expert.to(tl.int64) * (2 * EXPERT_N * K)
-        gate = load_tile(w1, offs_n, EXPERT_N, offs_k, K)
-        up = load_tile(w1 + EXPERT_N * K, offs_n, EXPERT_N, offs_k, K)
-        values = load_vector(normed, offs_k, K).to(tl.float32)
+        of_expert = rows_from(w1, expert.to(tl.int64) * (2 * EXPERT_N), K)
+        gate = load_tile(of_expert, offs_n, EXPERT_N, offs_k, K)
+        up = load_tile(rows_from(of_expert, EXPERT_N, K), offs_n, EXPERT_N, offs_k, K)
+        factor = load_factor(normed, of_expert, offs_k, K)
         y = expert_activated + rank * EXPERT_N
-        activate_tiles(gate, up, values, w1, y, offs_n, EXPERT_N, offs_k, K, BLOCK_N, NUM_TILES)
+        activate_tiles(gate, up, factor, of_expert, y, offs_n, EXPERT_N, offs_k, K, BLOCK_N, NUM_TILES)
 
 
 @triton.jit
@@ -200,9 +205,9 @@ def _activate_experts_kernel(
     Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N) + NUM_EXPERTS * cdiv(EXPERT_N, BLOCK_N)).
 
     Args:
-        x: [M, K] in the weights' dtype, normalised.
-        weight: [2 * N, K], gate rows first.
-        w1: [NUM_EXPERTS, 2 * EXPERT_N, K], gate rows first.
+        x: [M, K], normalised.
+        weight: [2 * N, K], gate rows first; `weights.stored`.
+        w1: [NUM_EXPERTS, 2 * EXPERT_N, K], gate rows first; `weights.stored`.
         router_logits: [M, NUM_EXPERTS] in float32.
         lengths: [M] int32.
         activated: [M, N].
@@ -223,5 +228,5 @@ def _activate_experts_kernel(
         offs_n = (pid - SHARED_PROGRAMS) % EXPERT_PROGRAMS * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_y, is_chosen = choices_of_expert(router_logits, expert, offs_m, is_real, NUM_EXPERTS, BLOCK_E, TOP_K)
         if any_of(is_chosen):
-            w1 += expert.to(tl.int64) * (2 * EXPERT_N * K)
-            activate_rows(x, w1, expert_activated, offs_n, EXPERT_N, offs_m, offs_y, is_chosen, K, BLOCK_K)
+            of_expert = rows_from(w1, expert.to(tl.int64) * (2 * EXPERT_N), K)
+            activate_rows(x, of_expert, expert_activated, offs_n, EXPERT_N, offs_m, offs_y, is_chosen, K, BLOCK_K)

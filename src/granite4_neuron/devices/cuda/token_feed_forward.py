@@ -8,18 +8,35 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from granite4_neuron.config.choices import INT4_GROUP
 from granite4_neuron.devices.cuda.experts import any_of, choices_of_expert, load_expert_keys, topk_of_keys
 from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rows_of_program
-from granite4_neuron.devices.cuda.gemv import gemv, load_vector
+from granite4_neuron.devices.cuda.gemv import load_vector
 from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.linear import multiply_rows
 from granite4_neuron.devices.cuda.operator import operator, register_launches
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.triton_utils import dtype_of, tl, triton
+from granite4_neuron.devices.cuda.weights import (
+    dense,
+    empty_vector,
+    gemv,
+    load_factor,
+    load_prepared,
+    load_tile,
+    load_tile_of_experts,
+    pieces_of,
+    prepare,
+    rows_from,
+    store_vector,
+    stored,
+)
 from granite4_neuron.devices.graphs.topk import topk_softmax
 from granite4_neuron.ops import norm
 
 # Warps of programs for one row of the second products.
 _NUM_WARPS_OF_ROW = 2
+# (BLOCK_N, num_warps) of the second products of one row with quantized weights.
+_QUANTIZED_CONFIG = 2, 1
 # Columns of a program that adds outputs.
 _SUM_BLOCK_N = 512
 
@@ -34,6 +51,8 @@ def add_feed_forward(
     router_logits: torch.Tensor,
     lengths: torch.Tensor,
     alpha: float,
+    scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute residual + alpha * (the shared MLP's output) + alpha * (the experts' weighted sum).
 
@@ -46,8 +65,9 @@ def add_feed_forward(
         lengths: [batch], int32; where it is 0 the result is unspecified.
     """
     topk_weights, ids = topk_softmax(router_logits, len(expert_activated) // len(activated))
+    weight = dense(weight, scales, activated.shape[1], activated.dtype)
     residual = norm.residual_add(residual, F.linear(activated, weight), alpha)
-    y = multiply_rows(expert_activated, w2, ids.flatten(), False).view(*ids.shape, -1)
+    y = multiply_rows(expert_activated, w2, ids.flatten(), False, w2_scales).view(*ids.shape, -1)
     return norm.residual_add(residual, (y * topk_weights[..., None]).sum(1).to(y.dtype), alpha)
 
 
@@ -66,12 +86,19 @@ def _launch_add_feed_forward(
     router_logits: torch.Tensor,
     lengths: torch.Tensor,
     alpha: float,
+    scales: torch.Tensor | None = None,
+    w2_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (batch, columns), (choices, expert_columns) = activated.shape, expert_activated.shape
     (num_experts, rows, _), top_k = w2.shape, choices // batch
+    matrix, of_experts_2 = stored(weight, scales), stored(w2, w2_scales)
     y = torch.empty_like(residual)
     of_experts = dict(NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k)
     block_topk = triton.next_power_of_2(top_k)
+    if one_row and scales is not None:
+        arguments = residual, activated, matrix, expert_activated, of_experts_2, router_logits, y, alpha
+        _launch_quantized_of_one(*arguments, **of_experts)
+        return y
     if one_row:
         _add_feed_forward_of_one_kernel[rows,](
             residual,
@@ -92,13 +119,13 @@ def _launch_add_feed_forward(
             **launch_options(residual, _NUM_WARPS_OF_ROW),
         )
         return y
-    shared, chosen = weight.new_empty(batch, rows), weight.new_empty(choices, rows)
+    shared, chosen = activated.new_empty(batch, rows), activated.new_empty(choices, rows)
     options = gemm_config(activated, rows * (1 + min(num_experts, choices)))
     _multiply_outputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]) * (1 + num_experts))](
         activated,
-        weight,
+        matrix,
         expert_activated,
-        w2,
+        of_experts_2,
         router_logits,
         lengths,
         shared,
@@ -178,12 +205,151 @@ def _add_feed_forward_of_one_kernel(
     gdc_wait(USE_GDC)
 
     DTYPE: tl.constexpr = weight.dtype.element_ty
-    shared = gemv(shared_row, load_vector(activated, offs_k, K).to(tl.float32)).to(DTYPE).to(tl.float32)
+    shared = gemv((shared_row,), (load_vector(activated, offs_k, K).to(tl.float32),)).to(DTYPE).to(tl.float32)
     values = tl.load(expert_activated + offs_topk[:, None] * EXPERT_K + offs_ek, mask, 0.0)
-    products = gemv(expert_rows, values.to(tl.float32)).to(DTYPE).to(tl.float32)
+    products = gemv((expert_rows,), (values.to(tl.float32),)).to(DTYPE).to(tl.float32)
     total = tl.sum(topk_weights * products, 0).to(DTYPE).to(tl.float32)
     offs_n = pid_n + tl.arange(0, 1)
     tl.store(y + offs_n, tl.load(residual + offs_n) + alpha * shared + alpha * total)
+
+
+def _launch_quantized_of_one(
+    residual: torch.Tensor,
+    activated: torch.Tensor,
+    weight: tuple[torch.Tensor, ...],
+    expert_activated: torch.Tensor,
+    w2: tuple[torch.Tensor, ...],
+    router_logits: torch.Tensor,
+    y: torch.Tensor,
+    alpha: float,
+    **of_experts: int,
+) -> None:
+    """Launch the kernels for one row with quantized weights; arguments as for `_add_quantized_of_one_kernel`."""
+    columns, (top_k, expert_columns), rows = activated.shape[1], expert_activated.shape, y.shape[1]
+    is_int8 = w2[0].dtype == torch.int8
+    pieces, block_topk = pieces_of(expert_columns, is_int8), triton.next_power_of_2(top_k)
+    chosen = empty_vector(activated, is_int8, top_k * pieces)
+    experts = torch.empty(top_k, dtype=torch.int32, device=y.device)
+    _prepare_chosen_kernel[top_k,](
+        expert_activated,
+        router_logits,
+        chosen,
+        experts,
+        K=expert_columns,
+        IS_INT8=is_int8,
+        PIECES=pieces,
+        BLOCK_TOPK=block_topk,
+        BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(expert_columns)),
+        **of_experts,
+        **launch_options(y, 1),
+    )
+    block_n, num_warps = _QUANTIZED_CONFIG
+    _add_quantized_of_one_kernel[triton.cdiv(rows, block_n),](
+        residual,
+        prepare(activated, None, 0.0, *weight),
+        weight,
+        chosen,
+        w2,
+        experts,
+        y,
+        alpha,
+        DTYPE=dtype_of(activated),
+        N=rows,
+        K=columns,
+        EXPERT_K=expert_columns,
+        TOP_K=top_k,
+        BLOCK_N=block_n,
+        BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(columns)),
+        PIECES=pieces,
+        BLOCK_PIECES=triton.next_power_of_2(top_k * pieces),
+        **launch_options(y, num_warps),
+    )
+
+
+@triton.jit
+def _prepare_chosen_kernel(
+    expert_activated,
+    router_logits,
+    chosen,
+    experts,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    PIECES: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Prepare the activations of one of the chosen experts, times its weight, and write its number.
+
+    Grid: (TOP_K,).
+
+    Args:
+        expert_activated: [TOP_K, K].
+        router_logits: [NUM_EXPERTS] in float32.
+        chosen: a prepared vector of TOP_K * PIECES pieces.
+        experts: [TOP_K] int32.
+    """
+    gdc_launch_dependents(USE_GDC)
+    rank, offs_topk = tl.program_id(0), tl.arange(0, BLOCK_TOPK)
+    gdc_wait(USE_GDC)
+    keys = load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, "")
+    topk_ids, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
+    tl.store(experts + offs_topk, topk_ids, offs_topk == rank)
+    factor = tl.sum(tl.where(offs_topk == rank, topk_weights, 0.0), 0)
+    values = load_vector(expert_activated + rank * K, tl.arange(0, BLOCK_K), K).to(tl.float32)
+    store_vector(chosen, values * factor, rank * PIECES, PIECES, TOP_K * PIECES, IS_INT8)
+
+
+@triton.jit
+def _add_quantized_of_one_kernel(
+    residual,
+    activated,
+    weight,
+    chosen,
+    w2,
+    experts,
+    y,
+    alpha,
+    DTYPE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EXPERT_K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of one sequence, of the shared MLP and all its experts, with quantized weights.
+
+    Grid: (cdiv(N, BLOCK_N),).
+
+    Args:
+        residual, y: [N] in float32.
+        activated: [K], prepared.
+        weight: [N, K], `weights.stored`.
+        chosen: [TOP_K * EXPERT_K], prepared, times the weights of experts.
+        w2: [NUM_EXPERTS, N, EXPERT_K], `weights.stored`.
+        experts: [TOP_K] int32, the experts of `chosen`.
+        DTYPE: of products.
+        PIECES: of an expert's row.
+    """
+    gdc_launch_dependents(USE_GDC)
+    offs_n, offs_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    shared_tile = load_tile(weight, offs_n, N, offs_k, K)
+    offs_piece = tl.arange(0, BLOCK_PIECES)
+    is_chosen = offs_piece < TOP_K * PIECES
+    gdc_wait(USE_GDC)
+    ids = tl.load(experts + offs_piece // PIECES, is_chosen, 0).to(tl.int64)
+    tile = load_tile_of_experts(w2, ids, offs_piece % PIECES, is_chosen, offs_n, N, EXPERT_K)
+    before = tl.load(residual + offs_n, offs_n < N, 0.0)
+    shared = gemv(shared_tile, load_factor(activated, weight, offs_k, K)).to(DTYPE).to(tl.float32)
+    total = gemv(tile, load_prepared(chosen, w2, TOP_K * PIECES, BLOCK_PIECES)).to(DTYPE).to(tl.float32)
+    tl.store(y + offs_n, before + alpha * shared + alpha * total, offs_n < N)
 
 
 @triton.jit
@@ -214,9 +380,9 @@ def _multiply_outputs_kernel(
 
     Args:
         activated: [M, K].
-        weight: [N, K].
+        weight: [N, K], `weights.stored`.
         expert_activated: [M * TOP_K, EXPERT_K].
-        w2: [NUM_EXPERTS, N, EXPERT_K].
+        w2: [NUM_EXPERTS, N, EXPERT_K], `weights.stored`.
         router_logits: [M, NUM_EXPERTS] in float32.
         lengths: [M] int32.
         shared: [M, N].
@@ -237,8 +403,8 @@ def _multiply_outputs_kernel(
             router_logits, pid_weight - 1, offs_m, is_real, NUM_EXPERTS, BLOCK_E, TOP_K
         )
         if any_of(is_chosen):
-            w2 += (pid_weight - 1).to(tl.int64) * (N * EXPERT_K)
-            _store_product(w2, expert_activated, chosen, offs_n, N, offs_choice, is_chosen, EXPERT_K, BLOCK_K)
+            of_expert = rows_from(w2, (pid_weight - 1).to(tl.int64) * N, EXPERT_K)
+            _store_product(of_expert, expert_activated, chosen, offs_n, N, offs_choice, is_chosen, EXPERT_K, BLOCK_K)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """A Mamba layer's mixer for one token per sequence, up to the output projection, as two operators.
 
 With few sequences a step's time is proportional to the number of kernels. So there are few: the kernel that multiplies
-for the mixer's inputs also computes the convolution after it and, for one sequence, the norm before it. Weights are not
-quantized, and have one dtype.
+for the mixer's inputs also computes the convolution after it and, for one sequence, the norm before it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
-from granite4_neuron.devices.cuda.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
+from granite4_neuron.devices.cuda.gemv import gemv_config, load_vector
 from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.mamba import (
     advance_token,
@@ -24,6 +23,7 @@ from granite4_neuron.devices.cuda.operator import operator, register_launch, reg
 from granite4_neuron.devices.cuda.rounding import FEWEST_COLUMNS, FEWEST_ROWS, round_state
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor, load_tile, prepare, stored
 from granite4_neuron.ops import norm
 from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 
@@ -43,6 +43,7 @@ def mixer_inputs(
     conv_state: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     *,
     num_heads: int,
     eps: float,
@@ -59,6 +60,7 @@ def mixer_inputs(
     Returns:
         The gate, the convolution's outputs and dt before its bias: [batch, d_inner + channels + num_heads] in float32.
     """
+    weight = dense(weight, scales, x.shape[1], norm_weight.dtype)
     projected = F.linear(norm.rms_norm(x, norm_weight, eps), weight)
     channels = conv_state.shape[1]
     gate, xBC, dt = projected.split([len(weight) - channels - num_heads, channels, num_heads], 1)
@@ -94,21 +96,23 @@ def _launch_mixer_inputs(
     conv_state: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     *,
     num_heads: int,
     eps: float,
 ) -> torch.Tensor:
-    (rows, columns), (channels, d_conv), batch = weight.shape, conv_weight.shape, len(x)
+    (batch, columns), rows, (channels, d_conv) = x.shape, len(weight), conv_weight.shape
+    matrix = stored(weight, scales)
     y = x.new_empty(batch, rows)
     convolution = conv_weight, conv_bias, conv_state, lengths
     channels_of_outputs = dict(FIRST_CHANNEL=rows - channels - num_heads, CHANNELS=channels, D_CONV=d_conv)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows, block_k)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, is_quantized=scales is not None)
         _mixer_inputs_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
-            x,
+            prepare(x, norm_weight, eps, weight, scales),
             norm_weight,
-            weight,
+            matrix,
             *convolution,
             y,
             eps,
@@ -127,7 +131,7 @@ def _launch_mixer_inputs(
         options = gemm_config(normed, rows)
         _mixer_inputs_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
             normed,
-            weight,
+            matrix,
             *convolution,
             slots,
             y,
@@ -168,9 +172,9 @@ def _mixer_inputs_of_one_kernel(
     Grid: (cdiv(N, NUM_TILES * BLOCK_N),).
 
     Args:
-        x: [K] in float32, before its norm.
+        x: [K] in float32, before its norm, or as `weights.prepare` returns it.
         norm_weight: [K].
-        weight: [N, K].
+        weight: [N, K], `weights.stored`.
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
         conv_state: [CHANNELS, D_CONV - 1]; unchanged if lengths is 0.
         lengths: [1] int32.
@@ -190,11 +194,11 @@ def _mixer_inputs_of_one_kernel(
         )
         if i == 0:
             gdc_wait(USE_GDC)
-            values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
+            factor = load_normed_factor(x, norm_weights, eps, weight, offs_k, K)
         next_tile = tile
         if i + 1 < NUM_TILES:
             next_tile = load_tile(weight, offs_n + BLOCK_N, N, offs_k, K)  # while this one is multiplied
-        projected = gemv(tile, values).to(weight.dtype.element_ty)
+        projected = gemv(tile, factor).to(norm_weight.dtype.element_ty)
         convolved = convolve_channels(projected, window, weights, biases, D_CONV, BLOCK_W)
         tl.store(y + offs_n, tl.where(mask_c, convolved, projected.to(tl.float32)), offs_n < N)
         shift_window(conv_state, projected, shifted, offs_c, mask_c & is_real, D_CONV, BLOCK_W)
@@ -227,8 +231,8 @@ def _mixer_inputs_kernel(
     Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
     Args:
-        x: [M, K] in weight's dtype, normalised.
-        weight: [N, K].
+        x: [M, K], normalised.
+        weight: [N, K], `weights.stored`.
         conv_weight: [CHANNELS, D_CONV]. conv_bias: [CHANNELS], or None.
         conv_state: [sequences, CHANNELS, D_CONV - 1]; unchanged where lengths is 0.
         lengths: [M] int32.
@@ -253,7 +257,7 @@ def _mixer_inputs_kernel(
     is_real = tl.load(lengths + offs_m, mask_m, 0) > 0
     gdc_wait(USE_GDC)
 
-    projected = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
+    projected = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(x.dtype.element_ty)
     convolved = _add_tap(convolved, projected, taps + (D_CONV - 1), mask_c)
     outputs = tl.where(mask_c[:, None], convolved * tl.sigmoid(convolved), projected.to(tl.float32))
     tl.store(y + offs_m[None] * N + offs_n[:, None], outputs, (offs_n < N)[:, None] & mask_m[None])

@@ -9,15 +9,22 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.devices.cuda.gemm import gemm_config, gemm_gate_up, gemm_grid, rms_norm_rows, rows_of_program
-from granite4_neuron.devices.cuda.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm, silu_and_mul
+from granite4_neuron.devices.cuda.gemv import gemv_config, load_vector, silu_and_mul
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor, load_tile, prepare, rows_from, stored
 from granite4_neuron.ops import moe, norm
 
 
 @operator()
-def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def activate(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Normalise, and compute an MLP's activations.
 
     Args:
@@ -25,28 +32,34 @@ def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, e
         weight: [2 * width, columns], gate rows first.
 
     Returns:
-        [batch, width] in weight's dtype.
+        [batch, width] in norm_weight's dtype.
     """
+    weight = dense(weight, scales, x.shape[1], norm_weight.dtype)
     return moe.silu_and_mul(F.linear(norm.rms_norm(x, norm_weight, eps), weight))
 
 
 @activate.register_fake
-def _(x, norm_weight, weight, eps):
-    return weight.new_empty(len(x), len(weight) // 2)
+def _(x, norm_weight, weight, *others):
+    return norm_weight.new_empty(len(x), len(weight) // 2)
 
 
 def _launch_activate(
-    one_row: bool, x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
+    one_row: bool,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    (batch, columns), rows = x.shape, len(weight) // 2
-    y = weight.new_empty(batch, rows)
+    (batch, columns), rows, matrix = x.shape, len(weight) // 2, stored(weight, scales)
+    y = norm_weight.new_empty(batch, rows)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2, scales is not None)
         _activate_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
-            x,
+            prepare(x, norm_weight, eps, weight, scales),
             norm_weight,
-            weight,
+            matrix,
             y,
             eps,
             N=rows,
@@ -61,7 +74,7 @@ def _launch_activate(
         options = gemm_config(normed, rows, 2)
         _activate_kernel[gemm_grid(batch, triton.cdiv(rows, options["BLOCK_N"]))](
             normed,
-            weight,
+            matrix,
             y,
             N=rows,
             **options,
@@ -91,29 +104,29 @@ def _activate_of_one_kernel(
     Grid: (cdiv(N, NUM_TILES * BLOCK_N),).
 
     Args:
-        x: [K] in float32, before its norm.
+        x: [K] in float32, before its norm, or as `weights.prepare` returns it.
         norm_weight: [K].
-        weight: [2 * N, K], gate rows first.
+        weight: [2 * N, K], gate rows first; `weights.stored`.
         y: [N].
     """
     gdc_launch_dependents(USE_GDC)
     offs_n = tl.program_id(0) * (BLOCK_N * NUM_TILES) + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     gate = load_tile(weight, offs_n, N, offs_k, K)
-    up = load_tile(weight + N * K, offs_n, N, offs_k, K)
+    up = load_tile(rows_from(weight, N, K), offs_n, N, offs_k, K)
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
-    values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
-    activate_tiles(gate, up, values, weight, y, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES)
+    factor = load_normed_factor(x, norm_weights, eps, weight, offs_k, K)
+    activate_tiles(gate, up, factor, weight, y, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES)
 
 
 @triton.jit
-def activate_tiles(gate, up, x, weight, y, offs_n, N, offs_k, K, BLOCK_N: tl.constexpr, NUM_TILES: tl.constexpr):
+def activate_tiles(gate, up, factor, weight, y, offs_n, N, offs_k, K, BLOCK_N: tl.constexpr, NUM_TILES: tl.constexpr):
     """Compute NUM_TILES blocks of activations of one vector, and store them in y [N].
 
     Args:
-        gate, up: [BLOCK_N, BLOCK_K], the first tiles, already loaded.
-        x: [1, BLOCK_K] in float32.
+        gate, up: the first tiles, already loaded.
+        factor: of `load_factor`.
         weight: [2 * N, K].
         offs_n: [BLOCK_N], of the first tiles.
     """
@@ -121,8 +134,8 @@ def activate_tiles(gate, up, x, weight, y, offs_n, N, offs_k, K, BLOCK_N: tl.con
         next_gate, next_up, next_offs_n = gate, up, offs_n + BLOCK_N
         if i + 1 < NUM_TILES:  # while this one is multiplied
             next_gate = load_tile(weight, next_offs_n, N, offs_k, K)
-            next_up = load_tile(weight + N * K, next_offs_n, N, offs_k, K)
-        activated = silu_and_mul(gemv(gate, x), gemv(up, x), y.dtype.element_ty)
+            next_up = load_tile(rows_from(weight, N, K), next_offs_n, N, offs_k, K)
+        activated = silu_and_mul(gemv(gate, factor), gemv(up, factor), y.dtype.element_ty)
         tl.store(y + offs_n, activated, offs_n < N)
         gate, up, offs_n = next_gate, next_up, next_offs_n
 
@@ -145,8 +158,8 @@ def _activate_kernel(
     Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
 
     Args:
-        x: [M, K] in weight's dtype, normalised.
-        weight: [2 * N, K], gate rows first.
+        x: [M, K], normalised.
+        weight: [2 * N, K], gate rows first; `weights.stored`.
         y: [M, N].
     """
     gdc_launch_dependents(USE_GDC)

@@ -6,10 +6,19 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
-from granite4_neuron.devices.cuda.gemv import gemv, gemv_config, load_tile, load_vector, rms_norm
+from granite4_neuron.devices.cuda.gemv import gemv_config, load_vector
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.operator import operator, register_launches
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.triton_utils import dtype_of, tl, triton
+from granite4_neuron.devices.cuda.weights import (
+    dense,
+    gemv,
+    load_factor,
+    load_normed_factor,
+    load_tile,
+    prepare,
+    stored,
+)
 from granite4_neuron.ops import norm
 
 # -- norm, and queries, keys and values
@@ -23,14 +32,21 @@ def project_heads(
     key: torch.Tensor,
     value: torch.Tensor,
     eps: float,
+    query_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise x, [batch, columns] in float32, and project with three weights [rows, columns]: [batch, all rows]."""
-    return F.linear(norm.rms_norm(x, norm_weight, eps), torch.cat([query, key, value]))
+    """Normalise x, [batch, columns] in float32, and project with three weights [rows, columns] of one format:
+    [batch, all rows].
+    """
+    given = (query, query_scales), (key, key_scales), (value, value_scales)
+    weights = [dense(*each, x.shape[1], norm_weight.dtype) for each in given]
+    return F.linear(norm.rms_norm(x, norm_weight, eps), torch.cat(weights))
 
 
 @project_heads.register_fake
-def _(x, norm_weight, query, key, value, eps):
-    return query.new_empty(len(x), len(query) + len(key) + len(value))
+def _(x, norm_weight, query, key, value, *others):
+    return norm_weight.new_empty(len(x), len(query) + len(key) + len(value))
 
 
 def _launch_project_heads(
@@ -41,19 +57,21 @@ def _launch_project_heads(
     key: torch.Tensor,
     value: torch.Tensor,
     eps: float,
+    query_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (batch, columns), query_rows, key_rows = x.shape, len(query), len(key)
-    y = query.new_empty(batch, query_rows + 2 * key_rows)
+    weights = stored(query, query_scales), stored(key, key_scales), stored(value, value_scales)
+    y = norm_weight.new_empty(batch, query_rows + 2 * key_rows)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, _, num_warps = gemv_config(query_rows, block_k)
+        block_n, _, num_warps = gemv_config(query_rows, block_k, is_quantized=query_scales is not None)
         num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
         _project_heads_of_one_kernel[num_programs,](
-            x,
+            prepare(x, norm_weight, eps, query, query_scales),
             norm_weight,
-            query,
-            key,
-            value,
+            *weights,
             y,
             eps,
             QUERY_ROWS=query_rows,
@@ -69,9 +87,7 @@ def _launch_project_heads(
         num_programs = triton.cdiv(query_rows, options["BLOCK_N"]) + 2 * triton.cdiv(key_rows, options["BLOCK_N"])
         _project_heads_kernel[gemm_grid(batch, num_programs)](
             normed,
-            query,
-            key,
-            value,
+            *weights,
             y,
             QUERY_ROWS=query_rows,
             KEY_ROWS=key_rows,
@@ -104,9 +120,9 @@ def _project_heads_of_one_kernel(
     Grid: (cdiv(QUERY_ROWS, BLOCK_N) + 2 * cdiv(KEY_ROWS, BLOCK_N),).
 
     Args:
-        x: [K] in float32, before its norm.
+        x: [K] in float32, before its norm, or as `weights.prepare` returns it.
         norm_weight: [K].
-        query: [QUERY_ROWS, K]. key, value: [KEY_ROWS, K].
+        query: [QUERY_ROWS, K]. key, value: [KEY_ROWS, K]. All `weights.stored`.
         y: [QUERY_ROWS + 2 * KEY_ROWS].
     """
     gdc_launch_dependents(USE_GDC)
@@ -126,7 +142,7 @@ def _project_heads_of_one_kernel(
     tile = load_tile(weight, offs_n, rows, offs_k, K)
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
-    acc = gemv(tile, rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K))
+    acc = gemv(tile, load_normed_factor(x, norm_weights, eps, weight, offs_k, K))
     tl.store(y + offs_n, acc.to(y.dtype.element_ty), offs_n < rows)
 
 
@@ -151,8 +167,8 @@ def _project_heads_kernel(
     Grid: (cdiv(M, BLOCK_M), cdiv(QUERY_ROWS, BLOCK_N) + 2 * cdiv(KEY_ROWS, BLOCK_N)).
 
     Args:
-        x: [M, K] in the weights' dtype, normalised.
-        query: [QUERY_ROWS, K]. key, value: [KEY_ROWS, K].
+        x: [M, K], normalised.
+        query: [QUERY_ROWS, K]. key, value: [KEY_ROWS, K]. All `weights.stored`.
         y: [M, QUERY_ROWS + 2 * KEY_ROWS].
     """
     gdc_launch_dependents(USE_GDC)
@@ -188,16 +204,17 @@ def add_product(
     weight: torch.Tensor,
     alpha: float,
     eps: float,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute residual + alpha * (weight x), where x is normalised first if it has a norm.
 
     Args:
         residual: [batch, rows], float32.
-        x: [batch, columns]; in float32 with a norm, else in weight's dtype.
+        x: [batch, columns]; in float32 if it has a norm.
     """
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps)
-    return norm.residual_add(residual, F.linear(x, weight), alpha)
+    return norm.residual_add(residual, F.linear(x, dense(weight, scales, x.shape[1], x.dtype)), alpha)
 
 
 @add_product.register_fake
@@ -213,17 +230,18 @@ def _launch_add_product(
     weight: torch.Tensor,
     alpha: float,
     eps: float,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    rows, columns = weight.shape
+    (rows, columns), matrix = (len(weight), x.shape[1]), stored(weight, scales)
     y = torch.empty_like(residual)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows, block_k)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, is_quantized=scales is not None)
         _add_product_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
             residual,
-            x,
+            prepare(x, norm_weight, eps, weight, scales),
             norm_weight,
-            weight,
+            matrix,
             y,
             alpha,
             eps,
@@ -232,6 +250,7 @@ def _launch_add_product(
             BLOCK_N=block_n,
             NUM_TILES=num_tiles,
             BLOCK_K=block_k,
+            DTYPE=dtype_of(x if norm_weight is None else norm_weight),
             **launch_options(x, num_warps),
         )
     else:
@@ -240,7 +259,7 @@ def _launch_add_product(
         _add_product_kernel[gemm_grid(len(x), triton.cdiv(rows, options["BLOCK_N"]))](
             residual,
             x,
-            weight,
+            matrix,
             y,
             alpha,
             N=rows,
@@ -266,6 +285,7 @@ def _add_product_of_one_kernel(
     BLOCK_N: tl.constexpr,
     NUM_TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
     """Compute NUM_TILES * BLOCK_N outputs of one sequence.
@@ -274,9 +294,10 @@ def _add_product_of_one_kernel(
 
     Args:
         residual, y: [N] in float32.
-        x: [K], in float32 before its norm; without a norm in weight's dtype.
+        x: [K], in float32 before its norm; or as `weights.prepare` returns it.
         norm_weight: [K], or None.
-        weight: [N, K].
+        weight: [N, K], `weights.stored`.
+        DTYPE: of products.
     """
     gdc_launch_dependents(USE_GDC)
     offs_n = tl.program_id(0) * (BLOCK_N * NUM_TILES) + tl.arange(0, BLOCK_N)
@@ -284,17 +305,17 @@ def _add_product_of_one_kernel(
     tile = load_tile(weight, offs_n, N, offs_k, K)
     if norm_weight is None:
         gdc_wait(USE_GDC)
-        values = load_vector(x, offs_k, K).to(tl.float32)
+        factor = load_factor(x, weight, offs_k, K)
     else:
         norm_weights = load_vector(norm_weight, offs_k, K)
         gdc_wait(USE_GDC)
-        values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
+        factor = load_normed_factor(x, norm_weights, eps, weight, offs_k, K)
     for i in tl.static_range(NUM_TILES):
         before = tl.load(residual + offs_n, offs_n < N, 0.0)
         next_tile = tile
         if i + 1 < NUM_TILES:
             next_tile = load_tile(weight, offs_n + BLOCK_N, N, offs_k, K)  # while this one is multiplied
-        acc = gemv(tile, values).to(weight.dtype.element_ty)
+        acc = gemv(tile, factor).to(DTYPE)
         tl.store(y + offs_n, before + alpha * acc.to(tl.float32), offs_n < N)
         tile, offs_n = next_tile, offs_n + BLOCK_N
 
@@ -320,8 +341,8 @@ def _add_product_kernel(
 
     Args:
         residual, y: [M, N] in float32.
-        x: [M, K] in weight's dtype, normalised if it has a norm.
-        weight: [N, K].
+        x: [M, K], normalised if it has a norm.
+        weight: [N, K], `weights.stored`.
     """
     gdc_launch_dependents(USE_GDC)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -331,5 +352,5 @@ def _add_product_kernel(
     mask = (offs_n < N)[:, None] & mask_m[None]
     gdc_wait(USE_GDC)
     before = tl.load(residual + offs, mask, 0.0)
-    acc = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(weight.dtype.element_ty)
+    acc = gemm(weight, offs_n, N, x, offs_m, mask_m, K, BLOCK_K).to(x.dtype.element_ty)
     tl.store(y + offs, before + alpha * acc.to(tl.float32), mask)

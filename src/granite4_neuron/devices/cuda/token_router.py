@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.devices.cuda.gemv import gemv, load_tile, load_vector, rms_norm
+from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
 from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import gemv, load_tile
 from granite4_neuron.ops import moe, norm
 
 # Elements of the router's weight that a program reads.
@@ -80,7 +81,7 @@ def _route_of_one_kernel(
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
     values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
-    tl.store(logits + pid_e + tl.arange(0, 1), gemv(row, values))
+    tl.store(logits + pid_e + tl.arange(0, 1), gemv((row,), (values,)))
     if pid_e == 0:
         tl.store(normed + offs_k[None], values.to(normed.dtype.element_ty), (offs_k < K)[None])
 
@@ -113,11 +114,11 @@ def _route_kernel(
     gdc_launch_dependents(USE_GDC)
     pid_m, offs_k = tl.program_id(1), tl.arange(0, BLOCK_K)
     offs_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    tile = load_tile(weight, offs_e, NUM_EXPERTS, offs_k, K)
+    tile = load_tile((weight,), offs_e, NUM_EXPERTS, offs_k, K)
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
     values = rms_norm(load_vector(x + pid_m * K, offs_k, K), norm_weights, eps, K)
-    tl.store(logits + pid_m * NUM_EXPERTS + offs_e, gemv(tile, values), offs_e < NUM_EXPERTS)
+    tl.store(logits + pid_m * NUM_EXPERTS + offs_e, gemv(tile, (values,)), offs_e < NUM_EXPERTS)
     if tl.program_id(0) == 0:
         ptrs = normed + pid_m * K + offs_k[None]
         tl.store(ptrs, values.to(normed.dtype.element_ty), (offs_k < K)[None])

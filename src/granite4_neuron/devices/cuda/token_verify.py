@@ -21,6 +21,7 @@ from granite4_neuron.devices.cuda.token_mixer import (
     write_rows_of_slots,
 )
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.weights import dense
 from granite4_neuron.ops import norm
 
 # Channels per program of the convolution.
@@ -30,18 +31,31 @@ _BLOCK_C = 128
 
 
 @operator()
-def project(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def project(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Normalise x, [rows, columns] in float32, and project with a weight [outputs, columns]: [rows, outputs]."""
-    return F.linear(norm.rms_norm(x, norm_weight, eps), weight)
+    return F.linear(norm.rms_norm(x, norm_weight, eps), dense(weight, scales, x.shape[1], norm_weight.dtype))
 
 
 @project.register_fake
-def _(x, norm_weight, weight, eps):
-    return weight.new_empty(len(x), len(weight))
+def _(x, norm_weight, weight, *others):
+    return norm_weight.new_empty(len(x), len(weight))
 
 
-def _launch_project(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return multiply(rms_norm_rows(x, norm_weight, eps), weight, weight.new_empty(len(x), len(weight)))
+def _launch_project(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    y = norm_weight.new_empty(len(x), len(weight))
+    return multiply(rms_norm_rows(x, norm_weight, eps), weight, scales, y)
 
 
 register_launch(project, _launch_project)

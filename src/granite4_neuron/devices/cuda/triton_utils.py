@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 
 def _no_jit(kernel: Any = None, **options: Any) -> Any:
     return _no_jit if kernel is None else kernel
@@ -22,3 +24,8 @@ TensorDescriptor: Any = None
 if find_spec("triton"):
     triton, tl = import_module("triton"), import_module("triton.language")
     TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+def dtype_of(tensor: torch.Tensor) -> Any:
+    """Return Triton's dtype of a tensor's numbers."""
+    return getattr(tl, str(tensor.dtype).removeprefix("torch."))

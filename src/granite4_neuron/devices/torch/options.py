@@ -1,10 +1,10 @@
 """Options of the backend torch, and what they mean. Importing this module imports no framework."""
 
-from granite4_neuron.config.choices import KV_WRITES
+from granite4_neuron.config.choices import KV_WRITES, QUANTIZATIONS
 from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.devices.neuron.torchneuron.device import NEURON
-from granite4_neuron.devices.options import COMPILED, STATE_DTYPE
+from granite4_neuron.devices.options import COMPILED, QUANTIZE, STATE_DTYPE
 from granite4_neuron.devices.torch_device import TorchDevice
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.runtime.declaration import Option
@@ -17,6 +17,7 @@ _BELONGS = "device, graphs and tp_degree belong to the backend torch; the backen
 OPTIONS = (
     *COMPILED,
     STATE_DTYPE,
+    QUANTIZE,
     Option(
         "device",
         f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
@@ -82,6 +83,14 @@ def find_kind(device: str) -> TorchDevice:
     kind = kind_of_device(device)
     check_choice("device", kind, DEVICES)
     return DEVICES[kind]
+
+
+def check_format(name: str, device: str) -> None:
+    """Check that a device runs weights in a quantisation, or of another tool; raise UserError if not."""
+    kind = find_kind(device)
+    if name not in kind.formats and (name in QUANTIZATIONS or not kind.formats):
+        assert QUANTIZE.refusal is not None
+        raise UserError(QUANTIZE.refusal.format(value=name, backend=f"torch on {kind.name}"))
 
 
 def kv_write_of(form: str | None, device: str) -> str:

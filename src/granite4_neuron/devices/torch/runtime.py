@@ -25,6 +25,7 @@ from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.choices import FOUND, IS_CHOSEN, ChoiceTables, reports_of
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
+from granite4_neuron.devices.cuda.weights import WHOLE_COLUMNS
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from granite4_neuron.devices.graphs.operators import INPUT_FIRST, LOOPS, write_cache_as
 from granite4_neuron.devices.graphs.runtime import (
@@ -44,7 +45,15 @@ from granite4_neuron.devices.graphs.runtime import (
 from granite4_neuron.devices.graphs.topk import draws_of
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.devices.torch.devices import Compiler, compile_apart, find_compiler, use_device
-from granite4_neuron.devices.torch.options import DEVICES, GRAPHS, OPTIONS, graphs_of, kind_of_device, kv_write_of
+from granite4_neuron.devices.torch.options import (
+    DEVICES,
+    GRAPHS,
+    OPTIONS,
+    check_format,
+    graphs_of,
+    kind_of_device,
+    kv_write_of,
+)
 from granite4_neuron.devices.torch.step_functions import (
     GraphKey,
     call_inline,
@@ -57,7 +66,8 @@ from granite4_neuron.devices.torch.step_functions import (
 )
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
-from granite4_neuron.ops import Operators
+from granite4_neuron.model.linear import Matrix
+from granite4_neuron.ops import Operators, format_of
 from granite4_neuron.ops.sampling import Choice, Logprobs
 from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
@@ -127,6 +137,10 @@ class TorchRuntime(GraphRuntime):
         if kind == "neuron" and state_dtype not in (None, torch.float32):
             raise UserError("SSM states in 16 bits are not for the device neuron of the backend torch.")
         self.state_dtype = state_dtype or torch.float32
+        self._is_quantized = model.is_quantized
+        _check_formats(model, device)
+        if torch_device.type == "cuda":
+            _check_memory(model, torch_device)
         if kind == "neuron" and decode_kernel == "nki":
             experts_decode = experts_decode or "kernel"
         operators = _operators(model, kind, prefill_scan, decode_kernel, experts_decode, batch_invariant)
@@ -491,6 +505,8 @@ class TorchRuntime(GraphRuntime):
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a graph, which is compiled if there is none yet for such arguments."""
         graph = (function, *map(_kind, arguments))
+        if self._is_quantized:
+            graph += _formats(arguments)
         if graph not in self._graphs:
             self._graphs[graph] = self._compile(function)
         return self._graphs[graph](*arguments)
@@ -597,6 +613,36 @@ def _operators(
     gpu = GPU_BATCH_INVARIANT if batch_invariant else GPU
     base = {"cpu": LOOPS, "cuda": gpu, "neuron": INPUT_FIRST}[device]
     return select_operators(base, model.config, degree, prefill_scan, decode_kernel, experts_decode)
+
+
+def _check_formats(model: HybridForCausalLM, device: str) -> None:
+    """Check that a device has kernels for a model's quantized weights; raise UserError if not."""
+    for name, matrix in model.matrices().items():
+        if (format := format_of(matrix.weight)) is not None:
+            check_format(format.name, device)
+            if (columns := matrix.weight.shape[-1]) % WHOLE_COLUMNS:
+                raise UserError(
+                    f"{name} has {columns} columns; in {format.name} a GPU takes multiples of {WHOLE_COLUMNS}."
+                )
+
+
+def _check_memory(model: HybridForCausalLM, device: torch.device) -> None:
+    """Check that a GPU has room for a model's weights; raise UserError if not."""
+    weights = [weight for _, weight in model.named_weights()]
+    needed = sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise UserError(
+            f"the weights need {needed / 2**30:.1f} GiB, and {device} has {free / 2**30:.1f} GiB free; --quantize int8 "
+            "takes half of bfloat16, int4 a third, and --tp-degree splits a model that is not quantized over GPUs."
+        )
+
+
+def _formats(argument: Any) -> Any:
+    """Return the formats of the matrices of an argument, which decide which graph takes it too."""
+    if isinstance(argument, nn.Module):
+        return tuple(format_of(each.weight) for each in argument.modules() if isinstance(each, Matrix))
+    return tuple(map(_formats, argument)) if isinstance(argument, list | tuple) else None
 
 
 def _kind(argument: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 
 _LARGEST = 127
-_PART = 2**16  # values to quantize at a time, in cache
+_PART = 2**16  # values to quantize at a time, in a CPU's cache
+_PART_ELSEWHERE = 2**24
 
 
 class Int8(Format):
@@ -38,11 +39,11 @@ def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         (values in int8, like weight; scale in float32, [..., rows]), with weight ~ values * scale. Each value is off by
         half a scale at most. A row of zeros has the scale 1; a row that is not finite has a scale that is not finite.
     """
-    columns = weight.shape[-1]
+    columns, part = weight.shape[-1], _PART if weight.device.type == "cpu" else _PART_ELSEWHERE
     values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     parts = [
-        tensor.split(max(1, _PART // columns))
+        tensor.split(max(1, part // columns))
         for tensor in (weight.reshape(-1, columns), values.view(-1, columns), scale.view(-1))
     ]
     for rows, to_values, to_scale in zip(*parts, strict=True):

@@ -11,9 +11,11 @@ from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, 
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import step_of
+from granite4_neuron.ops import FORMATS
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, NEMOTRON_CASES, NEMOTRON_EXPERTS
+from test.support.quantizing import quantize_model
 from test.support.stepping import random_tokens
 
 pytestmark = pytest.mark.versions
@@ -116,6 +118,32 @@ def test_all_layers_of_a_verification_use_the_joined_operators(case, taken):
     key = GraphKey(64, in_order=True, all_logits=True, verifies=True)
     run_step(call_inline, model, key, [inputs], state_tensors(state))
     assert len(taken) == len(model.config.layer_types)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("case", (CASES[0], *NEMOTRON_EXPERTS), ids=lambda case: case.name)
+def test_quantized_weights(case, format, taken):
+    """Plain torch computes with the numbers that they stand for."""
+    model = random_model(case.config(), max_A=case.max_A)
+    quantize_model(model, format)
+    tokens = random_tokens(model.config.vocab_size, 2, 20)
+    (expected, states), (logits, ours) = (decode(model, operators, tokens) for operators in (None, GPU))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
+    assert len(taken) == 2 * len(model.config.layer_types)
+
+
+def test_weights_of_one_kernel_have_one_format():
+    model = random_model(CASES[0].config())
+    attention = next(layer for layer in model.model.stack.layers if not layer.is_mamba)
+    key = attention.self_attn.k_proj
+    key.set_compact_weight(FORMATS["int8"].quantize(key.weight.detach()))
+    assert "in several formats" in TokenLayer.why_not(attention)
+    experts = next(layer for layer in model.model.stack.layers if layer.is_mamba)
+    assert TokenLayer.why_not(experts) is None
+    first = experts.block_sparse_moe.input_linear
+    first.set_compact_weight(FORMATS["int4"].quantize(first.weight.detach()))
+    assert "in several formats" in TokenLayer.why_not(experts)
 
 
 @pytest.mark.parametrize(

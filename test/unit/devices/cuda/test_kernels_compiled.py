@@ -32,6 +32,7 @@ from granite4_neuron.devices.cuda.norms import normalize  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E402
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
+from granite4_neuron.ops import FORMATS  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
 pytestmark = [
@@ -47,6 +48,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
+TYPES |= {torch.int8: "*i8", torch.uint8: "*u8"}
 EPS = 1e-5
 # Weights, and arguments that no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
@@ -70,11 +72,22 @@ def int64(*shape):
 
 
 def kind(argument):
+    if isinstance(argument, tuple):
+        return tuple(map(kind, argument))
     if isinstance(argument, torch.Tensor):
         return TYPES[argument.dtype]
     if isinstance(argument, TensorDescriptor):
         return f"tensordesc<{TYPES[argument.base.dtype][1:]}{argument.block_shape}>"
     return {int: "i32", float: "fp32"}[type(argument)]
+
+
+def places_of_tensors(arguments):
+    """Return the place of each tensor among arguments, which may be tuples."""
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, tuple):
+            yield from ((place, *within) for within in places_of_tensors(argument))
+        elif isinstance(argument, torch.Tensor):
+            yield (place,)
 
 
 @pytest.fixture
@@ -98,7 +111,9 @@ def compiled(monkeypatch):
             if isinstance(value, torch.Tensor)
             or (name in specialized and not is_constant[name] and isinstance(value, int) and value % 16 == 0)
         ]
-        attributes = {(places.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        whole = [(places.index(name),) for name in aligned]
+        in_tuples = places_of_tensors(bound.values())
+        attributes = {place: [["tt.divisibility", 16]] for place in (*whole, *in_tuples)}
         source = ASTSource(kernel, signature, by_place, attributes)
         compiled.append(triton.compile(source, target=HOPPER, options=options))
 
@@ -158,10 +173,45 @@ def reads_before_waiting(compiled):
     """Return the (argument, instruction) pairs that kernels may read before earlier kernels have ended."""
     found = set()
     for each in compiled:
-        kinds = [(name, kind) for name, kind in each.src.signature.items() if kind != "constexpr"]
+        listed = [(name, kind if isinstance(kind, tuple) else (kind,)) for name, kind in each.src.signature.items()]
+        kinds = [(name, kind) for name, parts in listed for kind in parts if kind != "constexpr"]
         reads = [(*kinds[number], instruction) for number, instruction in reads_before_wait(each.asm["ptx"])]
         found |= {(name, instruction) for name, kind, instruction in reads if kind.startswith("*")}  # not strides
     return found
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantized_weights(format, batch, config, compiled):
+    """A program of one row reads 16 bytes at a time."""
+
+    def weight(*shape):
+        return [empty(*size, dtype=dtype) for size, dtype in FORMATS[format].layout(torch.Size(shape)).values()]
+
+    operators = OneRowOperators if batch == 1 else TokenOperators
+    hidden, shared, key_rows = config.hidden_size, config.shared_intermediate_size, 2 * config.head_dim
+    x, norm, lengths = float32(batch, hidden), empty(hidden), int32(batch)
+    values, scales = weight(3 * hidden, hidden)
+    convolution = empty(hidden, 4), empty(hidden), empty(batch, hidden, 3), lengths
+    LAUNCHES[operators.mixer_inputs](x, norm, values, *convolution, None, scales, num_heads=8, eps=EPS)
+    values, scales = weight(hidden, hidden)
+    LAUNCHES[operators.add_product](x, x, norm, values, 0.22, EPS, scales)
+    (query, query_scales), (key, key_scales) = weight(hidden, hidden), weight(key_rows, hidden)
+    LAUNCHES[operators.project_heads](x, norm, query, key, key, EPS, query_scales, key_scales, key_scales)
+    first, second = weight(2 * shared, hidden), weight(hidden, shared)
+    LAUNCHES[operators.activate](x, norm, first[0], EPS, first[1])
+    if experts := config.num_local_experts:
+        width, top_k = config.intermediate_size, config.num_experts_per_tok
+        w1, w2, logits = weight(experts, 2 * width, hidden), weight(experts, hidden, width), float32(batch, experts)
+        given = empty(batch, hidden), first[0], w1[0], logits, lengths, top_k, first[1], w1[1]
+        activated, chosen = LAUNCHES[operators.activate_experts](*given)
+        given = x, activated, second[0], chosen, w2[0], logits, lengths, 0.22, second[1], w2[1]
+        LAUNCHES[operators.add_feed_forward](*given)
+    LAUNCHES[products.multiply_tokens](empty(512, hidden), first[0], None, True, False, first[1])
+    if batch == 1:
+        of_one = [each for each in compiled if "_of_one" in each.metadata.name]
+        assert len(of_one) == (6 if experts else 4)
+        assert all(re.search(r"ld\.global\S*\.v4\.b32", each.asm["ptx"]) for each in of_one)
 
 
 @pytest.mark.parametrize("tokens", [4, 16])

@@ -22,6 +22,7 @@ pytestmark = [
         ("unit/devices/cuda/test_kernels.py", ""),
         ("unit/devices/cuda/test_prompt_kernels.py", ""),
         ("unit/devices/cuda/test_rounding.py", ""),
+        ("unit/devices/cuda/test_quantized_kernels.py", ""),
         ("unit/devices/cuda/test_token_kernels.py", "experts"),
         ("unit/devices/cuda/test_token_kernels.py", "not experts"),
         ("integration/test_torch_device_interpreted.py", ""),

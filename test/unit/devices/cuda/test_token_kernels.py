@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from granite4_neuron.devices.cuda import gemv
+from granite4_neuron.devices.cuda import weights as weights_of_kernels
 from granite4_neuron.devices.cuda.head import score_tokens
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
@@ -56,7 +57,7 @@ def operators(rows):
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch):
     """Have the interpreter multiply the values of bfloat16, not the bits, and add from the first column on, as a GPU
-    does. NumPy's order depends on the shapes.
+    does: NumPy's order depends on the shapes. And give it the products of a GPU's instruction for bytes.
     """
     if DEVICE == "cuda":
         return
@@ -74,6 +75,14 @@ def products_of_bfloat16(monkeypatch):
         return TensorHandle(total, acc.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+    def dot4(codes, bytes, acc, signed):
+        for shift in (0, 8, 16, 24):
+            byte = bytes << (24 - shift) >> 24 if signed else (bytes >> shift) & 0xFF
+            acc += (codes << (24 - shift) >> 24) * byte
+        return acc
+
+    monkeypatch.setattr(weights_of_kernels, "dot4", dot4)
 
 
 def lengths_of(batch, length):

@@ -1,13 +1,18 @@
 """Snapshots in the memory of a PyTorch device, without a step of a model."""
 
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.devices.torch.options import DEVICES, check_format
+from granite4_neuron.devices.torch.runtime import TorchRuntime, _check_memory
+from granite4_neuron.errors import UserError
 from test.support.engines import engine_model
+from test.support.quantizing import quantize_model
 
 
 class _Calls(TorchDispatchMode):
@@ -59,3 +64,23 @@ def test_a_chain_of_snapshots_writes_its_own_positions():
         view.zero_()
     runtime.restore(state, chain, 2)
     assert other.keys() == expected.keys() and all(torch.equal(view, expected[name]) for name, view in other.items())
+
+
+def test_a_gpu_needs_room_for_the_weights(monkeypatch):
+    model = engine_model()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**34))
+    with pytest.raises(UserError, match=r"the weights need 0\.0 GiB, and cuda:1 has 0\.0 GiB free; --quantize int8"):
+        _check_memory(model, torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
+    _check_memory(model, torch.device("cuda:1"))
+
+
+def test_quantized_weights_need_a_device_with_kernels_for_them(monkeypatch):
+    model = engine_model(layer_types=("mamba",))
+    quantize_model(model, "int8")
+    with pytest.raises(UserError, match="int8 weights are for the backend cpu, some for a GPU; torch on cpu runs the"):
+        TorchRuntime(model, GenerationConfig())
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], formats=("int4",)))
+    with pytest.raises(UserError, match="torch on cpu runs the original in its dtype"):
+        TorchRuntime(model, GenerationConfig())
+    check_format("compressed-tensors", "cpu")

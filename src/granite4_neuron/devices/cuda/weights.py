@@ -1,0 +1,379 @@
+"""Matrices of weights: how operators take them, and how kernels read them. The formats of few bits are known here only.
+
+An operator takes a matrix [..., rows, columns] as `values` and `scales`, as its format lays it out (`ops.formats`); the
+scales of a tensor are None. A kernel takes both as one tuple, `stored`.
+
+A product with one vector takes as long as memory does, if the rows (`load_tile`) are multiplied as they are (`gemv`):
+the vector is prepared for that once, in a launch before (`prepare`). Other products read a tile as numbers in the
+activations' dtype for tensor cores (`load_numbers`), so they have the bits of a product with the dequantized matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from granite4_neuron.config.choices import INT4_GROUP
+from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
+from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
+
+# Columns of a quantized matrix are a multiple of this number: kernels read them in words of 4 bytes.
+WHOLE_COLUMNS = 4
+
+_NUM_WARPS_OF_VECTOR = 8
+_GROUP = tl.constexpr(INT4_GROUP)  # columns with one scale in int4: those of 16 bytes
+
+
+def parts_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return values and scales of a matrix."""
+    if isinstance(weight, torch.Tensor):
+        return weight, None
+    assert isinstance(weight, QuantizedWeight)  # there is no other compact weight on a GPU
+    return weight.values, weight.scales
+
+
+def stored(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the argument of a kernel for a matrix."""
+    return (values,) if scales is None else (values, scales)
+
+
+def width_of(w1: torch.Tensor, w2: torch.Tensor) -> int:
+    """Return the width of experts by the values of their matrices: the columns of w2, which in int4 has some more to
+    fill a group. It is the rows of w1, or half of them with a gate.
+    """
+    rows, columns = w1.shape[1], w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)
+    return rows if rows <= columns else rows // 2
+
+
+def dense(values: torch.Tensor, scales: torch.Tensor | None, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a matrix as a tensor; a quantized one in dtype. For definitions."""
+    if scales is None:
+        return values
+    format = FORMATS["int8" if values.dtype == torch.int8 else "int4"]
+    return QuantizedWeight(format, values, scales, torch.Size([*values.shape[:-1], columns])).dequantize(dtype)
+
+
+@triton.jit
+def rows_from(weight, row, K: tl.constexpr):
+    """Return a stored matrix [.., K] from a row on."""
+    if len(weight) == 1:
+        return (weight[0] + row * K,)
+    elif weight[0].dtype.element_ty == tl.int8:
+        return weight[0] + row * K, weight[1] + row
+    else:
+        GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
+        return weight[0] + row * (GROUPS * 16), weight[1] + row * GROUPS
+
+
+# -- products with one vector, in which a row of a quantized matrix is pieces of 16 bytes: 16 columns, or 32 in int4
+
+
+def prepare(
+    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, values: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Return a kernel's argument for a vector [1, columns] to multiply a matrix with: the vector itself for a tensor.
+
+    For a quantized matrix it is normalised, if it has a norm. Its numbers become whole ones, times a power of two for
+    each piece: of 16 bits with a sign, which lose nothing of a 16-bit number unless another one of the piece is more
+    than 64 times as large; in float32 of 22 bits. They are cut into bytes, of which an instruction multiplies four with
+    four codes.
+
+    Returns:
+        The unit of each piece, and the sum of its numbers, [2, pieces]; and for each byte, from the lowest on, words of
+        four columns, [1, pieces, 4], or in int4 of even columns and of odd ones, [2, pieces, 4].
+    """
+    if scales is None:
+        return (x,)
+    columns, is_int8 = x.shape[1], values.dtype == torch.int8
+    vector = empty_vector(x if norm_weight is None else norm_weight, is_int8, pieces_of(columns, is_int8))
+    _prepare_kernel[1,](
+        x,
+        norm_weight,
+        vector,
+        eps,
+        K=columns,
+        IS_INT8=is_int8,
+        PIECES=pieces_of(columns, is_int8),
+        BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(columns)),
+        **launch_options(x, _NUM_WARPS_OF_VECTOR),
+    )
+    return vector
+
+
+def pieces_of(columns: int, is_int8: bool) -> int:
+    """Return the number of pieces of a row."""
+    return int(triton.cdiv(columns, 16 if is_int8 else INT4_GROUP))
+
+
+def empty_vector(like: torch.Tensor, is_int8: bool, pieces: int) -> tuple[torch.Tensor, ...]:
+    """Return memory for what `prepare` returns, for a vector in the dtype of `like`."""
+    units = like.new_empty(2, pieces, dtype=torch.float32)
+    shape, num_bytes = (1 if is_int8 else 2, pieces, 4), 3 if like.dtype == torch.float32 else 2
+    return units, *(units.new_empty(shape, dtype=torch.int32) for _ in range(num_bytes))
+
+
+@triton.jit
+def _prepare_kernel(
+    x,
+    norm_weight,
+    vector,
+    eps,
+    K: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Prepare a vector x [K], which is normalised first if it has a norm. Grid: (1,)."""
+    gdc_launch_dependents(USE_GDC)
+    offs_k = tl.arange(0, BLOCK_K)
+    if norm_weight is None:
+        gdc_wait(USE_GDC)
+        values = load_vector(x, offs_k, K).to(tl.float32)
+    else:
+        norm_weights = load_vector(norm_weight, offs_k, K)
+        gdc_wait(USE_GDC)
+        values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
+    store_vector(vector, values, 0, PIECES, PIECES, IS_INT8)
+
+
+@triton.jit
+def store_vector(vector, values, first, count, PIECES: tl.constexpr, IS_INT8: tl.constexpr):
+    """Write `count` pieces, from `first` on, of a prepared vector of PIECES: values [1, BLOCK_K] in float32, zeros
+    beyond them.
+    """
+    COLUMNS: tl.constexpr = 16 if IS_INT8 else 32
+    BLOCK: tl.constexpr = values.shape[1] // COLUMNS
+    BITS: tl.constexpr = 20 if len(vector) == 4 else 14
+    values = tl.reshape(values, [BLOCK, COLUMNS])
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponents = tl.maximum(largest & 0x7F800000, 0x10000000)  # infinite for NaN, too
+    factors = (0x7F000000 - exponents + (BITS << 23)).to(tl.float32, bitcast=True)
+    # The last bits of a float32 of this size are the nearest whole number.
+    numbers = (values * factors[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    offs = tl.arange(0, BLOCK)
+    units = exponents.to(tl.float32, bitcast=True) * (1.0 / (1 << BITS))
+    tl.store(vector[0] + first + offs, units, offs < count)
+    tl.store(vector[0] + PIECES + first + offs, tl.sum(numbers, 1).to(tl.float32), offs < count)
+    offs_word = (first + offs)[:, None] * 4 + tl.arange(0, 4)[None]
+    mask = (offs < count)[:, None] & (offs_word >= 0)
+    if IS_INT8:
+        _store_bytes(vector, 0, tl.reshape(numbers, [BLOCK, 4, 4]), offs_word, mask)
+    else:
+        even, odd = tl.split(tl.reshape(numbers, [BLOCK, 4, 4, 2]))
+        _store_bytes(vector, 0, even, offs_word, mask)
+        _store_bytes(vector, PIECES * 4, odd, offs_word, mask)
+
+
+@triton.jit
+def _store_bytes(vector, start, numbers, offs_word, mask):
+    """Write the bytes of numbers [BLOCK, 4, 4], four in a word, at offs_word from `start` on."""
+    for i in tl.static_range(len(vector) - 1):
+        bytes = ((numbers >> (8 * i)) & 0xFF) << (8 * tl.arange(0, 4))[None, None]
+        tl.store(vector[1 + i] + start + offs_word, tl.sum(bytes, 2), mask)
+
+
+@triton.jit
+def load_prepared(x, weight, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Load a prepared vector, the argument x of a kernel, for a quantized weight: its first BLOCK pieces.
+
+    Returns:
+        A tuple: units and sums, [1, BLOCK], and for each byte a tuple of words [1, BLOCK, 4], one or two.
+    """
+    offs = tl.arange(0, BLOCK)[None]
+    units = tl.load(x[0] + offs, offs < PIECES, 0.0)
+    sums = tl.load(x[0] + PIECES + offs, offs < PIECES, 0.0)
+    if len(x) == 3:
+        return units, sums, _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
+    else:
+        low, middle = _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
+        return units, sums, low, middle, _load_bytes(x[3], weight, PIECES, BLOCK)
+
+
+@triton.jit
+def _load_bytes(words, weight, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)[None, :, None] * 4 + tl.arange(0, 4)[None, None]
+    if weight[0].dtype.element_ty == tl.int8:
+        return (tl.load(words + offs, offs < PIECES * 4, 0),)
+    else:
+        return (
+            tl.load(words + offs, offs < PIECES * 4, 0),
+            tl.load(words + PIECES * 4 + offs, offs < PIECES * 4, 0),
+        )
+
+
+@triton.jit
+def load_factor(x, weight, offs_k, K: tl.constexpr):
+    """Load a vector [K] without a norm, or a prepared one, as the factor of `gemv` for a stored weight."""
+    if len(weight) == 1:
+        return (load_vector(x[0], offs_k, K).to(tl.float32),)
+    else:
+        COLUMNS: tl.constexpr = 16 if weight[0].dtype.element_ty == tl.int8 else 32
+        return load_prepared(x, weight, (K + COLUMNS - 1) // COLUMNS, offs_k.shape[0] // COLUMNS)
+
+
+@triton.jit
+def load_normed_factor(x, norm_weights, eps, weight, offs_k, K: tl.constexpr):
+    """Do the same with a vector that is normalised here, unless it is prepared."""
+    if len(weight) == 1:
+        return (rms_norm(load_vector(x[0], offs_k, K), norm_weights, eps, K),)
+    else:
+        return load_factor(x, weight, offs_k, K)
+
+
+@triton.jit
+def load_tile(weight, offs_n, N, offs_k, K: tl.constexpr):
+    """Load rows of a matrix [N, K] for `gemv`, zeros outside the matrix.
+
+    Args:
+        offs_n: [BLOCK_N].
+        offs_k: [BLOCK_K], all numbers from 0 on.
+
+    Returns:
+        A tuple: a tile of a tensor, [BLOCK_N, BLOCK_K]; or codes in words, [BLOCK_N, pieces, 4] in int32, and the
+        scales of rows, [BLOCK_N], or of pieces, [BLOCK_N, pieces].
+    """
+    if len(weight) == 1:
+        mask = (offs_n < N)[:, None] & (offs_k < K)[None]
+        return (tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0.0),)
+    elif weight[0].dtype.element_ty == tl.int8:
+        rows, offs_piece = offs_n[:, None], tl.arange(0, offs_k.shape[0] // 16)[None]
+        return _load_words(weight, rows, offs_piece, rows < N, K), tl.load(weight[1] + offs_n, offs_n < N, 0.0)
+    else:
+        rows, offs_piece = offs_n[:, None], tl.arange(0, offs_k.shape[0] // 32)[None]
+        return _load_words(weight, rows, offs_piece, rows < N, K), _load_scales(weight, rows, offs_piece, rows < N, K)
+
+
+@triton.jit
+def load_tile_of_experts(weight, experts, offs_piece, is_chosen, offs_n, N: tl.constexpr, K: tl.constexpr):
+    """Load rows of several experts of a quantized weight [EXPERTS, N, K] for `gemv`, with a scale for each piece.
+
+    Args:
+        experts, offs_piece, is_chosen: [BLOCK], for each piece its expert in int64, its place in the row, and whether
+            it is wanted.
+        offs_n: [BLOCK_N].
+    """
+    rows, mask = experts[None] * N + offs_n[:, None], (offs_n < N)[:, None] & is_chosen[None]
+    words = _load_words(weight, rows, offs_piece[None], mask, K)
+    if weight[0].dtype.element_ty == tl.int8:
+        return words, tl.load(weight[1] + rows, mask, 0.0)
+    else:
+        return words, _load_scales(weight, rows, offs_piece[None], mask, K)
+
+
+@triton.jit
+def _load_words(weight, rows, offs_piece, mask, K: tl.constexpr):
+    """Load pieces of rows: [BLOCK_N, BLOCK, 4] in int32."""
+    GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
+    WORDS: tl.constexpr = K // 4 if weight[0].dtype.element_ty == tl.int8 else GROUPS * 4  # of a row
+    offs_word = offs_piece[:, :, None] * 4 + tl.arange(0, 4)[None, None]
+    ptrs = weight[0].to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, :, None] * WORDS + offs_word
+    return tl.load(ptrs, mask[:, :, None] & (offs_word < WORDS), 0)
+
+
+@triton.jit
+def _load_scales(weight, rows, offs_group, mask, K: tl.constexpr):
+    """Load scales of groups of rows: [BLOCK_N, BLOCK]."""
+    GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
+    return tl.load(weight[1] + rows * GROUPS + offs_group, mask & (offs_group < GROUPS), 0.0)
+
+
+@triton.jit
+def gemv(tile, factor):
+    """Multiply a tile of `load_tile` with a factor of `load_factor`, [1, ..], or each row with its own: [BLOCK_N] in
+    float32.
+    """
+    if len(tile) == 1:
+        return tl.sum(tile[0].to(tl.float32) * factor[0], 1)
+    else:
+        words = tile[0]
+        total = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
+        for i in tl.static_range(len(factor) - 1, 1, -1):  # from the highest byte on
+            total = total * 256.0 + _byte_products(words, factor[i], i == len(factor) - 1).to(tl.float32)
+        if len(factor[2]) == 2:
+            total -= 8.0 * factor[1]  # codes of int4 are from 0 on
+        total *= factor[0]
+        if len(tile[1].shape) == 1:
+            return tl.sum(total, 1) * tile[1]
+        else:
+            return tl.sum(total * tile[1].to(tl.float32), 1)
+
+
+@triton.jit
+def _byte_products(words, bytes, SIGNED: tl.constexpr):
+    """Multiply codes, [BLOCK_N, pieces, 4] in words, with bytes of numbers: the sum of each piece, in int32."""
+    acc = tl.zeros(words.shape, tl.int32)
+    if len(bytes) == 2:
+        products = dot4(words & 0x0F0F0F0F, bytes[0], acc, SIGNED)
+        products = dot4((words >> 4) & 0x0F0F0F0F, bytes[1], products, SIGNED)
+    else:
+        products = dot4(words, bytes[0], acc, SIGNED)
+    return tl.sum(products, 2)
+
+
+@triton.jit
+def dot4(codes, bytes, acc, SIGNED: tl.constexpr):
+    """Return acc + the product of four codes, which are signed, with four bytes; all int32."""
+    if SIGNED:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, bytes, acc], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.u32 $0, $1, $2, $3;", "=r,r,r,r", [codes, bytes, acc], tl.int32, is_pure=True, pack=1
+        )
+
+
+# -- products on tensor cores
+
+
+@triton.jit
+def load_numbers(weight, offs_n, N, start, K: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr):
+    """Load a tile of a matrix [N, K], rounded to DTYPE as `Format.dequantize` rounds: columns from start on, [BLOCK_N,
+    BLOCK_K], zeros outside the matrix.
+    """
+    offs_k = start + tl.arange(0, BLOCK_K)
+    mask = (offs_n < N)[:, None] & (offs_k < K)[None]
+    if len(weight) == 1:
+        return tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0.0)
+    elif weight[0].dtype.element_ty == tl.int8:
+        codes = tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0).to(tl.float32)
+        return (codes * tl.load(weight[1] + offs_n, offs_n < N, 0.0)[:, None]).to(DTYPE)
+    else:
+        offs_byte = tl.arange(0, BLOCK_K // 2) + start // 2
+        offs_group = tl.arange(0, BLOCK_K // _GROUP) + start // _GROUP
+        GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
+        is_byte = (offs_n < N)[:, None] & (offs_byte < GROUPS * 16)[None]
+        pairs = tl.load(weight[0] + offs_n[:, None] * (GROUPS * 16) + offs_byte[None], is_byte, 0)
+        scales = _load_scales(weight, offs_n[:, None], offs_group[None], (offs_n < N)[:, None], K).to(tl.float32)
+        pairs = pairs.to(tl.int32)
+        codes = tl.join((pairs << 16) & 0xF0000, (pairs << 12) & 0xF0000) | 0x43000000  # as float32: 128 + code
+        codes = tl.reshape(codes, [offs_n.shape[0], BLOCK_K // _GROUP, _GROUP]).to(tl.float32, bitcast=True)
+        numbers = tl.fma(codes, tl.broadcast_to(scales[:, :, None], codes.shape), -136.0 * scales[:, :, None])
+        return tl.reshape(numbers, [offs_n.shape[0], BLOCK_K]).to(DTYPE)
+
+
+def dequantized(values: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a quantized matrix [rows, columns] as a tensor, for a product of many tokens: writing it once takes less
+    than dequantizing each tile for each block of tokens.
+    """
+    y = torch.empty([*values.shape[:-1], columns], dtype=dtype, device=values.device)
+    rows = y[..., 0].numel()
+    _dequantize_kernel[triton.cdiv(rows, 16), triton.cdiv(columns, 256)](
+        stored(values, scales), y, rows, K=columns, BLOCK_N=16, BLOCK_K=256, num_warps=4
+    )
+    return y
+
+
+@triton.jit
+def _dequantize_kernel(weight, y, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Dequantize BLOCK_N rows and BLOCK_K columns of a matrix [N, K] to y.
+
+    Grid: (cdiv(N, BLOCK_N), cdiv(K, BLOCK_K)).
+    """
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * BLOCK_K
+    offs_k = start + tl.arange(0, BLOCK_K)
+    numbers = load_numbers(weight, offs_n, N, start, K, BLOCK_K, y.dtype.element_ty)
+    tl.store(y + offs_n[:, None] * K + offs_k[None], numbers, (offs_n < N)[:, None] & (offs_k < K)[None])

@@ -1,0 +1,73 @@
+"""What a model needs of a GPU's memory, for the backend torch on cuda: weights, states and caches are exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
+from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cuda.torch_device import CUDA
+from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, cache_buckets, cache_length
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.families import model_of
+from granite4_neuron.ops.operators import TORCH
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+
+# What CUDA, its libraries and compiled kernels take.
+LIBRARIES = 2**30
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Bytes on one GPU.
+
+    cache: keys and values of all sequences, as many as the cache of a state of this context has room for.
+    steps: an estimate of what the captured graphs of prompts keep for their activations.
+    """
+
+    weights: int
+    states: int
+    cache: int
+    steps: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.states + self.cache + self.steps + LIBRARIES
+
+
+def gpu_plan(config: ModelConfig, dtype: torch.dtype, quantize: str | None, batch_size: int, context: int) -> GpuPlan:
+    """Plan a model on one GPU.
+
+    Args:
+        quantize: one of the formats that a GPU computes with, or None.
+        batch_size, context: sequences at a time, and tokens of each.
+
+    Raises:
+        UserError: a GPU does not compute with these weights, or the context is longer than the model's.
+    """
+    if quantize is not None and quantize not in CUDA.formats:
+        raise UserError(f"--quantize is {quantize}; a GPU computes with {' and '.join(CUDA.formats)}.")
+    if context > config.max_position_embeddings:
+        raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
+    with torch.device("meta"):
+        model = model_of(config)
+    weights = WeightPlan(model, dtype, formats_for(model, quantize), TORCH).num_bytes
+    length, itemsize = cache_length(context, config.max_position_embeddings), dtype.itemsize
+    # Each length of a prompt's piece has a graph for each length of the cache, and each graph its own memory.
+    pieces = (*PREFILL_BUCKETS, *CUDA.long_prompts)
+    steps = sum(pieces) * len(cache_buckets(length)) * _activations(config, itemsize)
+    states = batch_size * sequence_bytes(config, itemsize)
+    cache = (batch_size + 1) * length * token_bytes(config, itemsize)  # idle rows write to a slot of their own
+    return GpuPlan(weights, states, cache, steps)
+
+
+def _activations(config: ModelConfig, itemsize: int) -> int:
+    """Estimate the bytes that a layer's activations take for each token of a prompt."""
+    rank = config.rank_dimensions(1)
+    inner = config.mamba_n_heads * config.mamba_d_head
+    mixer = (inner + rank.mamba_conv_dim + config.mamba_n_heads) * itemsize + (inner + rank.mamba_conv_dim) * 4
+    experts = config.num_experts_per_tok * (config.expert_hidden_size + rank.intermediate_size) * itemsize
+    residuals = config.hidden_size * (2 * 4 + 2 * itemsize)
+    return residuals + max(mixer, experts if config.num_local_experts else 0)

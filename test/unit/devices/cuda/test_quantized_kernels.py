@@ -1,0 +1,135 @@
+"""The Triton kernels with quantized weights against products with the numbers that these stand for, in float64."""
+
+import pytest
+import torch
+
+from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
+from granite4_neuron.devices.cuda.head import score_tokens
+from granite4_neuron.devices.cuda.linear import multiply_rows
+from granite4_neuron.devices.cuda.operator import LAUNCHES
+from granite4_neuron.devices.cuda.products import multiply_tokens
+from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
+from granite4_neuron.ops import FORMATS
+from test.support.oracles import relative_error
+from test.unit.devices.cuda.test_kernels import DEVICE, copied, random, seed
+from test.unit.devices.cuda.test_token_kernels import lengths_of, products_of_bfloat16
+
+pytestmark = pytest.mark.versions
+
+pytest.importorskip("triton", reason="Triton is not installed")
+__all__ = ["products_of_bfloat16", "seed"]  # fixtures
+# Triton's interpreter truncates where a GPU rounds.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
+EPS = 1e-5
+EACH = [
+    pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str),
+    pytest.mark.parametrize("format", ["int8", "int4"]),
+]
+# The second ones fill no group, nor a piece of 16 bytes in int8.
+COLUMNS = pytest.mark.parametrize("columns", [768, 104])
+BATCHES = pytest.mark.parametrize(
+    ("batch", "operators"), [(1, OneRowOperators), (3, TokenOperators)], ids=["one", "three"]
+)
+
+
+def each(test):
+    for mark in EACH:
+        test = mark(test)
+    return test
+
+
+def weights(format, *shape):
+    """Return values, scales, and the numbers that they stand for in float64; rows are of different sizes."""
+    numbers = random(*shape) * torch.linspace(0.5, 2, shape[-2])[:, None] / shape[-1] ** 0.5
+    quantized = FORMATS[format].quantize(numbers)
+    return quantized.values, quantized.scales, quantized.dequantize(torch.float32).double()
+
+
+def compare(operator, arguments, exact, dtype, rows=slice(None), **constants):
+    """Compare the launch with the definition in float64, where `exact` are the places of weights and scales."""
+    ours = [copied(argument, DEVICE) for argument in arguments]
+    outputs = LAUNCHES[operator](*ours, **constants)
+    theirs = [
+        argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
+        for argument in arguments
+    ]
+    for place, weight in exact.items():
+        theirs[place] = weight
+    expected = operator(*theirs, **constants)
+    if not isinstance(expected, tuple):
+        outputs, expected = [outputs], [expected]
+    for mine, other in zip(outputs, expected, strict=True):
+        assert relative_error(mine.cpu()[rows], other[rows]) <= TOLERANCE[dtype]
+    return [mine.cpu() for mine in outputs]
+
+
+@each
+@COLUMNS
+@BATCHES
+class TestTokens:
+    def test_mixer_inputs(self, batch, operators, columns, format, dtype):
+        channels, num_heads = 21, 3
+        values, scales, numbers = weights(format, 13 + channels + num_heads, columns)
+        convolution = random(channels, 4, dtype=dtype), None, random(batch, channels, 3, dtype=dtype)
+        norm = 1 + random(columns, dtype=dtype)
+        arguments = random(batch, columns), norm, values, *convolution, lengths_of(batch, 1), None, scales
+        compare(operators.mixer_inputs, arguments, {2: numbers, 8: None}, dtype, num_heads=num_heads, eps=EPS)
+
+    def test_heads(self, batch, operators, columns, format, dtype):
+        values, scales, numbers = zip(*(weights(format, rows, columns) for rows in (37, 11, 11)), strict=True)
+        arguments = random(batch, columns), 1 + random(columns, dtype=dtype), *values, EPS, *scales
+        exact = dict(enumerate(numbers, 2)) | dict.fromkeys((6, 7, 8))
+        compare(operators.project_heads, arguments, exact, dtype)
+
+    @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+    def test_sum_with_a_product(self, has_norm, batch, operators, columns, format, dtype):
+        values, scales, numbers = weights(format, 22, columns)
+        x = random(batch, columns) if has_norm else random(batch, columns, dtype=dtype)
+        norm = 1 + random(columns, dtype=dtype) if has_norm else None
+        arguments = random(batch, 22), x, norm, values, 0.22, EPS, scales
+        compare(operators.add_product, arguments, {3: numbers, 6: None}, dtype)
+
+    def test_mlp(self, batch, operators, columns, format, dtype):
+        values, scales, numbers = weights(format, 44, columns)
+        arguments = random(batch, columns), 1 + random(columns, dtype=dtype), values, EPS, scales
+        compare(operators.activate, arguments, {2: numbers, 4: None}, dtype)
+
+    @pytest.mark.parametrize("width", [64, 72])
+    def test_experts(self, width, batch, operators, columns, format, dtype):
+        experts, top_k = 6, 3
+        normed, logits, lengths = random(batch, columns, dtype=dtype), random(batch, experts), lengths_of(batch, 1)
+        lengths = torch.ones_like(lengths)
+        first, w1 = weights(format, 42, columns), weights(format, experts, 2 * width, columns)
+        given = normed, first[0], w1[0], logits, lengths, top_k, first[1], w1[1]
+        activated, chosen = compare(operators.activate_experts, given, {1: first[2], 2: w1[2], 6: None, 7: None}, dtype)
+        second, w2 = weights(format, 24, 104), weights(format, experts, 24, width)
+        activated = random(batch, 104, dtype=dtype)
+        given = random(batch, 24), activated, second[0], chosen, w2[0], logits, lengths, 0.3, second[1], w2[1]
+        compare(operators.add_feed_forward, given, {2: second[2], 4: w2[2], 8: None, 9: None}, dtype)
+
+
+@each
+@COLUMNS
+def test_several_tokens(columns, format, dtype):
+    """Products of verification, of the head, of prompts, and of one token with experts."""
+    values, scales, numbers = weights(format, 50, columns)
+    x, norm = random(70, columns, dtype=dtype), 1 + random(columns, dtype=dtype)
+    compare(TokenOperators.project, (random(5, columns), norm, values, EPS, scales), {2: numbers, 4: None}, dtype)
+    compare(score_tokens, (x, values, 3.0, scales), {1: numbers, 3: None}, dtype)
+    for is_gated in (False, True):
+        compare(multiply_tokens, (x, values, None, is_gated, False, scales), {1: numbers, 5: None}, dtype)
+        compare(multiply_rows, (x[:1], values, None, is_gated, scales), {1: numbers, 4: None}, dtype)
+    values, scales, numbers = weights(format, 3, 50, columns)
+    ids = torch.tensor([2, 0], dtype=torch.int32)
+    compare(multiply_rows, (x[:2], values, ids, True, scales), {1: numbers, 4: None}, dtype)
+
+
+@each
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "ungated"])
+def test_experts_of_prompts(is_gated, format, dtype):
+    experts, width, columns = 4, 72, 104
+    w1, w2 = weights(format, experts, (1 + is_gated) * width, columns), weights(format, experts, columns, width)
+    x, ids = random(7, columns, dtype=dtype), torch.stack([torch.randperm(experts)[:2] for _ in range(7)]).int()
+    topk_weights = random(7, 2).softmax(-1)
+    given = x, w1[0], w2[0], topk_weights, ids, w1[1], w2[1]
+    compare(multiply_by_experts, given, {1: w1[2], 2: w2[2], 3: topk_weights, 5: None, 6: None}, dtype)

@@ -1,0 +1,50 @@
+"""What a GPU's memory must hold, beside a model and a state that are made."""
+
+import pytest
+import torch
+
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.commands import cli
+from granite4_neuron.config import published_config
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.planning.gpu import gpu_plan
+from granite4_neuron.state.hybrid_state import HybridState
+
+
+def size(weight):
+    return weight.nbytes if isinstance(weight, torch.Tensor) else weight.num_bytes
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_weights_and_states_are_exact(quantize):
+    model = load_model(bundled_checkpoint(), quantize=quantize)
+    planned = gpu_plan(model.config, model.dtype, quantize, batch_size=3, context=1000)
+    assert planned.weights == sum(size(weight) for _, weight in model.named_weights())
+    state = HybridState.allocate(model.config, 3, 1024, model.dtype, "meta", has_null_slot=False)
+    recurrent = {id(tensor) for layer in state.layers for name, tensor in vars(layer).items() if "state" in name}
+    sizes = [(tensor.nbytes, id(tensor) in recurrent) for tensor in state.tensors()]
+    assert planned.states == sum(nbytes for nbytes, is_state in sizes if is_state)
+    assert planned.cache == sum(nbytes for nbytes, is_state in sizes if not is_state)
+
+
+def test_h_small_in_four_bits_fits_a_gpu_of_24_gib(capsys):
+    """Its 32.2 billion weights take 4.5 bits each."""
+    planned = gpu_plan(published_config("h-small"), torch.bfloat16, "int4", batch_size=1, context=32_768)
+    assert planned.weights == pytest.approx(32.2e9 * 4.5 / 8, rel=0.02)
+    command = ["plan", "--model", "h-small", "--context", "32768", "--batch-size", "1", "--gpu-memory", "24"]
+    assert cli.main([*command, "--quantize", "int4"]) == 0
+    assert "It fits" in capsys.readouterr().out
+    assert cli.main(command) == 1
+    assert "It does not fit" in capsys.readouterr().out
+
+
+def test_what_cannot_be_planned_is_refused(capsys):
+    config = published_config("h-350m")
+    with pytest.raises(UserError, match="--quantize is lossless12; a GPU computes with int4 and int8"):
+        gpu_plan(config, torch.bfloat16, "lossless12", batch_size=1, context=100)
+    with pytest.raises(UserError, match="the context is 1000000; the model's longest is 32768"):
+        gpu_plan(config, torch.bfloat16, None, batch_size=1, context=10**6)
+    for others, sentence in (([], "needs --model"), (["--model", "h-350m", "--latency"], "leave out --latency")):
+        assert cli.main(["plan", "--gpu-memory", "24", *others]) == 2
+        assert sentence in capsys.readouterr().err
