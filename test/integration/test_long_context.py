@@ -143,7 +143,7 @@ def test_the_benchmark(monkeypatch, capsys):
         ["--divide", "3"],
         ["--lengths", "64"],
         ["--model", "granite-4.0-micro"],
-        ["--backend", "torch", "--state-dtype", "bfloat16"],
+        ["--backend", "xla", "--state-dtype", "bfloat16"],
     ],
 )
 def test_the_benchmark_refuses_bad_options(arguments, capsys):
