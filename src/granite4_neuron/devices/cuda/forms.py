@@ -33,9 +33,11 @@ class TokenLayer(DecoderLayer):
             output = layer.mamba.out_proj if layer.is_mamba else layer.self_attn.o_proj
             if output.bias is not None:
                 return "they take no biases of projections"
+        if (reason := why_not_fusible(layer.input_layernorm)) is not None:
+            return reason
         if any(len(set(map(format_of, together))) > 1 for together in _multiplied_together(layer)):
             return "weights that a kernel multiplies together are in several formats"
-        return why_not_fusible(layer.input_layernorm)
+        return None
 
     def forward(
         self,
