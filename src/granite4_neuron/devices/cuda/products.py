@@ -186,7 +186,8 @@ def has_descriptors(*tensors: torch.Tensor) -> bool:
         return False
     return all(
         each.data_ptr() % _TMA_BYTES == 0
-        and all(stride * each.itemsize % _TMA_BYTES == 0 for stride in each.stride()[:-1])
+        # Elements, not bytes: the interpreter of Triton 3.5 leaves out their size, and real widths suit both.
+        and all(stride % _TMA_BYTES == 0 for stride in each.stride()[:-1])
         for each in tensors
     )
 

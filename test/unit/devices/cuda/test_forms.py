@@ -62,6 +62,11 @@ def decode(model, operators, tokens):
     return step(tokens[:, -1:], length - 1, 1), views
 
 
+def mean_error(views, exact):
+    pairs = [(view[name], right[name]) for view, right in zip(views, exact, strict=True) for name in right]
+    return torch.cat([(ours.double() - right.double()).abs().flatten() for ours, right in pairs]).mean()
+
+
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
@@ -72,7 +77,11 @@ def test_logits_and_state(case, batch, dtype, taken):
     (expected, states), (logits, ours) = (decode(model, operators, tokens) for operators in (None, GPU))
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
+    else:  # two roundings, neither of which may be further from float32 than the other
+        _, exact = decode(model.float(), None, tokens)
+        assert mean_error(ours, exact) <= 1.1 * mean_error(states, exact)
     # Two steps. Layers with biases in projections use the plain operators.
     plain = {"projection_bias": {"mamba", "attention"}, "nemotron_dense": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
