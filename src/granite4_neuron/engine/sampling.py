@@ -97,9 +97,10 @@ class Sampler:
         # Only a repetition penalty applies to the prompt.
         begin = 0 if repetition != 1 else prompt_length
         self._counts = TokenCounts(begin, prompt_length) if self._penalties != (0, 0, 1) else None
-        no_counts = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        penalties = None if self._counts is None else Penalties(*no_counts, *self._penalties)
-        self._for_device = replace(self._choice, penalties=penalties)
+        self._for_device = self._choice
+        if self._counts is not None:  # `Row.counts` tells them
+            no_counts = torch.empty(0, dtype=torch.int64), torch.empty(0)
+            self._for_device = replace(self._choice, penalties=Penalties(*no_counts, *self._penalties))
 
     @property
     def takes_likeliest(self) -> bool:

@@ -23,7 +23,7 @@ def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequ
     available = available_bytes()
     if available is None:
         return most
-    state, token = _sizes(runtime)
+    state, token = sizes_of(runtime)
     return max(1, min(most, available // 2 // (state + max_length * token)))
 
 
@@ -65,7 +65,7 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
-        self._state_bytes, self._token_bytes = _sizes(runtime)
+        self._state_bytes, self._token_bytes = sizes_of(runtime)
         self._lengths: dict[int, int] = {}  # of the longest sequence that each slot has had
         self.state: HybridState | None = None
         self.failed_steps = 0
@@ -130,7 +130,7 @@ class Slots:
         return self._state_bytes + length * self._token_bytes if length else 0
 
 
-def _sizes(runtime: Runtime) -> tuple[int, int]:
+def sizes_of(runtime: Runtime) -> tuple[int, int]:
     """Return the bytes of a sequence's recurrent state, and of its keys and values for each token."""
     config, itemsize = runtime.config, runtime.dtype.itemsize
     state = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)

@@ -232,9 +232,8 @@ class EngineClient:
         except EOFError:
             return self._ended()
         now = time.perf_counter()
-        batches: dict[
-            Generation, Batch
-        ] = {}  # of all steps that have come, so that a busy loop makes one event of them
+        # Of all steps that have come, so that a busy loop makes one event of them.
+        batches: dict[Generation, Batch] = {}
         for kind, *values in messages:
             if kind == "outputs":
                 rows, step_tokens, facts = values

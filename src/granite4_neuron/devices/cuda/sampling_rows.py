@@ -18,8 +18,7 @@ def kept_or_before(scores, race, token, lowest, limit, top_p, top, scale, VOCAB:
     """Return the token if top_p keeps it, or else the one with the best result before it that it keeps.
 
     Args:
-        lowest: the lowest score that top_k keeps.
-        limit: of `_limit`.
+        limit: the sum of weights that a kept token's predecessors do not make up.
     """
     before = tl.zeros_like(limit)
     if top_p < 1:

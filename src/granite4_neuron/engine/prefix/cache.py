@@ -19,10 +19,10 @@ from granite4_neuron.engine.prefix.end_cuts import EndCuts
 from granite4_neuron.engine.prefix.folder import PrefixFolder
 from granite4_neuron.engine.prefix.interface import any_length
 from granite4_neuron.engine.prefix.tree import Entries, Entry, Node
+from granite4_neuron.engine.slots import sizes_of
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
 from granite4_neuron.state.hybrid_state import HybridState, copy_of
-from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import (
     LOGITS,
     Snapshot,
@@ -116,9 +116,7 @@ class PrefixCache:
         self._folder = folder
         self._end_cuts = EndCuts(runtime.prompt_cuts)
         self._found: WeakSet[Prefix] = WeakSet()
-        config, itemsize = runtime.config, runtime.dtype.itemsize
-        self._state_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
-        self._token_bytes = token_bytes(config, itemsize)
+        self._state_bytes, self._token_bytes = sizes_of(runtime)
         self._forget()
 
     @property

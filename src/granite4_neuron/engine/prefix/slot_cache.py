@@ -12,10 +12,10 @@ import torch
 from granite4_neuron.engine.prefix.cache import SHORTEST_SHARED, PrefixCacheStats, common_length
 from granite4_neuron.engine.prefix.end_cuts import EndCuts
 from granite4_neuron.engine.prefix.interface import any_length
+from granite4_neuron.engine.slots import sizes_of
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
 from granite4_neuron.state.hybrid_state import HybridState
-from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,9 +174,8 @@ def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
         UserError: there are none.
     """
     require(runtime, "copy")
-    config, itemsize = runtime.config, runtime.dtype.itemsize
-    slot_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
-    slot_bytes += runtime.max_length * token_bytes(config, itemsize)
+    state, token = sizes_of(runtime)
+    slot_bytes = state + runtime.max_length * token
     if runtime.own_slots <= num_sequences:
         raise UserError(
             f"the model is compiled for {runtime.own_slots} sequences, and {num_sequences} run at a time; for a prefix "
