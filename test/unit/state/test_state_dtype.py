@@ -41,15 +41,18 @@ def logits_of(runtime, state, slots, tokens, prompt=20):
 @every_dtype
 @pytest.mark.parametrize("kernels", ["fused", "torch", "compiled"])
 def test_rounding_does_not_depend_on_other_sequences(dtype, kernels):
-    """Rows, slots and neighbours do not change the rounding. Logits agree to the accuracy of float32."""
+    """Rows, slots and neighbours do not change the rounding. Fused kernels give the same bits. Elsewhere sums in other
+    orders may round single numbers the other way, which changes logits far less than other random numbers would.
+    """
     runtime = runtime_of(dtype, kernels)
     together = logits_of(runtime, runtime.allocate(3, 64), [3, 1, 2], TOKENS)
-    alone = logits_of(runtime, runtime.allocate(3, 64), [2], TOKENS[:1])
-    assert (together[:1] - alone).abs().max() <= 1e-5
+    alone = logits_of(runtime, runtime.allocate(3, 64), [2], TOKENS[1:2])
     exact = runtime_of(torch.float32, kernels)
     expected = logits_of(exact, exact.allocate(3, 64), [3, 1, 2], TOKENS)
     error = (together - expected).abs().max()
     assert 1e-6 < error <= {torch.float16: 5e-3, torch.bfloat16: 5e-2}[dtype]
+    difference = (together[1:2] - alone).abs().max()
+    assert difference == 0 if kernels == "fused" else difference <= error / 2
 
 
 @every_dtype
