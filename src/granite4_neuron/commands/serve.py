@@ -46,7 +46,7 @@ EXIT_FAILED = 1
 # Defaults, of batch, measure and plan --traffic too.
 MAX_NUM_SEQS = 8
 MODEL_LEN = 8192
-MAX_GAP = 60  # milliseconds
+MAX_GAP = 100  # milliseconds
 PREFIX_CACHE = "1GiB"
 _KEY_VARIABLE = "GRANITE4_API_KEY"
 _EXTRA = ("starlette", "uvicorn", "prometheus_client", "pydantic")
