@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
@@ -20,13 +21,18 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
 
 
-def open_checkpoint(model: str | os.PathLike[str] | Checkpoint, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str | os.PathLike[str] | Checkpoint,
+    revision: str | None = None,
+    before_download: Callable[[], None] = lambda: None,
+) -> Checkpoint:
     """Open a checkpoint.
 
     Args:
         model: a checkpoint folder, a GGUF file, or a Hugging Face id, which is downloaded if there is no copy of it on
             this machine. An open checkpoint is returned as it is.
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
+        before_download: called before an id is looked up; raises UserError for a reason not to.
 
     Raises:
         UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite
@@ -50,6 +56,7 @@ def open_checkpoint(model: str | os.PathLike[str] | Checkpoint, revision: str | 
     if not _HUB_ID.fullmatch(name):
         shown = name if name.isprintable() and name else repr(name)
         raise UserError(f"{shown} is not a folder{_suggestion(name)}")
+    before_download()
     return FolderCheckpoint(download(name, revision))
 
 

@@ -19,10 +19,9 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import ModelConfig, published_config
 from granite4_neuron.config.published import published_name, published_names
-from granite4_neuron.devices.backends import BACKENDS, all_options
+from granite4_neuron.devices.backends import BACKENDS, all_options, check_here
 from granite4_neuron.devices.neuron.sdk import KERNELS
 from granite4_neuron.devices.options import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
-from granite4_neuron.devices.torch.options import find_kind
 from granite4_neuron.errors import UserError, printable
 from granite4_neuron.runtime.declaration import Option
 
@@ -184,6 +183,11 @@ def backend_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in declared}
 
 
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of backends as `generation.load` gets them."""
+    return backend_options(options) | kernels_of(options, options.kernels)
+
+
 def add_drawing(parser: argparse._ActionsContainer) -> None:
     """Add the options of sampling that most requests have."""
     parser.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
@@ -274,13 +278,12 @@ def load_runtime(
     Raises:
         UserError: as `load`.
     """
-    if options.backend == "torch" and (reason := find_kind(options.device).why_missing()):
-        raise UserError(reason)
+    chosen = _given(options)
+    check_here(options.backend, chosen, checkpoint.quantization)
     # Not at the top: it takes seconds to import, and so it waits until the checkpoint is open.
     from granite4_neuron.generation import load
 
     use_threads(options)
-    chosen = backend_options(options) | kernels_of(options, options.kernels)
     started = time.perf_counter()
     with ProgressBar("weights", "bytes") as progress:
         loaded = load(
@@ -322,8 +325,13 @@ def model_or_bundled(options: argparse.Namespace) -> str | Path:
 
 
 def model_checkpoint(options: argparse.Namespace) -> Checkpoint:
-    """Open the checkpoint of --model and --revision, or the bundled one; see `open_checkpoint`."""
-    return open_checkpoint(model_or_bundled(options), options.revision)
+    """Open the checkpoint of --model and --revision, or the bundled one; see `open_checkpoint`.
+
+    A backend that is not here, or that does not take the options, is refused before a model is downloaded.
+    """
+    has_backend = hasattr(options, "backend")
+    check = (lambda: check_here(options.backend, _given(options))) if has_backend else (lambda: None)
+    return open_checkpoint(model_or_bundled(options), options.revision, check)
 
 
 def stored_model(name: str, revision: str | None = None) -> tuple[ModelConfig, str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.devices.cpu import backend as cpu
 from granite4_neuron.devices.neuron import backend as nxdi
@@ -11,6 +11,9 @@ from granite4_neuron.devices.torch import backend as torch_device
 from granite4_neuron.devices.xla import backend as xla
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.runtime.declaration import Backend, Option
+
+if TYPE_CHECKING:
+    from granite4_neuron.config.quantization import StoredQuantization
 
 BACKENDS: dict[str, Backend] = {
     each.name: each for each in (cpu.BACKEND, torch_device.BACKEND, xla.BACKEND, nxdi.BACKEND)
@@ -53,6 +56,18 @@ def check_backend(name: str, given: Mapping[str, Any]) -> None:
     for option_name, value in given.items():
         if option_name not in own and value != options[option_name].default:
             _refuse(options[option_name], value, backend)
+
+
+def check_here(name: str, given: Mapping[str, Any], stored: StoredQuantization | None = None) -> None:
+    """Check as `check_backend` does, and that this machine has what the backend needs.
+
+    Args:
+        stored: how the model's weights are quantized.
+    """
+    check_backend(name, given)
+    if stored is not None:
+        check_backend(name, {**given, "quantize": given["quantize"] or stored.name})
+    BACKENDS[name].require(given)
 
 
 def _declared(name: str) -> Backend:

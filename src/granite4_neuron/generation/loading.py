@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.devices.backends import BACKENDS, all_options, check_backend, check_values
+from granite4_neuron.devices.backends import BACKENDS, all_options, check_backend, check_here, check_values
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.defaults import generation_config
 from granite4_neuron.runtime.declaration import Option
@@ -91,9 +91,9 @@ def load(
     _check_adapters(adapters)
     check_backend(backend, given)
     _check_default_device()
-    checkpoint = open_checkpoint(model if model is not None else bundled_checkpoint(), revision)
-    if checkpoint.quantization is not None:
-        check_backend(backend, given | dict(quantize=quantize or checkpoint.quantization.name))
+    name = model if model is not None else bundled_checkpoint()
+    checkpoint = open_checkpoint(name, revision, lambda: check_here(backend, given))
+    check_here(backend, given, checkpoint.quantization)
     tokenizer = checkpoint.load_tokenizer()
     declared = BACKENDS[backend]
     options = {each.name: _as_torch(each, given.get(each.name, each.default)) for each in declared.options}

@@ -107,6 +107,7 @@ class Backend:
         framework, which the declaration must not.
     needs: the sentences that refuse it without an option, by the option's name.
     refuses: the sentences that it has in place of `Option.refusal`, by the option's name.
+    require: raises UserError if this machine lacks what these values need, so that no model is downloaded for nothing.
     """
 
     name: str
@@ -114,3 +115,4 @@ class Backend:
     load: Callable[Concatenate[Checkpoint, GenerationConfig, ...], Runtime]
     needs: Mapping[str, str] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
+    require: Callable[[Mapping[str, Any]], None] = lambda given: None

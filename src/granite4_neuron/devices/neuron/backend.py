@@ -32,10 +32,9 @@ def load(
     """Load a `NeuronRuntime`; see `devices.neuron.nxdi.loading.load_compiled`.
 
     Raises:
-        UserError: as there, or the Neuron SDK is not installed, or the checkpoint is a GGUF file.
+        UserError: as there, or the checkpoint is a GGUF file.
     """
     folder = require_folder(checkpoint)
-    sdk.require()
     # Imported here, because only this backend needs NxD Inference.
     from granite4_neuron.devices.neuron.nxdi import loading
 
@@ -53,4 +52,5 @@ BACKEND = Backend(
         ),
         "prefill_buckets": "lengths of prompts were chosen when they were compiled, by --context-buckets.",
     },
+    require=lambda given: sdk.require(),
 )

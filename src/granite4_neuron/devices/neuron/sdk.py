@@ -109,6 +109,7 @@ INSTALL_TORCH_XLA = (
     "'transformers==4.57.*' 'jax==0.10.*'"
 )
 WITHOUT_TORCH_XLA = f"graphs are traced by torch_xla, which is not installed; {INSTALL_TORCH_XLA}."
+NEEDS_TORCH_XLA = f"the xla backend needs torch_xla, which is not installed; {INSTALL_TORCH_XLA}."
 # The packages that lower and count the graphs of PyTorch devices; as in the extra dev.
 INSTALL_TORCH_MLIR = "install both with: pip install 'torch-mlir==20261001' 'jax==0.10.*'"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,4 +65,10 @@ def _quantize(device: torch.device, weight: torch.Tensor, format: Format) -> Qua
     return format.quantize(weight.to(device))
 
 
-BACKEND = Backend("torch", OPTIONS, load)
+def require(given: Mapping[str, Any]) -> None:
+    """Check that the PyTorch device is here; raise UserError if not."""
+    if (reason := find_kind(given["device"]).why_missing()) is not None:
+        raise UserError(reason)
+
+
+BACKEND = Backend("torch", OPTIONS, load, require=require)

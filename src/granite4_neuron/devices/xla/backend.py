@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from granite4_neuron.devices.neuron.sdk import NEEDS_TORCH_XLA
 from granite4_neuron.devices.options import COMPILED
+from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.declaration import Backend
 
 if TYPE_CHECKING:
@@ -35,4 +38,10 @@ def load(
     return XLARuntime(model, generation_config, **options)
 
 
-BACKEND = Backend("xla", COMPILED, load)
+def require(given: Mapping[str, Any]) -> None:
+    """Check that torch_xla is installed; raise UserError if not."""
+    if importlib.util.find_spec("torch_xla") is None:
+        raise UserError(NEEDS_TORCH_XLA)
+
+
+BACKEND = Backend("xla", COMPILED, load, require=require)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS, GraphRuntime, Tensors, unpacked
-from granite4_neuron.devices.neuron.sdk import INSTALL_TORCH_XLA
+from granite4_neuron.devices.neuron.sdk import NEEDS_TORCH_XLA
 from granite4_neuron.devices.options import COMPILED
 from granite4_neuron.devices.selection import select_operators
 from granite4_neuron.errors import UserError
@@ -54,7 +54,7 @@ class XLARuntime(GraphRuntime):
         experts_decode: str | None = None,
     ):
         if torch_xla is None:
-            raise UserError(f"the xla backend needs torch_xla, which is not installed; {INSTALL_TORCH_XLA}.")
+            raise UserError(NEEDS_TORCH_XLA)
         device = torch_xla.device()
         if decode_kernel == "nki":
             experts_decode = experts_decode or "kernel"
