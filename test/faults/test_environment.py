@@ -334,9 +334,24 @@ class TestKernelCache:
 
     def test_a_library_gets_its_name_when_it_is_complete(self, cache, tmp_path):
         compiler = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done\nprintf built >"$2"')
-        built = build._build([str(compiler)], one_source(tmp_path), cache.parent, "kernels-key")
+        built = build._build([str(compiler)], one_source(tmp_path), cache.parent, "kernels", "key")
         assert built.read_text() == "built" and built.stem == f"kernels-key-{build._digest(built)}"
         assert built.stat().st_mode & 0o777 == 0o700
+
+    def test_a_quantisation_is_compiled_when_weights_are_in_it(self, cache, tmp_path, monkeypatch):
+        cache.unlink()
+        write = 'while [ "$1" != -o ]; do shift; done\nprintf built >"$2"'
+        monkeypatch.setenv("CXX", str(script(tmp_path / "compiler", f'echo "$*" >>{tmp_path}/log\n{write}')))
+        kernels = build._library()
+        assert not re.search("FORMAT=(?!plain)", (tmp_path / "log").read_text())
+        (tmp_path / "log").unlink()
+        build._library("int8")
+        _, unit, link = (tmp_path / "log").read_text().splitlines()  # first the header
+        assert "products.cpp -DGRANITE4_FORMAT=int8 " in unit and f" {kernels} " in link
+
+    def test_a_quantisation_that_does_not_compile_is_refused(self, cache):
+        with pytest.raises(UserError, match=r"no kernels for int8 here: they do not compile .*--cpu-kernels torch"):
+            build.load_format.__wrapped__("int8")
 
     def test_one_process_compiles_and_others_wait_for_it(self, cache, tmp_path, monkeypatch, caplog):
         """Threads stand in for processes: they lock each other out in the same way."""
@@ -361,7 +376,7 @@ class TestKernelCache:
         program = f"""
 from pathlib import Path
 from granite4_neuron.devices.cpu import build
-build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
+build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels", "key")
 """
         assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
         (left,) = cache.parent.glob("building-*")
@@ -396,7 +411,7 @@ import signal
 from pathlib import Path
 from granite4_neuron.devices.cpu import build
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
+build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels", "key")
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert "KeyboardInterrupt" in done.stderr

@@ -10,6 +10,7 @@ from granite4_neuron.devices.cpu import build
 
 X86 = "c++"
 ARM = "aarch64-linux-gnu-g++"
+VECTORS = ("float", "at::BFloat16", "at::Half")
 
 
 @pytest.mark.slow
@@ -50,7 +51,10 @@ def test_the_kernels_compile_for_other_processors(compiler, processor, capabilit
         f"-isystem{build._TORCH / 'include'}",
     ]
     command += [*build._including_formats(build._SOURCES, tmp_path), "-DGRANITE4_FORMAT=plain", "-xc++", "-"]
-    # All units as one, in which calls of products see their definitions, and so have those of every format compiled.
     units = "".join(f'#include "{source}"\n' for source in sorted(build._SOURCES.glob("*.cpp")))
+    # The products of every format: each has a library of its own.
+    for name in build.formats():
+        products = "".join(f"set_products<{name}::Tiles, {each}>(Format::{name});" for each in VECTORS)
+        units += f"namespace granite4_neuron {{ void set_{name}() {{ {products} }} }}\n"
     done = subprocess.run(command, input=units, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,21 @@
 
 #include "formats.h"
 
+namespace granite4_neuron {
+
+// weights.cpp has these in the library.
+ThreadPool& ThreadPool::instance() {
+  static ThreadPool* pool = new ThreadPool;
+  return *pool;
+}
+template <typename T>
+Products<T>& products_of(Format) {
+  static Products<T> products;
+  return products;
+}
+
+}  // namespace granite4_neuron
+
 using namespace granite4_neuron;
 
 // Packs a weight and computes y = x weight^T.

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from granite4_neuron.errors import UserError
 from granite4_neuron.system.processor import instruction_sets
 from granite4_neuron.system.terminal import unguarded
 
@@ -37,6 +38,7 @@ _SOURCES = Path(str(resources.files("granite4_neuron.devices.cpu") / "kernels"))
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-DNDEBUG")
 _QUIET = ("-Wno-psabi", "-Wno-ignored-attributes")
 _ONE_OPERATOR = "linear"
+_KERNELS = "kernels"  # the library with all but the products of quantisations
 _ONCE_A_FORMAT = "products"
 _COMMON_HEADER = "all_units.h"
 _BUILDING = "building-"
@@ -51,15 +53,34 @@ def load_kernels() -> str | None:
     Returns:
         None, or the reason why that is not possible here, which is also written to standard error.
     """
+    reason = _load(_KERNELS)
+    if reason is None and not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
+        reason = "the library that was loaded does not have them"
+    if reason is not None:
+        _say(f"the CPU runs plain torch instead of fused kernels: {reason}.")
+    return reason
+
+
+@functools.cache
+def load_format(name: str) -> None:
+    """Load a quantisation's products into the kernels, compiling them at first use.
+
+    Raises:
+        UserError: that is not possible here.
+    """
+    if (reason := _load(name)) is not None:
+        raise UserError(f"there are no kernels for {name} here: {reason}; choose plain torch (--cpu-kernels torch).")
+
+
+def _load(part: str) -> str | None:
+    """Load a library; return None, or the reason why that is not possible."""
     try:
-        torch.ops.load_library(str(_library()))
+        torch.ops.load_library(str(_library(part)))
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "no reason given")
-        return _refuse(f"they do not compile here ({reason.strip()})")
+        return f"they do not compile here ({reason.strip()})"
     except (_Unavailable, OSError) as error:
-        return _refuse(f"they cannot be built or loaded ({error})")
-    if not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
-        return _refuse("the library that was loaded does not have them")
+        return f"they cannot be built or loaded ({error})"
     return None
 
 
@@ -75,32 +96,29 @@ def kernel(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.granite4_neuron, name).default
 
 
-def _refuse(reason: str) -> str:
-    _say(f"the CPU runs plain torch instead of fused kernels: {reason}.")
-    return reason
-
-
 class _Unavailable(Exception):
     """Raised if there are no kernels to load; the message says why."""
 
 
-def _library() -> Path:
-    """Return the compiled kernels. Before a cached file may run, its owner and its integrity are checked.
+def _library(part: str = _KERNELS) -> Path:
+    """Return the compiled kernels, or a format's products. Before a cached file may run, its owner and its integrity
+    are checked.
 
     Raises:
         _Unavailable: there is no place for it, or nothing to compile it with.
         CalledProcessError: it does not compile.
     """
-    folder, name = _private_folder(_cache_folder()), f"kernels-{library_key()}"
-    if (library := _cached(folder, name)) is not None:
+    folder, key = _private_folder(_cache_folder()), library_key()
+    if (library := _cached(folder, f"{part}-{key}")) is not None:
         return library
-    compiler = _compiler()
+    compiler, kernels = _compiler(), () if part == _KERNELS else (_library(),)
     with _alone(folder):
-        if (library := _cached(folder, name)) is not None:  # another process made it meanwhile
+        if (library := _cached(folder, f"{part}-{key}")) is not None:  # another process made it meanwhile
             return library
-        _say("compiling the CPU kernels for this machine, once: about a minute ...")
+        what = "" if part == _KERNELS else f" for {part}"
+        _say(f"compiling the CPU kernels{what} for this machine, once: about a minute ...")
         with _elapsed_time():
-            return _build(compiler, _SOURCES, folder, name)
+            return _build(compiler, _SOURCES, folder, part, key, kernels)
 
 
 def _cached(folder: Path, name: str) -> Path | None:
@@ -150,18 +168,27 @@ def _elapsed_time() -> Iterator[None]:
         yield
 
 
-def _build(compiler: Sequence[str], sources: Path, folder: Path, name: str) -> Path:
-    """Build in a temporary folder first: another process, or one after a crash, sees all of the library or nothing."""
+def _build(
+    compiler: Sequence[str], sources: Path, folder: Path, part: str, key: str, others: Sequence[Path] = ()
+) -> Path:
+    """Build in a temporary folder first: another process, or one after a crash, sees all of the library or nothing.
+
+    Args:
+        others: libraries that this one calls.
+    """
     _remove_leftovers(folder)
+    name = f"{part}-{key}"
     with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder) as building:
         built = Path(building) / name
         flags = [*_FLAGS, *_QUIET, *_processor_flags(), f"-isystem{_TORCH / 'include'}"]
         common = [*compiler, *flags, *_including_formats(sources, Path(building))]
         _precompile(common, Path(building))
-        units = {built.with_suffix(f".{unit}.o"): own for unit, own in _units(sources).items()}
+        units = {built.with_suffix(f".{unit}.o"): own for unit, own in _units(sources, part).items()}
         _run_all([[*common, *own, "-o", str(unit)] for unit, own in units.items()], _cores())
-        libraries = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
-        _run_all([[*compiler, "-shared", *map(str, units), "-o", str(built), *libraries]], 1)
+        # A format's library finds the loaded kernels by this name, wherever the folder is by then.
+        named = f"-Wl,-soname,{name}.so"
+        libraries = (*map(str, others), f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
+        _run_all([[*compiler, "-shared", named, *map(str, units), "-o", str(built), *libraries]], 1)
         built.chmod(0o700)
         with built.open("rb") as file:
             os.fsync(file.fileno())
@@ -175,19 +202,15 @@ def _precompile(common: Sequence[str], folder: Path) -> None:
         _run_all([[*common, "-x", "c++-header", str(header), "-o", f"{header}.gch"]], 1)
 
 
-def _units(sources: Path) -> dict[str, list[str]]:
-    """Return what the commands that compile the translation units do not have in common.
-
-    There is a unit for each source, and of one source for each format.
-    """
+def _units(sources: Path, part: str) -> dict[str, list[str]]:
+    """Return what the commands that compile a library's translation units do not have in common."""
     units = {}
     for source in sorted(sources.glob("*.cpp")):
         own = ["-c", str(source)]
-        if source.stem != _ONCE_A_FORMAT:
+        if source.stem == _ONCE_A_FORMAT:
+            units[source.stem] = [*own, f"-DGRANITE4_FORMAT={'plain' if part == _KERNELS else part}"]
+        elif part == _KERNELS:
             units[source.stem] = own
-            continue
-        for name in ("plain", *formats(sources)):
-            units[f"{source.stem}-{name}"] = [*own, f"-DGRANITE4_FORMAT={name}"]
     return units
 
 

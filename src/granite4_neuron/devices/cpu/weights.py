@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from granite4_neuron.devices.cpu.build import formats, kernel
+from granite4_neuron.devices.cpu.build import formats, kernel, load_format
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.weight import Format, QuantizedWeight, Weight
 from granite4_neuron.system.large_memory import LargeMemory
@@ -91,6 +91,7 @@ def _name(format: Format | None) -> str:
         raise UserError(
             f"the fused kernels have no format {format.name}; choose plain torch for it (--cpu-kernels torch)."
         )
+    load_format(format.name)
     return format.name
 
 

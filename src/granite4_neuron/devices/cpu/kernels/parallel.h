@@ -22,11 +22,8 @@ namespace granite4_neuron {
 
 class ThreadPool {
  public:
-  // Never destroyed: its threads sleep until the process ends.
-  static ThreadPool& instance() {
-    static ThreadPool* pool = new ThreadPool;
-    return *pool;
-  }
+  // That of all libraries, in weights.cpp.
+  static ThreadPool& instance();
 
   // run(context, begin, end) over 0 to count, `grain` at a time, on as many threads as torch uses.
   void parallel_for(int64_t count, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) {

@@ -1,6 +1,8 @@
-// Products of the weights of one format, GRANITE4_FORMAT: devices/cpu/build.py compiles this file for each of them.
+// Products of the weights of one format, GRANITE4_FORMAT: devices/cpu/build.py compiles this file for each of them, plain
+// ones into the kernels and each other format into a library of its own.
 #include "products.h"
 
+#include "formats.h"
 #include "matmul.h"
 #include "tile_products.h"
 
@@ -106,19 +108,14 @@ template <typename T>
 using Tiles = PlainTiles<T>;
 }
 
-#define GRANITE4_MULTIPLY_ALL(T, OUT) \
-  template void multiply_all<GRANITE4_FORMAT::Tiles<T>>(const Weight&, const T*, int64_t, const T*, float, OUT*);
-#define GRANITE4_MULTIPLY_GROUPS(T) \
-  template void multiply_groups<GRANITE4_FORMAT::Tiles<T>>( \
-      const std::vector<Group>&, const Weight&, const T*, int64_t, float*);
+template <template <typename> typename Tiles, typename T>
+void set_products(Format format) {
+  products_of<T>(format) = {multiply_all<Tiles<T>, T, T>, multiply_all<Tiles<T>, T, float>, multiply_groups<Tiles<T>, T>};
+}
 
-GRANITE4_MULTIPLY_ALL(float, float)
-GRANITE4_MULTIPLY_ALL(at::BFloat16, at::BFloat16)
-GRANITE4_MULTIPLY_ALL(at::BFloat16, float)
-GRANITE4_MULTIPLY_ALL(at::Half, at::Half)
-GRANITE4_MULTIPLY_ALL(at::Half, float)
-GRANITE4_MULTIPLY_GROUPS(float)
-GRANITE4_MULTIPLY_GROUPS(at::BFloat16)
-GRANITE4_MULTIPLY_GROUPS(at::Half)
+[[maybe_unused]] const bool ARE_SET =
+    (set_products<GRANITE4_FORMAT::Tiles, float>(Format::GRANITE4_FORMAT),
+     set_products<GRANITE4_FORMAT::Tiles, at::BFloat16>(Format::GRANITE4_FORMAT),
+     set_products<GRANITE4_FORMAT::Tiles, at::Half>(Format::GRANITE4_FORMAT), true);
 
 }  // namespace granite4_neuron

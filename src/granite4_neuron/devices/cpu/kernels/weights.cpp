@@ -98,6 +98,30 @@ at::Tensor weight_rows(const Weight& weight, const at::Tensor& any_ids) {
   return y;
 }
 
+// Never destroyed: its threads sleep until the process ends.
+ThreadPool& ThreadPool::instance() {
+  static ThreadPool* pool = new ThreadPool;
+  return *pool;
+}
+
+#define GRANITE4_PLUS_ONE(NAME, ...) +1
+template <typename T>
+Products<T>& products_of(Format format) {
+  static std::array<Products<T>, 1 GRANITE4_FORMATS(GRANITE4_PLUS_ONE)> products{};
+  return products.at(static_cast<size_t>(format));
+}
+template Products<float>& products_of<float>(Format);
+template Products<at::BFloat16>& products_of<at::BFloat16>(Format);
+template Products<at::Half>& products_of<at::Half>(Format);
+
+// The products with a weight, if its format's library is loaded.
+template <typename T>
+const Products<T>& products_with(const Weight& weight) {
+  const auto& products = products_of<T>(weight.format);
+  TORCH_CHECK(products.multiply_all != nullptr, "the products with this format are not loaded");
+  return products;
+}
+
 inline int64_t rows_of(const at::Tensor& x) {
   return x.numel() / x.size(-1);
 }
@@ -120,8 +144,8 @@ at::Tensor linear(const at::Tensor& any_x, const Weight& weight, const std::opti
   check_bias(weight, bias);
   at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options());
   if (y.numel() == 0) return y;
-  GRANITE4_DISPATCH_WEIGHT(weight, "linear", [&] {
-    multiply_all<tiles_t>(
+  GRANITE4_DISPATCH(weight.dtype, "linear", [&] {
+    products_with<scalar_t>(weight).multiply_all(
         weight, x.const_data_ptr<scalar_t>(), rows_of(x), pointer<scalar_t>(bias), 1.0f,
         y.mutable_data_ptr<scalar_t>());
   });
@@ -134,8 +158,8 @@ at::Tensor logits(const at::Tensor& any_x, const Weight& weight, double scaling)
   check_matrix(weight);
   at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options().dtype(at::kFloat));
   if (y.numel() == 0) return y;
-  GRANITE4_DISPATCH_WEIGHT(weight, "logits", [&] {
-    multiply_all<tiles_t, scalar_t>(
+  GRANITE4_DISPATCH(weight.dtype, "logits", [&] {
+    products_with<scalar_t>(weight).multiply_to_float(
         weight, x.const_data_ptr<scalar_t>(), rows_of(x), nullptr, static_cast<float>(1.0 / scaling),
         y.mutable_data_ptr<float>());
   });
@@ -264,8 +288,8 @@ void add_to_groups(
     std::vector<Group> its_groups = choices_of(groups, its_tokens, tokens, top_k);
     Scratch<float> x(choices / per_input * down.columns), reduced(choices * down.rows), sums(choices * up.rows);
     to_float(inputs, x.data(), choices / per_input * down.columns);
-    multiply_groups<PlainTiles<float>>(its_groups, down, x.data(), per_input, reduced.data());
-    multiply_groups<PlainTiles<float>>(its_groups, up, reduced.data(), 1, sums.data());
+    products_with<float>(down).multiply_groups(its_groups, down, x.data(), per_input, reduced.data());
+    products_with<float>(up).multiply_groups(its_groups, up, reduced.data(), 1, sums.data());
     parallel_tasks(its_groups.size(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t g = begin; g < end; g++)
         for (int64_t choice : its_groups[g].choices)
@@ -290,11 +314,12 @@ at::Tensor fused_experts(
   int64_t choices = tokens * top_k;
   at::Tensor output = empty(hidden_states.sizes(), hidden_states.options());
   std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices, w1.experts);
-  GRANITE4_DISPATCH_WEIGHT(w1, "fused_experts", [&] {
+  GRANITE4_DISPATCH(w1.dtype, "fused_experts", [&] {
+    const auto& products = products_with<scalar_t>(w1);
     Scratch<float> first(choices * w1.rows), y(choices * hidden);
     Scratch<scalar_t> activated(choices * width);
     const auto* x = hidden_states.const_data_ptr<scalar_t>();
-    multiply_groups<tiles_t>(groups, w1, x, top_k, first.data());
+    products.multiply_groups(groups, w1, x, top_k, first.data());
     add_to_groups(to_w1, groups, tokens, top_k, x, top_k, first.data());
     parallel_tasks(choices, 8, [&](int64_t begin, int64_t end) {
       for (int64_t choice = begin; choice < end; choice++) {
@@ -307,7 +332,7 @@ at::Tensor fused_experts(
         }
       }
     });
-    multiply_groups<tiles_t>(groups, w2, activated.data(), 1, y.data());
+    products.multiply_groups(groups, w2, activated.data(), 1, y.data());
     add_to_groups(to_w2, groups, tokens, top_k, activated.data(), 1, y.data());
     const float* weights = topk_weights.const_data_ptr<float>();
     auto* out = output.mutable_data_ptr<scalar_t>();
