@@ -342,6 +342,16 @@ class TestOperatorsOfAGPU:
         assert own == ["mixer_inputs", "advance_mixer", "add_product", *feed_forward]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no 2 GPUs")
+def test_a_gpu_that_is_not_the_current_one():
+    """Graphs are captured on it, those that choose sampled tokens too."""
+    texts = []
+    for device in ("cuda:0", "cuda:1"):
+        runtime = TorchRuntime(engine_model(), GenerationConfig(), BUCKETS, device=device)
+        texts.append(generate_one(Engine(runtime, 2, max_length=60), Request([3] * 5, 20, temperature=1.0, seed=1)))
+    assert texts[0] == texts[1]
+
+
 class TestMemory(OnLayers):
     @pytest.mark.slow
     def test_memory_is_freed_with_the_runtime(self, backend):

@@ -38,15 +38,20 @@ class CudaGraph:
         self._others = [tensor.clone() for tensor in others]
         self._inputs = self._from_host, *self._others
         # The first runs compile or choose an algorithm, which cannot be captured.
-        stream = _stream_of_first_runs(self._from_host.device)
+        stream = _stream_of_captures(self._from_host.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
                 function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's or the one that writes snapshots to files, may call CUDA meanwhile.
-        with _no_garbage_collection(), torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):
+        # Other threads, such as NCCL's or the one that writes snapshots to files, may call CUDA meanwhile. The stream
+        # that torch would take is of whichever GPU was current when it was made.
+        with (
+            _no_garbage_collection(),
+            torch.cuda.device(device),
+            torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"),
+        ):
             self._outputs = function(*self._inputs)
         self._is_copied = torch.cuda.Event()
 
@@ -67,8 +72,10 @@ class CudaGraph:
 
 
 @functools.cache
-def _stream_of_first_runs(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all graphs, because cuBLAS keeps memory for every stream that it has seen."""
+def _stream_of_captures(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for a GPU's first runs and captures, because cuBLAS keeps memory for every stream that it has
+    seen.
+    """
     return torch.cuda.Stream(device)
 
 
