@@ -128,8 +128,10 @@ def numbers_that_cancel(
     generator, half = torch.Generator(device).manual_seed(0), columns // 2
 
     def half_of(count: int) -> torch.Tensor:
-        numbers = torch.randn(count, half, generator=generator, device=device)
-        return torch.ldexp(numbers, torch.randint(-4, 5, numbers.shape, generator=generator, device=device)).to(dtype)
+        numbers = torch.randn(count, half, generator=generator, device=device, dtype=dtype)
+        # In 8 bits: a GPU may have little room beside the weights.
+        exponents = torch.randint(-4, 5, numbers.shape, generator=generator, device=device, dtype=torch.int8)
+        return numbers.mul_(exponents.exp2())
 
     order = torch.randperm(2 * half, generator=generator, device=device)
     x, weight = half_of(tokens), half_of(rows)
