@@ -80,6 +80,8 @@ if TYPE_CHECKING:
 
 # Rows of the smallest graph of decode on a GPU: the fewest columns that its tensor cores multiply.
 _FEWEST_ROWS = 8
+# Tokens of a piece of a prompt on a GPU, whose kernels count the numbers of some tensors in 32 bits.
+_LONGEST_PIECE = 2**15
 
 
 class TorchRuntime(GraphRuntime):
@@ -140,6 +142,7 @@ class TorchRuntime(GraphRuntime):
         self._is_quantized = model.is_quantized
         _check_formats(model, device)
         if torch_device.type == "cuda":
+            _check_pieces(prefill_buckets or ())
             _check_memory(model, torch_device)
         if kind == "neuron" and decode_kernel == "nki":
             experts_decode = experts_decode or "kernel"
@@ -624,6 +627,14 @@ def _check_formats(model: HybridForCausalLM, device: str) -> None:
                 raise UserError(
                     f"{name} has {columns} columns; in {format.name} a GPU takes multiples of {WHOLE_COLUMNS}."
                 )
+
+
+def _check_pieces(buckets: Sequence[int]) -> None:
+    """Check that a GPU has kernels for pieces of these sizes; raise UserError if not."""
+    if buckets and (longest := max(buckets)) > _LONGEST_PIECE:
+        raise UserError(
+            f"prefill_buckets has {longest:,}; on a GPU a piece of a prompt has at most {_LONGEST_PIECE:,} tokens."
+        )
 
 
 def _check_memory(model: HybridForCausalLM, device: torch.device) -> None:

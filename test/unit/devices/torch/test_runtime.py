@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from granite4_neuron.devices.torch.options import DEVICES, check_format
-from granite4_neuron.devices.torch.runtime import TorchRuntime, _check_memory
+from granite4_neuron.devices.torch.runtime import TorchRuntime, _check_memory, _check_pieces
 from granite4_neuron.errors import UserError
 from test.support.engines import engine_model
 from test.support.quantizing import quantize_model
@@ -73,6 +73,13 @@ def test_a_gpu_needs_room_for_the_weights(monkeypatch):
         _check_memory(model, torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
     _check_memory(model, torch.device("cuda:1"))
+
+
+def test_a_gpu_takes_pieces_whose_numbers_fit_into_32_bits():
+    _check_pieces(())
+    _check_pieces((128, 2**15))
+    with pytest.raises(UserError, match="prefill_buckets has 131,072; on a GPU a piece of a prompt has at most 32"):
+        _check_pieces((128, 2**17))
 
 
 def test_quantized_weights_need_a_device_with_kernels_for_them(monkeypatch):
