@@ -17,7 +17,7 @@ from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic,
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
-from granite4_neuron.config.published import published_names
+from granite4_neuron.config.published import published_names, short_name
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, is_compiled
 from granite4_neuron.devices.neuron.sdk import INSTANCES
 from granite4_neuron.errors import UserError
@@ -423,12 +423,12 @@ def _plan_all(options: argparse.Namespace) -> int:
             refusals.append(f"{name}: {error}")
             continue
         sequence = planned.state + planned.context * planned.token
-        short_name = name.removeprefix("granite-4.0-")
+        short = short_name(name)
         fit = _fit(planned)
         does_not_fit = fit == plan.DOES_NOT_FIT
-        outcomes[short_name] = f"{fit}; over more ranks {planned.where_it_fits()}" if does_not_fit else fit
+        outcomes[short] = f"{fit}; over more ranks {planned.where_it_fits()}" if does_not_fit else fit
         table.add_row(
-            short_name,
+            short,
             _gibibytes(planned.weights),
             f"{planned.context:,}",
             _gibibytes(sequence),

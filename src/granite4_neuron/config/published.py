@@ -29,6 +29,11 @@ def published_name(name: str) -> str | None:
     return next((whole for start in ("", *_BEGINNINGS) if (whole := f"{start}{name}") in names), None)
 
 
+def short_name(whole_name: str) -> str:
+    """Return `h-350m` for `granite-4.0-h-350m`; `published_name` takes it too."""
+    return next((whole_name.removeprefix(start) for start in _BEGINNINGS if whole_name.startswith(start)), whole_name)
+
+
 def published_values(name: str) -> dict[str, Any]:
     """Return the content of a published checkpoint's ``config.json``; see `published_config`."""
     whole = published_name(name)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.commands.cli import main
+from granite4_neuron.commands.output import fitted
 from granite4_neuron.config import GraniteMoeHybridConfig, published_config
-from granite4_neuron.config.published import published_names
+from granite4_neuron.config.published import published_name, published_names
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, default_context_buckets
 from granite4_neuron.devices.neuron.sdk import TRAINIUM2
 from granite4_neuron.devices.torch.runtime import TorchRuntime
@@ -357,10 +359,17 @@ def test_command(capsys):
 
 def test_all_published_models(capsys):
     """Each has a row or a reason."""
-    nemotron = {name for name in published_names() if name not in granite_names()}
     granite = {name.removeprefix("granite-4.0-") for name in granite_names()}
-    assert nemotron and _planned_names(capsys) == granite | nemotron
+    planned = _planned_names(capsys)
+    assert planned > granite and sorted(map(published_name, planned)) == published_names()
     assert _planned_names(capsys, "--backend", "nxdi") == granite
+
+
+def test_a_terminal_of_80_columns_has_a_row_for_each_model(monkeypatch):
+    tables = []
+    monkeypatch.setattr("granite4_neuron.commands.plan.print_table", tables.append)
+    assert main(["plan"]) == 0
+    assert fitted(tables[0], Console(width=80)) is tables[0], "not blocks"
 
 
 def _planned_names(capsys, *options):
