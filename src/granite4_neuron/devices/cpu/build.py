@@ -116,7 +116,7 @@ def _library(part: str = _KERNELS) -> Path:
         if (library := _cached(folder, f"{part}-{key}")) is not None:  # another process made it meanwhile
             return library
         what = "" if part == _KERNELS else f" for {part}"
-        _say(f"compiling the CPU kernels{what} for this machine, once: about a minute ...")
+        _say(f"compiling the CPU kernels{what} for this machine, once: half a minute or more ...")
         with _elapsed_time():
             return _build(compiler, _SOURCES, folder, part, key, kernels)
 
