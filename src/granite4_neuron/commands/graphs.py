@@ -28,7 +28,13 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
-from granite4_neuron.devices.neuron.sdk import COMPILED_STATE_DTYPES, INSTANCES, KERNELS, WITHOUT_TORCH_XLA
+from granite4_neuron.devices.neuron.sdk import (
+    COMPILED_STATE_DTYPES,
+    INSTANCES,
+    KERNELS,
+    WITHOUT_TORCH_XLA,
+    why_not_lowered,
+)
 from granite4_neuron.devices.neuron.stand_ins import SOURCES, why_not_importable
 from granite4_neuron.errors import UserError
 
@@ -90,8 +96,7 @@ def run(options: argparse.Namespace) -> int:
     check_folder_of(options.json)
     if options.backend != "nxdi":
         _check_has_none_of_nxdi(options)
-    if options.backend == "xla" and importlib.util.find_spec("torch_xla") is None:
-        raise UserError(WITHOUT_TORCH_XLA)
+    _check_tools(options.backend)
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.planning.analysis.live_set import live_set, sbuf_bytes
 
@@ -115,6 +120,16 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         write_json(options.json, json.dumps(numbers, indent=2) + "\n")
     return 0
+
+
+def _check_tools(backend: str) -> None:
+    """Check that the packages that trace and count graphs are installed; raise UserError if not."""
+    if backend == "xla" and importlib.util.find_spec("torch_xla") is None:
+        raise UserError(WITHOUT_TORCH_XLA)
+    if backend == "torch" and (reason := why_not_lowered()) is not None:
+        raise UserError(reason)
+    if backend == "nxdi" and (reason := why_not_importable()) is not None:
+        raise UserError(f"--backend nxdi: {reason}.")
 
 
 def _check_has_none_of_nxdi(options: argparse.Namespace) -> None:
@@ -144,9 +159,6 @@ def _reports(
             return trace_torch(graph)
 
         return graphs.report(config, dtype, *sizes, options.verify, trace)
-    reason = why_not_importable()
-    if reason:
-        raise UserError(f"--backend nxdi: {reason}.")
     from granite4_neuron.planning.analysis.nxdi_graphs import report
 
     of_experts = {} if options.experts_decode is None else {"experts_decode": options.experts_decode}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import reprlib
 from collections.abc import Callable, Mapping
@@ -86,7 +87,9 @@ def load(
         compiled=compiled,
     )
     if unknown := given.keys() - all_options().keys():
-        raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
+        near = difflib.get_close_matches(min(unknown), all_options(), 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}{meant}")
     check_values(backend, given)
     _check_adapters(adapters)
     check_backend(backend, given)

@@ -576,7 +576,8 @@ NEED_NO_TORCH = [
     ("generate", "--model", "h-350m", "x"),
     ("generate",),
     *([] if os.path.exists("/dev/nvidiactl") else [("generate", "--backend", "torch", "--device", "cuda", "A")]),
-    *([] if importlib.util.find_spec("torch_xla") else [("graphs", "--model", "h-350m")]),
+    *([] if importlib.util.find_spec("torch_xla") else [("graphs",), ("graphs", "--backend", "nxdi")]),
+    *([] if importlib.util.find_spec("torch_mlir") else [("graphs", "--backend", "torch")]),
     *[(command, "--help") for command in COMMANDS],
 ]
 

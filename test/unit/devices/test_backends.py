@@ -144,7 +144,7 @@ def test_another_backend_is_on_the_command_line(monkeypatch, capsys):
 
 
 def test_an_option_that_no_backend_has():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'quantise'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'quantise'; did you mean quantize"):
         load(quantise="int8")
 
 

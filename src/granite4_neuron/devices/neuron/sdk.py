@@ -128,6 +128,15 @@ def require() -> None:
         )
 
 
+def why_not_lowered() -> str | None:
+    """Return why graphs of PyTorch devices cannot be lowered and counted here: a sentence on what is not installed."""
+    for package, use in (("torch_mlir", "lowered"), ("jax", "counted")):
+        if importlib.util.find_spec(package) is None:
+            missing = f"graphs of PyTorch devices are {use} by {package}, which is not installed"
+            return f"{missing}; {INSTALL_TORCH_MLIR}."
+    return None
+
+
 def require_nki() -> None:
     """Check that the package nki is installed in a version that the kernels support.
 

@@ -11,7 +11,6 @@ before an index (`state[:, rows]`) becomes an index for each element, so the gra
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -24,7 +23,7 @@ from torch import fx
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 
-from granite4_neuron.devices.neuron.sdk import INSTALL_TORCH_MLIR
+from granite4_neuron.devices.neuron.sdk import why_not_lowered
 from granite4_neuron.planning.analysis.collective_lowering import lower_collectives
 from granite4_neuron.planning.analysis.hlo_cost import ToolsMissing
 
@@ -103,10 +102,8 @@ def written_inputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 def check_installed() -> None:
     """Check that the tools of `lower` and `hlo_proto_of` are installed; raise ToolsMissing if one is not installed."""
-    for package, use in (("torch_mlir", "lowered"), ("jax", "counted")):
-        if importlib.util.find_spec(package) is None:
-            missing = f"graphs of PyTorch devices are {use} by {package}, which is not installed"
-            raise ToolsMissing(f"{missing}; {INSTALL_TORCH_MLIR}.")
+    if (reason := why_not_lowered()) is not None:
+        raise ToolsMissing(reason)
 
 
 @dataclass(frozen=True)
