@@ -91,7 +91,7 @@ def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]
         for point in progress.track(points, description="measuring"):
             results.append(_measure(folder, point, names, round_trip, options))
             for result in results[-1]:
-                progress.console.print(_summary(result))
+                progress.console.print(_summary(result), soft_wrap=True)
         return results
 
 
