@@ -144,7 +144,7 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     dtype = weights_dtype(folder, options)
     checkpoint = open_checkpoint(folder)
     checkpoint = checkpoint.with_mtp() if drafts_with_mtp(options) else checkpoint
-    model = load_model(checkpoint, dtype, quantize=options.quantize, operators=operators, keep_quantized=True)
+    model = load_model(checkpoint, dtype, quantize=options.quantize, operators=operators, keep_quantized=QUANTIZATIONS)
     state_dtype = options.state_dtype and dtype_of(options.state_dtype)
     chosen = dict(cpu_kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **chosen, **kernels_of(options, options.kernels))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from granite4_neuron.checkpoint.encodings import encodings
+from granite4_neuron.checkpoint.encodings.fp8 import FP8
 from granite4_neuron.checkpoint.encodings.mlx import Affine
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.names import StoredNames
@@ -15,6 +16,8 @@ from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands import cli
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import QuantizedWeight, as_tensor
+from granite4_neuron.ops.fp8 import FORMAT as GROUPED_FP8
 from test.support.checkpoints import CASES, NEMOTRON_EXPERTS, NemotronCase
 from test.support.encoded import affine, fp8, mxfp4, nvfp4, write_encoded, write_mlx
 
@@ -64,6 +67,18 @@ IN_MODELOPT = {
     "experts.": nvfp4("weight", "weight_scale_2"),
     "mixer.up_proj": fp8("weight_scale_inv", 128, 128),
 }
+# The first experts are in two encodings, and scales of queries are for 40 columns.
+TO_STAY = {
+    "in_proj": fp8("weight_scale", rows=1, dtype=torch.bfloat16),
+    "out_proj": fp8("weight_scale"),
+    "q_proj": fp8("weight_scale", 24, 40),
+    "k_proj": fp8("weight_scale_inv", 128, 128),
+    "layers.0.block_sparse_moe.input": nvfp4("weight_packed", "weight_global_scale"),
+    "sparse_moe.input": fp8("weight_scale", rows=1),
+    "sparse_moe.output": fp8("weight_scale", for_all=True),
+    "experts.": fp8("weight_scale"),
+}
+STAY = ("in_proj", "out_proj", "k_proj", "sparse_moe.input", "sparse_moe.output", "experts.")
 
 
 @pytest.fixture
@@ -109,6 +124,54 @@ def test_every_number_is_read(family, request):
 
 def all_equal(loaded, meaning):
     return all(torch.equal(loaded[name].view(tensor.shape).float(), tensor.float()) for name, tensor in meaning.items())
+
+
+@pytest.mark.parametrize(("case", "others"), [(GRANITE, "FP8, NVFP4"), (NEMOTRON, "FP8")], ids=["granite", "nemotron"])
+def test_weights_stay_in_fp8(case, others, random_checkpoints, tmp_path):
+    """Those with other scales do not, nor experts whose second matrix does not: a line says so."""
+    folder, about, remarks = tmp_path / "model", {"quantization_config": COMPRESSED_TENSORS}, []
+    meaning = write_encoded(random_checkpoints(case), folder, TO_STAY, about)
+    model = load_model(folder, torch.float32, keep_quantized=["fp8"], remark=remarks.append)
+    assert f"has weights in {others}, which are kept in float32 here" in remarks[0]
+    loaded, staying, names = {}, set(), StoredNames(model.config)
+    for key, weight in model.named_weights():
+        tensors = dict(names.stored(key, as_tensor(weight, torch.float32)))
+        loaded |= tensors
+        staying |= tensors.keys() if isinstance(weight, QuantizedWeight) else set()
+    assert all_equal(loaded, meaning)
+    are_to_stay = {name for name in meaning if any(part in name for part in STAY) and name.endswith("weight")}
+    assert staying == {name for name in are_to_stay if "layers.0.block_sparse_moe" not in name}
+
+
+@pytest.mark.parametrize("shape", [(200, 320), (3, 200, 320)], ids=str)
+def test_scales_of_fp8_become_those_of_groups(shape):
+    encoding = FP8("weight_scale", [(128, 128), (64, 256), (24, 40)])
+
+    def drawn(*block, columns=320, **more):
+        tensors, meaning = fp8("weight_scale", *block, **more)(torch.Size([*shape[:-1], columns]))
+        return tensors, {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}, meaning
+
+    for block, more in (((), {}), ((), {"for_all": True}), ((1,), {}), ((128, 128), {}), ((64, 256), {})):
+        tensors, shapes, meaning = drawn(*block, **more)
+        assert encoding.may_stay(shapes)
+        weight = QuantizedWeight(GROUPED_FP8, *encoding.parts(tensors), torch.Size(shape))
+        assert {"": weight.values.shape, "_scale": weight.scales.shape} == {
+            ending: size for ending, (size, _) in GROUPED_FP8.layout(weight.shape).items()
+        }
+        assert torch.equal(weight.dequantize(torch.float32), meaning)
+    assert not encoding.may_stay(drawn(24, 40)[1]) and not encoding.may_stay(drawn(columns=322)[1])
+
+
+def test_fp8_that_is_not_a_number_does_not_stay(random_checkpoints, tmp_path):
+    def encode(shape):
+        tensors, meaning = fp8("weight_scale")(shape)
+        tensors["weight"].view(torch.uint8)[1, 2] = 0xFF
+        return tensors, meaning
+
+    about = {"quantization_config": COMPRESSED_TENSORS}
+    write_encoded(random_checkpoints(GRANITE), tmp_path / "model", {"in_proj": encode}, about)
+    with pytest.raises(UserError, match=r"in_proj.weight in .* has numbers that are not finite \(NaN\), which no"):
+        load_model(tmp_path / "model", keep_quantized=["fp8"])
 
 
 @pytest.mark.parametrize("case", [GRANITE, *NEMOTRON_EXPERTS], ids=lambda case: case.name)

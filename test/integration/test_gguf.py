@@ -24,6 +24,7 @@ from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import MAMBA
 from granite4_neuron.config.aliases import ATTENTION
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.ops import QuantizedWeight
 from granite4_neuron.runtime.interface import Row
 from test.integration.test_logits import skip_if_not_in_reference
@@ -162,7 +163,7 @@ def scales_of_bfloat16(name, values):
 def test_weights_that_a_format_can_store_are_kept(tmp_path, wide_file, tensors, format):
     file = rewritten(wide_file, tmp_path / "kept.gguf", tensors)
     stored, sentences = open_checkpoint(file).tensors, []
-    model = load_model(file, torch.float32, keep_quantized=True, remark=sentences.append)
+    model = load_model(file, torch.float32, keep_quantized=QUANTIZATIONS, remark=sentences.append)
     kept = {name: weight for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)}
     assert len(kept) == MATRICES and {weight.format.name for weight in kept.values()} == {format}
     for name, weight in kept.items():
@@ -185,7 +186,7 @@ def test_weights_whose_last_row_no_format_can_store_are_not_kept(tmp_path, wide_
             last_scale[:] = numpy.float16([1 + 2**-10]).view(numpy.uint8)
         return raw, type
 
-    model = load_model(rewritten(wide_file, tmp_path / "last.gguf", change), keep_quantized=True)
+    model = load_model(rewritten(wide_file, tmp_path / "last.gguf", change), keep_quantized=QUANTIZATIONS)
     assert not [name for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)]
 
 
@@ -205,7 +206,7 @@ def test_experts_are_kept_together_or_not_at_all(tmp_path, wide_file):
         return in_type("Q4_0")(name, values) if "down_exps" in name else scales_of_bfloat16(name, values)
 
     file = rewritten(wide_file, tmp_path / "mixed.gguf", change)
-    model = load_model(file, keep_quantized=True)
+    model = load_model(file, keep_quantized=QUANTIZATIONS)
     weights = dict(model.named_weights())
     assert isinstance(weights["model.layers.0.mamba.in_proj.weight"], QuantizedWeight)
     for which in ("input", "output"):

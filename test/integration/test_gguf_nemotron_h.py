@@ -14,6 +14,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import QuantizedWeight
 from test.support.checkpoints import HAS_NEMOTRON, NemotronCase
@@ -135,7 +136,9 @@ def test_quantized_weights_that_a_format_can_store_are_kept(tmp_path, random_che
         return numpy.concatenate([scales, blocks.view(numpy.uint8)], -1).reshape(*values.shape[:-1], -1), Type.Q8_0
 
     plain = nemotron_file(folder, tmp_path / "plain.gguf")
-    kept = load_model(rewritten(plain, tmp_path / "kept.gguf", one_scale_per_row), torch.float32, keep_quantized=True)
+    kept = load_model(
+        rewritten(plain, tmp_path / "kept.gguf", one_scale_per_row), torch.float32, keep_quantized=QUANTIZATIONS
+    )
     weights = {name: weight for name, weight in kept.named_weights() if isinstance(weight, QuantizedWeight)}
     assert {name.removeprefix("model.").split(".", 2)[-1] for name in weights} >= {
         "block_sparse_moe.input_linear.weight",

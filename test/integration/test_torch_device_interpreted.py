@@ -34,7 +34,7 @@ from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import nemotron_config, small_config
 from test.support.engines import engine_model
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, check_tokens_by_all_options, run_steps
-from test.support.quantizing import quantize_model
+from test.support.quantizing import GPU_FORMATS, quantize_model
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_token_kernels import products_of_bfloat16
 
@@ -91,7 +91,7 @@ def test_logits(family, sequences, kernels):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", GPU_FORMATS)
 @pytest.mark.parametrize("sequences", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_quantized_weights(format, sequences, family, kernels, monkeypatch):
     """Logits are those of a model whose weights are the numbers that the quantized ones stand for. The first layer is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ class Checkpoint(ABC):
 
     path: the folder or the GGUF file.
     quantization: how the weights are quantized; None if they are not. The weights in a GGUF file and encoded ones count
-        as not quantized: they are read as floats, in any dtype.
+        as not quantized: they can be read as floats, in any dtype.
     """
 
     path: Path
@@ -93,12 +93,13 @@ class Checkpoint(ABC):
         """Whether there is a tokenizer of any kind."""
 
     @abstractmethod
-    def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
+    def quantized_weights(self, model: HybridForCausalLM, keep: Collection[str]) -> dict[str, StoredWeight]:
         """Return, by name, the weights that are read quantized as stored.
 
         Args:
             model: without weights.
-            keep: whether quantized weights of a GGUF file stay quantized if int4 or int8 has the same numbers.
+            keep: formats in which quantized weights of other tools stay if these have the same numbers: int4 and
+                int8 for GGUF files, fp8 for encoded weights.
 
         Raises:
             UserError: the names, shapes or dtypes of the tensors are not the model's.

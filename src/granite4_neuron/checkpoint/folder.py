@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Collection
 from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
@@ -66,7 +67,7 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def folder(self) -> Path | None:
-        return None if self.has_weights and self.tensors.encoded_in else self.path
+        return None if self.has_weights and self.tensors.encoded_in() else self.path
 
     @cached_property
     def tensors(self) -> StoredTensors:
@@ -83,7 +84,7 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def stored_in(self) -> list[str]:
-        stored, encoded_in = self._stored, self.tensors.encoded_in if self.has_weights else []
+        stored, encoded_in = self._stored, self.tensors.encoded_in() if self.has_weights else []
         return [*encoded_in, stored.name] if stored is not None and (stored.is_kept or not encoded_in) else encoded_in
 
     def with_mtp(self) -> FolderCheckpoint:
@@ -103,23 +104,24 @@ class FolderCheckpoint(Checkpoint):
     def has_tokenizer(self) -> bool:
         return (self.path / TOKENIZER).is_file()
 
-    def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
+    def quantized_weights(self, model: HybridForCausalLM, keep: Collection[str]) -> dict[str, StoredWeight]:
         # Not at the top: config, names and sizes need no torch.
-        from granite4_neuron.checkpoint.quantized import quantized_weights
+        from granite4_neuron.checkpoint.quantized import quantized_weights, weights_in_fp8
+        from granite4_neuron.ops.fp8 import FORMAT as FP8
 
         found = quantized_weights(self.tensors, model, self.quantization)
         layouts = {name: each.layout(model.get_parameter(name).shape) for name, each in found.items()}
         self.tensors.check(self.config, layouts)
-        return {
+        kept = {
             name: StoredWeight(each.format, partial(each.read, name, stored=self.tensors))
             for name, each in found.items()
         }
+        return kept | (weights_in_fp8(self.tensors, model) if FP8.name in keep else {})
 
     def remark_on(self, quantized: dict[str, StoredWeight], held_in: str) -> str | None:
-        """Weights that are quantized here stay quantized in memory, and encoded ones do not."""
         return joined_remarks(
             left_out_remark(self.tensors.left_out),
-            converted_remark(self.path, self.tensors.encoded_in, held_in),
+            converted_remark(self.path, self.tensors.encoded_in(besides=quantized), held_in),
             unused_remark(self.tensors.unused),
         )
 

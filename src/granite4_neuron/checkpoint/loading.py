@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ def load_model(
     operators: Operators = TORCH,
     adapters: Sequence[Adapter] = (),
     must_be_finite: bool = False,
-    keep_quantized: bool = False,
+    keep_quantized: Collection[str] = (),
     cache: WeightCache | None = None,
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[str], None] = lambda sentence: None,
@@ -53,7 +53,7 @@ def load_model(
 
     A quantized checkpoint is read as it is if it was written by `save_model` from a quantized model, or by
     compressed-tensors in one of the schemes of `quantization.WeightScheme`. Weights in an encoding of another tool are
-    read as floats, see `checkpoint.encodings`.
+    read as floats, see `checkpoint.encodings`, unless `keep_quantized` has their format.
 
     Args:
         checkpoint: an open checkpoint, or an argument of `open_checkpoint`.
@@ -65,8 +65,8 @@ def load_model(
         adapters: all are merged into the weights. They must be for this model, none of them activated. Not for a part
             of a model.
         must_be_finite: check every number. Without this check, numbers that are not finite show up in the logits.
-        keep_quantized: keep weights of a GGUF file quantized if int4 or int8 represents them exactly, unless
-            `quantize` or adapters are given.
+        keep_quantized: formats in which weights of other tools stay if these represent them exactly, unless `quantize`
+            or adapters are given, see `Checkpoint.quantized_weights`.
         cache: where the weights are kept as they lie in memory, and mapped from if they are there; not with adapters.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
         remark: called with a sentence on weights that are converted or left out.
@@ -83,7 +83,7 @@ def load_model(
     _check_adapters(checkpoint, adapters)
     with torch.device("meta"):
         model = model_of(checkpoint.config, parallel)
-    quantized = checkpoint.quantized_weights(model, keep=keep_quantized and not quantize and not adapters)
+    quantized = checkpoint.quantized_weights(model, keep=() if quantize or adapters else keep_quantized)
     dtype = _dtype(checkpoint, dtype, quantize)
     if (sentence := checkpoint.remark_on(quantized, quantize or str(dtype).removeprefix("torch."))) is not None:
         remark(sentence)

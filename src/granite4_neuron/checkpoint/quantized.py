@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
 
+from granite4_neuron.checkpoint.checkpoint import StoredWeight
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.checkpoint.weight_plan import formats_for, model_format
+from granite4_neuron.checkpoint.weight_plan import formats_for, model_format, partner
 from granite4_neuron.config.choices import INT4_GROUP
 from granite4_neuron.config.quantization import StoredQuantization, WeightScheme
 from granite4_neuron.errors import UserError
@@ -21,6 +23,7 @@ from granite4_neuron.ops import FORMATS, Format, QuantizedWeight
 from granite4_neuron.ops.formats.int4 import FORMAT as INT4
 from granite4_neuron.ops.formats.int4 import ZERO
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
+from granite4_neuron.ops.fp8 import FORMAT as FP8
 
 if TYPE_CHECKING:
     from granite4_neuron.checkpoint.stored_tensors import Layout
@@ -133,6 +136,20 @@ def quantized_weights(
         )
     _check_experts(formats, stored)
     return found
+
+
+def weights_in_fp8(stored: StoredTensors, model: HybridForCausalLM) -> dict[str, StoredWeight]:
+    """Find the weights that may stay in FP8, by name.
+
+    Args:
+        model: without weights.
+    """
+
+    def read(name: str, shape: torch.Size) -> QuantizedWeight:
+        return QuantizedWeight(FP8, *stored.read_fp8(name), shape)
+
+    found = {name for name in formats_for(model, INT4.name) if stored.may_stay_in_fp8(name)}
+    return {name: StoredWeight(FP8, partial(read, name)) for name in found if partner(name) in found}
 
 
 def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:

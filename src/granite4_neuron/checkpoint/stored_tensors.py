@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from granite4_neuron.checkpoint.encodings import Encoding, encodings, unused_purpose
+from granite4_neuron.checkpoint.encodings.fp8 import FP8
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, StoredNames
 from granite4_neuron.config import ModelConfig
@@ -73,7 +74,6 @@ class StoredTensors:
 
     left_out: the number of tensors that the model does not have, by their purpose.
     unused: the number of scales that no weight has, by their purpose.
-    encoded_in: the names of the encodings.
 
     Args:
         quantization: from the config.
@@ -103,16 +103,17 @@ class StoredTensors:
             self._check_parts(name, parts)
         self._shapes = {name: _joined_shape(name, parts) for name, parts in self._parts.items()}
         self._dtypes = {name: parts[0].dtype for name, parts in self._parts.items()}
-        found = (one.encoding.name for parts in self._parts.values() for one in parts if one.encoding is not None)
-        self.encoded_in = sorted(set(found))
+
+    def encoded_in(self, besides: Collection[str] = ()) -> list[str]:
+        """Return the names of the encodings of all tensors but some."""
+        parts = (one for name, parts in self._parts.items() if name not in besides for one in parts)
+        return sorted({one.encoding.name for one in parts if one.encoding is not None})
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor. Files are opened for each read, so that earlier reads do not stay mapped in memory."""
         parts = self._parts[name]
         is_expert = parts[0].part.is_expert
-        with ExitStack() as stack:
-            paths = dict.fromkeys(tensor.file for one in parts for tensor in one.tensors.values())
-            files = {path: stack.enter_context(open_tensors(path, framework="pt")) for path in paths}
+        with _opened(parts) as files:
             if is_expert and not name.endswith(_SHAPE):
                 return self._read_experts(name, files)
             tensors = [_read(one, files) for one in parts]
@@ -127,6 +128,27 @@ class StoredTensors:
         for one in self._parts[name]:
             stacked[one.part.number] = _read(one, files)
         return stacked
+
+    def may_stay_in_fp8(self, name: str) -> bool:
+        """Return whether there is a matrix of this name, in FP8 that `ops.fp8` represents."""
+        shapes = [
+            ({ending: each.shape for ending, each in one.tensors.items()}, one.encoding)
+            for one in self._parts.get(name, ())
+        ]
+        return bool(shapes) and all(isinstance(encoding, FP8) and encoding.may_stay(each) for each, encoding in shapes)
+
+    def read_fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read values and scales of `ops.fp8`, for a matrix that may stay in it."""
+        # Not at the top: names and shapes need no torch.
+        import torch
+
+        parts = self._parts[name]
+        with _opened(parts) as files:
+            read = [one.encoding.parts(_tensors(one, files)) for one in parts if isinstance(one.encoding, FP8)]
+        values, scales = ([each[number] for each in read] for number in range(2))
+        if parts[0].part.is_expert:
+            return torch.stack(values), torch.stack(scales)
+        return torch.cat(values, -2), torch.cat(scales, -2)
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
         """Return whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
@@ -265,8 +287,20 @@ def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
     )
 
 
+@contextmanager
+def _opened(parts: Iterable[_Stored]) -> Iterator[Mapping[Path, safe_open]]:
+    """Open the files of some tensors."""
+    with ExitStack() as stack:
+        paths = dict.fromkeys(tensor.file for one in parts for tensor in one.tensors.values())
+        yield {path: stack.enter_context(open_tensors(path, framework="pt")) for path in paths}
+
+
+def _tensors(one: _Stored, files: Mapping[Path, safe_open]) -> dict[str, torch.Tensor]:
+    return {ending: files[tensor.file].get_tensor(tensor.name) for ending, tensor in one.tensors.items()}
+
+
 def _read(one: _Stored, files: Mapping[Path, safe_open]) -> torch.Tensor:
-    tensors = {ending: files[tensor.file].get_tensor(tensor.name) for ending, tensor in one.tensors.items()}
+    tensors = _tensors(one, files)
     return one.encoding.decode(tensors) if one.encoding is not None else tensors[""]
 
 

@@ -46,6 +46,15 @@ def model_format(formats: Mapping[str, Format]) -> Format:
     return min(layer_formats or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
 
 
+def partner(name: str) -> str:
+    """Return the name of the other matrix of a layer's experts, since no kernel takes two formats; otherwise the name
+    itself.
+    """
+    layer, experts, which = name.partition(".block_sparse_moe.")
+    other = "output" if which.startswith("input") else "input"
+    return f"{layer}{experts}{other}_linear.weight" if experts else name
+
+
 class WeightPlan:
     """The plan of a model's weights in memory.
 

@@ -346,6 +346,14 @@ def stored_model(name: str, revision: str | None = None) -> tuple[ModelConfig, s
     return checkpoint.config, dtype, checkpoint.stored_in
 
 
+def checkpoint_with_weights(name: str) -> Checkpoint | None:
+    """Return a checkpoint; None for a family member as in `stored_model`, and for a config without weights."""
+    if not os.path.isdir(name) and published_name(name) is not None:
+        return None
+    checkpoint = open_checkpoint(name)
+    return checkpoint if checkpoint.has_weights else None
+
+
 def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfig, str]:
     """Return config and dtype as `stored_model`."""
     config, dtype, _ = stored_model(name, revision)

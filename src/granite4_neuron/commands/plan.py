@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
-from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in
+from granite4_neuron.commands.options import at_least, checkpoint_with_weights, config_and_dtype, dtype_of, number_in
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
@@ -169,9 +169,10 @@ def _plan_gpu(options: argparse.Namespace) -> int:
     config, stored_dtype = config_and_dtype(options.model)
     context = config.max_position_embeddings if options.context is None else options.context
     dtype = dtype_of(options.dtype or stored_dtype)
-    planned = gpu_plan(config, dtype, options.quantize, options.batch_size, context)
+    checkpoint = checkpoint_with_weights(options.model)
+    planned = gpu_plan(config, dtype, options.quantize, options.batch_size, context, checkpoint)
     table = Table("on the GPU", "GiB")
-    in_format = "" if options.quantize is None else f" in {options.quantize}"
+    in_format = "" if planned.format is None else f" in {planned.format}"
     table.title = f"{escape(options.model)}{in_format}"
     table.add_row("weights", _gibibytes(planned.weights))
     table.add_row(f"Mamba state of {options.batch_size}", _gibibytes(planned.states))

@@ -9,6 +9,7 @@ CPU_KERNELS = ("fused", "torch")
 # Each has a module in ops/formats.
 QUANTIZATIONS = tuple(sorted(file.stem for file in (Path(__file__).parents[1] / "ops" / "formats").glob("[a-z]*.py")))
 INT4_GROUP = 32  # columns of a row that share a scale
+FP8_GROUP = 128  # the same of weights that stay in FP8
 
 # How keys and values are written to their cache, see `devices.graphs.operators.write_cache_as`.
 KV_WRITES = ("index", "rows", "select")

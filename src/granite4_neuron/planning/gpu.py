@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, cache_buckets, cache_length
@@ -23,10 +24,12 @@ LIBRARIES = 2**30
 class GpuPlan:
     """Bytes on one GPU.
 
+    format: by which the model is named, if weights are quantized.
     cache: keys and values of all sequences, as many as the cache of a state of this context has room for.
     steps: an estimate of what the captured graphs of prompts keep for their activations.
     """
 
+    format: str | None
     weights: int
     states: int
     cache: int
@@ -37,30 +40,40 @@ class GpuPlan:
         return self.weights + self.states + self.cache + self.steps + LIBRARIES
 
 
-def gpu_plan(config: ModelConfig, dtype: torch.dtype, quantize: str | None, batch_size: int, context: int) -> GpuPlan:
+def gpu_plan(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantize: str | None,
+    batch_size: int,
+    context: int,
+    checkpoint: Checkpoint | None = None,
+) -> GpuPlan:
     """Plan a model on one GPU.
 
     Args:
-        quantize: one of the formats that a GPU computes with, or None.
+        quantize: one of `choices.QUANTIZATIONS`, or None.
         batch_size, context: sequences at a time, and tokens of each.
+        checkpoint: whose quantized weights stay so; None for weights in dtype.
 
     Raises:
         UserError: a GPU does not compute with these weights, or the context is longer than the model's.
     """
-    if quantize is not None and quantize not in CUDA.formats:
-        raise UserError(f"--quantize is {quantize}; a GPU computes with {' and '.join(CUDA.formats)}.")
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
     with torch.device("meta"):
         model = model_of(config)
-    weights = WeightPlan(model, dtype, formats_for(model, quantize), TORCH).num_bytes
+    stored = {} if checkpoint is None else checkpoint.quantized_weights(model, keep=() if quantize else CUDA.formats)
+    formats = {name: each.format for name, each in stored.items()} or formats_for(model, quantize)
+    for name in {each.name for each in formats.values()} - {*CUDA.formats}:
+        raise UserError(f"{name} weights do not run on a GPU, which computes with {', '.join(CUDA.formats)}.")
+    weights = WeightPlan(model, dtype, formats, TORCH).num_bytes
     length, itemsize = cache_length(context, config.max_position_embeddings), dtype.itemsize
     # Each length of a prompt's piece has a graph for each length of the cache, and each graph its own memory.
     pieces = (*PREFILL_BUCKETS, *CUDA.long_prompts)
     steps = sum(pieces) * len(cache_buckets(length)) * _activations(config, itemsize)
     states = batch_size * sequence_bytes(config, itemsize)
     cache = (batch_size + 1) * length * token_bytes(config, itemsize)  # idle rows write to a slot of their own
-    return GpuPlan(weights, states, cache, steps)
+    return GpuPlan(model_format(formats).name if formats else None, weights, states, cache, steps)
 
 
 def _activations(config: ModelConfig, itemsize: int) -> int:

@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands import cli
 from granite4_neuron.config import published_config
+from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.planning.gpu import gpu_plan
 from granite4_neuron.state.hybrid_state import HybridState
+from test.support.encoded import fp8, write_encoded
 
 
 def size(weight):
@@ -28,6 +31,17 @@ def test_weights_and_states_are_exact(quantize):
     assert planned.cache == sum(nbytes for nbytes, is_state in sizes if not is_state)
 
 
+def test_a_checkpoint_is_planned_as_it_is_loaded(tmp_path, capsys):
+    folder, about = tmp_path / "model", {"quantization_config": {"quant_method": "fp8"}}
+    write_encoded(bundled_checkpoint(), folder, {part: fp8("weight_scale") for part in ("_proj", "_linear")}, about)
+    model, checkpoint = load_model(folder, keep_quantized=CUDA.formats), open_checkpoint(folder)
+    planned = gpu_plan(model.config, model.dtype, None, batch_size=3, context=1000, checkpoint=checkpoint)
+    assert planned.weights == sum(size(weight) for _, weight in model.named_weights())
+    assert planned.weights < 0.8 * gpu_plan(model.config, model.dtype, None, batch_size=3, context=1000).weights
+    assert cli.main(["plan", "--model", str(folder), "--gpu-memory", "24"]) == 0
+    assert f"{folder.name} in fp8" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_h_small_in_four_bits_fits_a_gpu_of_24_gib(capsys):
     """Its 32.2 billion weights take 4.5 bits each."""
     planned = gpu_plan(published_config("h-small"), torch.bfloat16, "int4", batch_size=1, context=32_768)
@@ -41,7 +55,7 @@ def test_h_small_in_four_bits_fits_a_gpu_of_24_gib(capsys):
 
 def test_what_cannot_be_planned_is_refused(capsys):
     config = published_config("h-350m")
-    with pytest.raises(UserError, match="--quantize is lossless12; a GPU computes with int4 and int8"):
+    with pytest.raises(UserError, match="lossless12 weights do not run on a GPU, which computes with fp8, int4, int8"):
         gpu_plan(config, torch.bfloat16, "lossless12", batch_size=1, context=100)
     with pytest.raises(UserError, match="the context is 1000000; the model's longest is 32768"):
         gpu_plan(config, torch.bfloat16, None, batch_size=1, context=10**6)

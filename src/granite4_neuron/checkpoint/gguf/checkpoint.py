@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,7 +69,7 @@ class GGUFCheckpoint(Checkpoint):
 
         return has_tokenizer(self._file)
 
-    def quantized_weights(self, model: HybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
+    def quantized_weights(self, model: HybridForCausalLM, keep: Collection[str]) -> dict[str, StoredWeight]:
         from granite4_neuron.checkpoint.gguf.kept import kept_weights
 
         found = kept_weights(self.tensors, model) if keep else {}

@@ -9,7 +9,7 @@ import torch
 
 from granite4_neuron.checkpoint.checkpoint import converted_remark
 from granite4_neuron.checkpoint.gguf.tensors import FLOAT_TYPES, GGUFTensors
-from granite4_neuron.checkpoint.weight_plan import formats_for
+from granite4_neuron.checkpoint.weight_plan import formats_for, partner
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.ops import Format, QuantizedWeight
 from granite4_neuron.ops.formats.int4 import FORMAT as INT4
@@ -74,22 +74,13 @@ def kept_weights(stored: GGUFTensors, model: HybridForCausalLM) -> dict[str, Blo
         blocks = _BLOCKS.get(next(iter(types))) if len(types) == 1 else None
         if blocks is not None and _may_keep(stored, name, blocks):
             found[name] = blocks
-    return {name: blocks for name, blocks in found.items() if found.get(_partner(name)) is blocks}
+    return {name: blocks for name, blocks in found.items() if found.get(partner(name)) is blocks}
 
 
 def _may_keep(stored: GGUFTensors, name: str, blocks: Blocks) -> bool:
     if not blocks.may_keep(blocks.scales(stored.first_rows(name, _SEEN_FIRST))):
         return False
     return blocks.may_keep(blocks.scales(stored.raw(name)))
-
-
-def _partner(name: str) -> str:
-    """Return the name of the other matrix of a layer's experts, since no kernel takes two formats; otherwise the name
-    itself.
-    """
-    layer, experts, which = name.partition(".block_sparse_moe.")
-    other = "output" if which.startswith("input") else "input"
-    return f"{layer}{experts}{other}_linear.weight" if experts else name
 
 
 def remark_on(stored: GGUFTensors, kept: Collection[str], held_in: str) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.devices.cpu.options import OPTIONS
 from granite4_neuron.runtime.declaration import Backend
 
@@ -48,7 +49,7 @@ def load(
         dtype,
         quantize=quantize,
         operators=operators,
-        keep_quantized=True,
+        keep_quantized=QUANTIZATIONS,
         cache=None if cache_weights is None else WeightCache(Path(cache_weights), layout),
         progress=progress,
         remark=remark,

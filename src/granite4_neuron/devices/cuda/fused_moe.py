@@ -17,7 +17,7 @@ from granite4_neuron.devices.cuda.products import (
     tile_options,
 )
 from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
-from granite4_neuron.devices.cuda.weights import dense, load_numbers, parts_of, rows_from, width_of
+from granite4_neuron.devices.cuda.weights import dense, load_numbers, parts_of, rows_from, stored, width_of
 from granite4_neuron.ops import Weight, moe
 
 _BLOCK_OF_CHOICES = 4096
@@ -88,7 +88,7 @@ def _launch_multiply_by_experts(
         # At least as many blocks of choices as the experts can need.
         blocks = topk_ids.numel() // options["BLOCK_M"] + min(num_experts, topk_ids.numel())
         tiles_n = triton.cdiv(outputs.shape[1], options["BLOCK_N"])
-        matrices = weight.contiguous().view(num_experts * num_weights, *outputs.shape[1:], -1)
+        matrices = stored(weight.contiguous(), scales)[0].view(num_experts * num_weights, *outputs.shape[1:], -1)
         if by_descriptors := scales is None and has_descriptors(matrices):
             matrices = TensorDescriptor.from_tensor(matrices, [num_weights, options["BLOCK_N"], options["BLOCK_K"]])
         _multiply_choices_kernel[blocks * tiles_n,](

@@ -6,6 +6,8 @@ blocks, so that it reads the vector once for all of them.
 
 from __future__ import annotations
 
+import torch
+
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 
 # (BLOCK_N, num_warps) by the number of weights and BLOCK_K. Within 2 % of the fastest on an H200, in the layers of
@@ -15,21 +17,25 @@ _CONFIGS = {
     2: {1024: (4, 2), 2048: (2, 2), 4096: (4, 8)},
 }
 _MIN_SIZE_OF_TWO_TILES = 2**24
-# Of quantized weights: a tile's rows of all weights, and a warp's columns. The fastest on an H200 in h-small's layers.
-_ROWS_OF_QUANTIZED_TILES, _COLUMNS_OF_WARP = 2, 4096
+# Of quantized weights: a tile's rows of all weights, and a warp's columns. Those of integers were fastest on an H200 in
+# h-small's layers. Those of FP8, whose vectors take more registers, have not been measured.
+_QUANTIZED_CONFIGS = {torch.int8: (2, 4096), torch.uint8: (2, 4096), torch.float8_e4m3fn: (4, 1024)}
 
 
-def gemv_config(n: int, block_k: int, num_weights: int = 1, is_quantized: bool = False) -> tuple[int, int, int]:
+def gemv_config(
+    n: int, block_k: int, num_weights: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> tuple[int, int, int]:
     """Return (BLOCK_N, NUM_TILES, num_warps) of a product.
 
     Args:
         n: outputs of all programs.
         block_k: the size of the vector, rounded up to a power of two.
         num_weights: weights from each of which a program reads BLOCK_N rows: 2 for gate and up.
-        is_quantized: whether they are.
+        dtype: of their values.
     """
-    if is_quantized:
-        return _ROWS_OF_QUANTIZED_TILES // num_weights, 1, max(1, block_k // _COLUMNS_OF_WARP)
+    if dtype in _QUANTIZED_CONFIGS:
+        rows, columns_of_warp = _QUANTIZED_CONFIGS[dtype]
+        return rows // num_weights, 1, max(1, block_k // columns_of_warp)
     configs = _CONFIGS[num_weights]
     block_n, num_warps = configs[min(max(block_k, min(configs)), max(configs))]
     return block_n, 2 if n * block_k * num_weights >= _MIN_SIZE_OF_TWO_TILES else 1, num_warps

@@ -73,7 +73,7 @@ def _launch_activate_experts(
     of_experts = dict(NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2, w1_scales is not None)
+        block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2, w1.dtype)
         size = block_n * num_tiles
         _activate_experts_of_one_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
             prepare(normed, None, 0.0, w1, w1_scales),

@@ -35,8 +35,8 @@ from granite4_neuron.ops import norm
 
 # Warps of programs for one row of the second products.
 _NUM_WARPS_OF_ROW = 2
-# (BLOCK_N, num_warps) of the second products of one row with quantized weights.
-_QUANTIZED_CONFIG = 2, 1
+# (BLOCK_N, num_warps) of the second products of one row with quantized weights, and with those of FP8.
+_QUANTIZED_CONFIG, _FP8_CONFIG = (2, 1), (2, 4)
 # Columns of a program that adds outputs.
 _SUM_BLOCK_N = 512
 
@@ -226,9 +226,9 @@ def _launch_quantized_of_one(
 ) -> None:
     """Launch the kernels for one row with quantized weights; arguments as for `_add_quantized_of_one_kernel`."""
     columns, (top_k, expert_columns), rows = activated.shape[1], expert_activated.shape, y.shape[1]
-    is_int8 = w2[0].dtype == torch.int8
-    pieces, block_topk = pieces_of(expert_columns, is_int8), triton.next_power_of_2(top_k)
-    chosen = empty_vector(activated, is_int8, top_k * pieces)
+    has_bytes = w2[1].dtype == torch.float32
+    pieces, block_topk = pieces_of(expert_columns, has_bytes), triton.next_power_of_2(top_k)
+    chosen = empty_vector(activated, w2[0], has_bytes, top_k * pieces)
     experts = torch.empty(top_k, dtype=torch.int32, device=y.device)
     _prepare_chosen_kernel[top_k,](
         expert_activated,
@@ -236,14 +236,14 @@ def _launch_quantized_of_one(
         chosen,
         experts,
         K=expert_columns,
-        IS_INT8=is_int8,
+        HAS_BYTES=has_bytes,
         PIECES=pieces,
         BLOCK_TOPK=block_topk,
         BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(expert_columns)),
         **of_experts,
         **launch_options(y, 1),
     )
-    block_n, num_warps = _QUANTIZED_CONFIG
+    block_n, num_warps = _FP8_CONFIG if has_bytes and w2[0].dtype != torch.int8 else _QUANTIZED_CONFIG
     _add_quantized_of_one_kernel[triton.cdiv(rows, block_n),](
         residual,
         prepare(activated, None, 0.0, *weight),
@@ -278,7 +278,7 @@ def _prepare_chosen_kernel(
     TOP_K: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_INT8: tl.constexpr,
+    HAS_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
@@ -300,7 +300,7 @@ def _prepare_chosen_kernel(
     tl.store(experts + offs_topk, topk_ids, offs_topk == rank)
     factor = tl.sum(tl.where(offs_topk == rank, topk_weights, 0.0), 0)
     values = load_vector(expert_activated + rank * K, tl.arange(0, BLOCK_K), K).to(tl.float32)
-    store_vector(chosen, values * factor, rank * PIECES, PIECES, TOP_K * PIECES, IS_INT8)
+    store_vector(chosen, values * factor, rank * PIECES, PIECES, TOP_K * PIECES, HAS_BYTES)
 
 
 @triton.jit

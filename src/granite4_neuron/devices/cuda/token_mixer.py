@@ -108,7 +108,7 @@ def _launch_mixer_inputs(
     channels_of_outputs = dict(FIRST_CHANNEL=rows - channels - num_heads, CHANNELS=channels, D_CONV=d_conv)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows, block_k, is_quantized=scales is not None)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, dtype=weight.dtype)
         _mixer_inputs_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
             prepare(x, norm_weight, eps, weight, scales),
             norm_weight,

@@ -55,7 +55,7 @@ def _launch_activate(
     y = norm_weight.new_empty(batch, rows)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2, scales is not None)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, 2, weight.dtype)
         _activate_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
             prepare(x, norm_weight, eps, weight, scales),
             norm_weight,

@@ -66,7 +66,7 @@ def _launch_project_heads(
     y = norm_weight.new_empty(batch, query_rows + 2 * key_rows)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, _, num_warps = gemv_config(query_rows, block_k, is_quantized=query_scales is not None)
+        block_n, _, num_warps = gemv_config(query_rows, block_k, dtype=query.dtype)
         num_programs = triton.cdiv(query_rows, block_n) + 2 * triton.cdiv(key_rows, block_n)
         _project_heads_of_one_kernel[num_programs,](
             prepare(x, norm_weight, eps, query, query_scales),
@@ -236,7 +236,7 @@ def _launch_add_product(
     y = torch.empty_like(residual)
     if one_row:
         block_k = triton.next_power_of_2(columns)
-        block_n, num_tiles, num_warps = gemv_config(rows, block_k, is_quantized=scales is not None)
+        block_n, num_tiles, num_warps = gemv_config(rows, block_k, dtype=weight.dtype)
         _add_product_of_one_kernel[triton.cdiv(rows, block_n * num_tiles),](
             residual,
             prepare(x, norm_weight, eps, weight, scales),

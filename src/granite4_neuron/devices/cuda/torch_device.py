@@ -25,7 +25,7 @@ CUDA = TorchDevice(
     "cuda",
     communication="nccl",
     long_prompts=(2048,),
-    formats=("int4", "int8"),
+    formats=("fp8", "int4", "int8"),
     keeps_snapshots=True,
     has_row_counts=True,
     why_missing=_why_missing,

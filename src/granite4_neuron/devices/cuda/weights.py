@@ -6,23 +6,30 @@ scales of a tensor are None. A kernel takes both as one tuple, `stored`.
 A product with one vector takes as long as memory does, if the rows (`load_tile`) are multiplied as they are (`gemv`):
 the vector is prepared for that once, in a launch before (`prepare`). Other products read a tile as numbers in the
 activations' dtype for tensor cores (`load_numbers`), so they have the bits of a product with the dequantized matrix.
+
+In a kernel, scales in float32 mean that a byte is a column: values in int8 are numbers of int8, others of FP8. FP8 is
+read by shifts: all GPUs and Triton's interpreter have these, and the types of FP8 only GPUs from compute capability 8.9
+on.
 """
 
 from __future__ import annotations
 
 import torch
 
-from granite4_neuron.config.choices import INT4_GROUP
+from granite4_neuron.config.choices import FP8_GROUP, INT4_GROUP
 from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
+from granite4_neuron.ops.fp8 import FORMAT as FP8
 
 # Columns of a quantized matrix are a multiple of this number: kernels read them in words of 4 bytes.
 WHOLE_COLUMNS = 4
 
 _NUM_WARPS_OF_VECTOR = 8
 _GROUP = tl.constexpr(INT4_GROUP)  # columns with one scale in int4: those of 16 bytes
+_GROUP_OF_FP8 = tl.constexpr(FP8_GROUP)
+_FORMATS = {torch.int8: FORMATS["int8"], torch.uint8: FORMATS["int4"], torch.float8_e4m3fn: FP8}
 
 
 def parts_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -35,6 +42,8 @@ def parts_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def stored(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return the argument of a kernel for a matrix."""
+    if values.dtype == torch.float8_e4m3fn:
+        values = values.view(torch.uint8)
     return (values,) if scales is None else (values, scales)
 
 
@@ -50,8 +59,8 @@ def dense(values: torch.Tensor, scales: torch.Tensor | None, columns: int, dtype
     """Return a matrix as a tensor; a quantized one in dtype. For definitions."""
     if scales is None:
         return values
-    format = FORMATS["int8" if values.dtype == torch.int8 else "int4"]
-    return QuantizedWeight(format, values, scales, torch.Size([*values.shape[:-1], columns])).dequantize(dtype)
+    shape = torch.Size([*values.shape[:-1], columns])
+    return QuantizedWeight(_FORMATS[values.dtype], values, scales, shape).dequantize(dtype)
 
 
 @triton.jit
@@ -61,6 +70,8 @@ def rows_from(weight, row, K: tl.constexpr):
         return (weight[0] + row * K,)
     elif weight[0].dtype.element_ty == tl.int8:
         return weight[0] + row * K, weight[1] + row
+    elif weight[1].dtype.element_ty == tl.float32:
+        return weight[0] + row * K, weight[1] + row * ((K + _GROUP_OF_FP8 - 1) // _GROUP_OF_FP8)
     else:
         GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
         return weight[0] + row * (GROUPS * 16), weight[1] + row * GROUPS
@@ -77,39 +88,43 @@ def prepare(
     For a quantized matrix it is normalised, if it has a norm. Its numbers become whole ones, times a power of two for
     each piece: of 16 bits with a sign, which lose nothing of a 16-bit number unless another one of the piece is more
     than 64 times as large; in float32 of 22 bits. They are cut into bytes, of which an instruction multiplies four with
-    four codes.
+    four codes. For FP8 they stay in float32, times a power of two that makes up for that of `_numbers_of_fp8`.
 
     Returns:
         The unit of each piece, and the sum of its numbers, [2, pieces]; and for each byte, from the lowest on, words of
-        four columns, [1, pieces, 4], or in int4 of even columns and of odd ones, [2, pieces, 4].
+        four columns, [1, pieces, 4], or in int4 of even columns and of odd ones, [2, pieces, 4]. For FP8 the numbers
+        themselves in place of bytes: the first of each four columns, the second and so on.
     """
     if scales is None:
         return (x,)
-    columns, is_int8 = x.shape[1], values.dtype == torch.int8
-    vector = empty_vector(x if norm_weight is None else norm_weight, is_int8, pieces_of(columns, is_int8))
+    columns, has_bytes = x.shape[1], scales.dtype == torch.float32
+    pieces = pieces_of(columns, has_bytes)
+    vector = empty_vector(x if norm_weight is None else norm_weight, values, has_bytes, pieces)
     _prepare_kernel[1,](
         x,
         norm_weight,
         vector,
         eps,
         K=columns,
-        IS_INT8=is_int8,
-        PIECES=pieces_of(columns, is_int8),
+        HAS_BYTES=has_bytes,
+        PIECES=pieces,
         BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(columns)),
         **launch_options(x, _NUM_WARPS_OF_VECTOR),
     )
     return vector
 
 
-def pieces_of(columns: int, is_int8: bool) -> int:
-    """Return the number of pieces of a row."""
-    return int(triton.cdiv(columns, 16 if is_int8 else INT4_GROUP))
+def pieces_of(columns: int, has_bytes: bool) -> int:
+    """Return the number of pieces of a row, in which a byte or half of one has a column."""
+    return int(triton.cdiv(columns, 16 if has_bytes else INT4_GROUP))
 
 
-def empty_vector(like: torch.Tensor, is_int8: bool, pieces: int) -> tuple[torch.Tensor, ...]:
-    """Return memory for what `prepare` returns, for a vector in the dtype of `like`."""
+def empty_vector(like: torch.Tensor, values: torch.Tensor, has_bytes: bool, pieces: int) -> tuple[torch.Tensor, ...]:
+    """Return memory for what `prepare` returns, for a vector in the dtype of `like` and a matrix with these values."""
     units = like.new_empty(2, pieces, dtype=torch.float32)
-    shape, num_bytes = (1 if is_int8 else 2, pieces, 4), 3 if like.dtype == torch.float32 else 2
+    if has_bytes and values.dtype != torch.int8:
+        return units, *(units.new_empty(1, pieces, 4) for _ in range(4))
+    shape, num_bytes = (1 if has_bytes else 2, pieces, 4), 3 if like.dtype == torch.float32 else 2
     return units, *(units.new_empty(shape, dtype=torch.int32) for _ in range(num_bytes))
 
 
@@ -120,7 +135,7 @@ def _prepare_kernel(
     vector,
     eps,
     K: tl.constexpr,
-    IS_INT8: tl.constexpr,
+    HAS_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
@@ -135,35 +150,49 @@ def _prepare_kernel(
         norm_weights = load_vector(norm_weight, offs_k, K)
         gdc_wait(USE_GDC)
         values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
-    store_vector(vector, values, 0, PIECES, PIECES, IS_INT8)
+    store_vector(vector, values, 0, PIECES, PIECES, HAS_BYTES)
 
 
 @triton.jit
-def store_vector(vector, values, first, count, PIECES: tl.constexpr, IS_INT8: tl.constexpr):
+def store_vector(vector, values, first, count, PIECES: tl.constexpr, HAS_BYTES: tl.constexpr):
     """Write `count` pieces, from `first` on, of a prepared vector of PIECES: values [1, BLOCK_K] in float32, zeros
     beyond them.
     """
-    COLUMNS: tl.constexpr = 16 if IS_INT8 else 32
+    COLUMNS: tl.constexpr = 16 if HAS_BYTES else 32
     BLOCK: tl.constexpr = values.shape[1] // COLUMNS
-    BITS: tl.constexpr = 20 if len(vector) == 4 else 14
+    FOR_FP8: tl.constexpr = len(vector) == 5
+    BITS: tl.constexpr = 120 if FOR_FP8 else (20 if len(vector) == 4 else 14)
+    LEAST: tl.constexpr = 0x3C000000 if FOR_FP8 else 0x10000000  # so that a factor is finite
     values = tl.reshape(values, [BLOCK, COLUMNS])
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    exponents = tl.maximum(largest & 0x7F800000, 0x10000000)  # infinite for NaN, too
+    exponents = tl.maximum(largest & 0x7F800000, LEAST)  # infinite for NaN, too
     factors = (0x7F000000 - exponents + (BITS << 23)).to(tl.float32, bitcast=True)
-    # The last bits of a float32 of this size are the nearest whole number.
-    numbers = (values * factors[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     offs = tl.arange(0, BLOCK)
-    units = exponents.to(tl.float32, bitcast=True) * (1.0 / (1 << BITS))
-    tl.store(vector[0] + first + offs, units, offs < count)
-    tl.store(vector[0] + PIECES + first + offs, tl.sum(numbers, 1).to(tl.float32), offs < count)
     offs_word = (first + offs)[:, None] * 4 + tl.arange(0, 4)[None]
     mask = (offs < count)[:, None] & (offs_word >= 0)
-    if IS_INT8:
-        _store_bytes(vector, 0, tl.reshape(numbers, [BLOCK, 4, 4]), offs_word, mask)
+    units = exponents.to(tl.float32, bitcast=True)
+    if FOR_FP8:
+        tl.store(vector[0] + first + offs, units, offs < count)
+        _store_numbers(vector, tl.reshape(values * factors[:, None], [BLOCK, 4, 4]), offs_word, mask)
     else:
-        even, odd = tl.split(tl.reshape(numbers, [BLOCK, 4, 4, 2]))
-        _store_bytes(vector, 0, even, offs_word, mask)
-        _store_bytes(vector, PIECES * 4, odd, offs_word, mask)
+        # The last bits of a float32 of this size are the nearest whole number.
+        numbers = (values * factors[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        tl.store(vector[0] + first + offs, units * (1.0 / (1 << BITS)), offs < count)
+        tl.store(vector[0] + PIECES + first + offs, tl.sum(numbers, 1).to(tl.float32), offs < count)
+        if HAS_BYTES:
+            _store_bytes(vector, 0, tl.reshape(numbers, [BLOCK, 4, 4]), offs_word, mask)
+        else:
+            even, odd = tl.split(tl.reshape(numbers, [BLOCK, 4, 4, 2]))
+            _store_bytes(vector, 0, even, offs_word, mask)
+            _store_bytes(vector, PIECES * 4, odd, offs_word, mask)
+
+
+@triton.jit
+def _store_numbers(vector, numbers, offs_word, mask):
+    """Write each of four columns of numbers [BLOCK, 4, 4] by itself, at offs_word."""
+    for i in tl.static_range(4):
+        of_column = tl.where((tl.arange(0, 4) == i)[None, None], numbers, 0.0)
+        tl.store(vector[1 + i] + offs_word, tl.sum(of_column, 2), mask)
 
 
 @triton.jit
@@ -179,22 +208,27 @@ def load_prepared(x, weight, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """Load a prepared vector, the argument x of a kernel, for a quantized weight: its first BLOCK pieces.
 
     Returns:
-        A tuple: units and sums, [1, BLOCK], and for each byte a tuple of words [1, BLOCK, 4], one or two.
+        A tuple: units and sums, [1, BLOCK], and for each byte a tuple of words [1, BLOCK, 4], one or two. For FP8 the
+        sums mean nothing, and four tuples of numbers follow.
     """
     offs = tl.arange(0, BLOCK)[None]
     units = tl.load(x[0] + offs, offs < PIECES, 0.0)
     sums = tl.load(x[0] + PIECES + offs, offs < PIECES, 0.0)
     if len(x) == 3:
         return units, sums, _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
-    else:
+    elif len(x) == 4:
         low, middle = _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
         return units, sums, low, middle, _load_bytes(x[3], weight, PIECES, BLOCK)
+    else:
+        first, second = _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
+        third, fourth = _load_bytes(x[3], weight, PIECES, BLOCK), _load_bytes(x[4], weight, PIECES, BLOCK)
+        return units, sums, first, second, third, fourth
 
 
 @triton.jit
 def _load_bytes(words, weight, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)[None, :, None] * 4 + tl.arange(0, 4)[None, None]
-    if weight[0].dtype.element_ty == tl.int8:
+    if weight[1].dtype.element_ty == tl.float32:
         return (tl.load(words + offs, offs < PIECES * 4, 0),)
     else:
         return (
@@ -209,7 +243,7 @@ def load_factor(x, weight, offs_k, K: tl.constexpr):
     if len(weight) == 1:
         return (load_vector(x[0], offs_k, K).to(tl.float32),)
     else:
-        COLUMNS: tl.constexpr = 16 if weight[0].dtype.element_ty == tl.int8 else 32
+        COLUMNS: tl.constexpr = 16 if weight[1].dtype.element_ty == tl.float32 else 32
         return load_prepared(x, weight, (K + COLUMNS - 1) // COLUMNS, offs_k.shape[0] // COLUMNS)
 
 
@@ -241,7 +275,8 @@ def load_tile(weight, offs_n, N, offs_k, K: tl.constexpr):
         rows, offs_piece = offs_n[:, None], tl.arange(0, offs_k.shape[0] // 16)[None]
         return _load_words(weight, rows, offs_piece, rows < N, K), tl.load(weight[1] + offs_n, offs_n < N, 0.0)
     else:
-        rows, offs_piece = offs_n[:, None], tl.arange(0, offs_k.shape[0] // 32)[None]
+        COLUMNS: tl.constexpr = 16 if weight[1].dtype.element_ty == tl.float32 else 32
+        rows, offs_piece = offs_n[:, None], tl.arange(0, offs_k.shape[0] // COLUMNS)[None]
         return _load_words(weight, rows, offs_piece, rows < N, K), _load_scales(weight, rows, offs_piece, rows < N, K)
 
 
@@ -266,16 +301,19 @@ def load_tile_of_experts(weight, experts, offs_piece, is_chosen, offs_n, N: tl.c
 def _load_words(weight, rows, offs_piece, mask, K: tl.constexpr):
     """Load pieces of rows: [BLOCK_N, BLOCK, 4] in int32."""
     GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
-    WORDS: tl.constexpr = K // 4 if weight[0].dtype.element_ty == tl.int8 else GROUPS * 4  # of a row
+    WORDS: tl.constexpr = K // 4 if weight[1].dtype.element_ty == tl.float32 else GROUPS * 4  # of a row
     offs_word = offs_piece[:, :, None] * 4 + tl.arange(0, 4)[None, None]
     ptrs = weight[0].to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, :, None] * WORDS + offs_word
     return tl.load(ptrs, mask[:, :, None] & (offs_word < WORDS), 0)
 
 
 @triton.jit
-def _load_scales(weight, rows, offs_group, mask, K: tl.constexpr):
-    """Load scales of groups of rows: [BLOCK_N, BLOCK]."""
-    GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
+def _load_scales(weight, rows, offs_piece, mask, K: tl.constexpr):
+    """Load scales of pieces of rows, which have one of their own in int4: [BLOCK_N, BLOCK]."""
+    OF_FP8: tl.constexpr = weight[1].dtype.element_ty == tl.float32
+    COLUMNS: tl.constexpr = _GROUP_OF_FP8 if OF_FP8 else _GROUP
+    GROUPS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    offs_group = offs_piece // (COLUMNS // 16) if OF_FP8 else offs_piece
     return tl.load(weight[1] + rows * GROUPS + offs_group, mask & (offs_group < GROUPS), 0.0)
 
 
@@ -289,15 +327,35 @@ def gemv(tile, factor):
     else:
         words = tile[0]
         total = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
-        for i in tl.static_range(len(factor) - 1, 1, -1):  # from the highest byte on
-            total = total * 256.0 + _byte_products(words, factor[i], i == len(factor) - 1).to(tl.float32)
-        if len(factor[2]) == 2:
-            total -= 8.0 * factor[1]  # codes of int4 are from 0 on
+        if len(factor) == 6:
+            total = _number_products(words, factor)
+        else:
+            for i in tl.static_range(len(factor) - 1, 1, -1):  # from the highest byte on
+                total = total * 256.0 + _byte_products(words, factor[i], i == len(factor) - 1).to(tl.float32)
+            if len(factor[2]) == 2:
+                total -= 8.0 * factor[1]  # codes of int4 are from 0 on
         total *= factor[0]
         if len(tile[1].shape) == 1:
             return tl.sum(total, 1) * tile[1]
         else:
             return tl.sum(total * tile[1].to(tl.float32), 1)
+
+
+@triton.jit
+def _number_products(words, factor):
+    """Multiply numbers of FP8, [BLOCK_N, pieces, 4] in words, with a prepared vector: the sum of each piece."""
+    products = tl.zeros(words.shape, tl.float32)
+    for i in tl.static_range(4):
+        products += _numbers_of_fp8(words << (24 - 8 * i)) * factor[2 + i][0]
+    return tl.sum(products, 2)
+
+
+@triton.jit
+def _numbers_of_fp8(words):
+    """Return the numbers of FP8 in the highest bytes of words, times 2^-120: sign, exponent and mantissa are those of a
+    float32, and so are numbers without a leading bit.
+    """
+    return ((words >> 4) & -0x78100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -340,6 +398,13 @@ def load_numbers(weight, offs_n, N, start, K: tl.constexpr, BLOCK_K: tl.constexp
     elif weight[0].dtype.element_ty == tl.int8:
         codes = tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0).to(tl.float32)
         return (codes * tl.load(weight[1] + offs_n, offs_n < N, 0.0)[:, None]).to(DTYPE)
+    elif weight[1].dtype.element_ty == tl.float32:
+        SPAN: tl.constexpr = _GROUP_OF_FP8 if BLOCK_K >= _GROUP_OF_FP8 else BLOCK_K
+        offs_piece = start // 16 + tl.arange(0, BLOCK_K // SPAN) * (SPAN // 16)
+        scales = _load_scales(weight, offs_n[:, None], offs_piece[None], (offs_n < N)[:, None], K)
+        codes = tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0).to(tl.int32)
+        numbers = tl.reshape(_numbers_of_fp8(codes << 24) * 2.0**120, [offs_n.shape[0], BLOCK_K // SPAN, SPAN])
+        return tl.reshape(numbers * scales[:, :, None], [offs_n.shape[0], BLOCK_K]).to(DTYPE)
     else:
         offs_byte = tl.arange(0, BLOCK_K // 2) + start // 2
         offs_group = tl.arange(0, BLOCK_K // _GROUP) + start // _GROUP

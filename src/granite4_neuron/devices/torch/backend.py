@@ -53,7 +53,7 @@ def load(
         dtype,
         quantize=quantize,
         operators=replace(TORCH, quantize=partial(_quantize, device)),
-        keep_quantized=bool(find_kind(options["device"]).formats),
+        keep_quantized=find_kind(options["device"]).formats,
         progress=progress,
         remark=remark,
     )

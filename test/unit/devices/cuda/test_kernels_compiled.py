@@ -32,8 +32,8 @@ from granite4_neuron.devices.cuda.norms import normalize  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E402
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
-from granite4_neuron.ops import FORMATS  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
+from test.support.quantizing import GPU_FORMATS  # noqa: E402
 
 pytestmark = [
     pytest.mark.versions,
@@ -184,12 +184,12 @@ def reads_before_waiting(compiled):
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", GPU_FORMATS)
 def test_quantized_weights(format, batch, config, compiled):
-    """A program of one row reads 16 bytes at a time."""
+    """A program of one row reads 16 bytes at a time. Numbers of FP8 without a leading bit are not taken for 0."""
 
     def weight(*shape):
-        return [empty(*size, dtype=dtype) for size, dtype in FORMATS[format].layout(torch.Size(shape)).values()]
+        return [empty(*size, dtype=dtype) for size, dtype in GPU_FORMATS[format].layout(torch.Size(shape)).values()]
 
     operators = OneRowOperators if batch == 1 else TokenOperators
     hidden, shared, key_rows = config.hidden_size, config.shared_intermediate_size, 2 * config.head_dim
@@ -217,6 +217,8 @@ def test_quantized_weights(format, batch, config, compiled):
         of_one = [each for each in compiled if "_of_one" in each.metadata.name]
         assert len(of_one) == (6 if experts else 4)
         assert all(re.search(r"ld\.global\S*\.v4\.b32", each.asm["ptx"]) for each in of_one)
+    if format == "fp8":
+        assert not any(re.search(r"(mul|fma)\S*\.ftz", each.asm["ptx"]) for each in compiled)
 
 
 @pytest.mark.parametrize("tokens", [4, 16])

@@ -9,8 +9,11 @@ from granite4_neuron.devices.cuda.linear import multiply_rows
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
-from granite4_neuron.ops import FORMATS
+from granite4_neuron.devices.cuda.weights import dequantized
+from granite4_neuron.ops import QuantizedWeight
+from granite4_neuron.ops.fp8 import FORMAT as FP8
 from test.support.oracles import relative_error
+from test.support.quantizing import GPU_FORMATS
 from test.unit.devices.cuda.test_kernels import DEVICE, copied, random, seed
 from test.unit.devices.cuda.test_token_kernels import lengths_of, products_of_bfloat16
 
@@ -23,7 +26,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 
 EPS = 1e-5
 EACH = [
     pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str),
-    pytest.mark.parametrize("format", ["int8", "int4"]),
+    pytest.mark.parametrize("format", GPU_FORMATS),
 ]
 # The second ones fill no group, nor a piece of 16 bytes in int8.
 COLUMNS = pytest.mark.parametrize("columns", [768, 104])
@@ -41,7 +44,7 @@ def each(test):
 def weights(format, *shape):
     """Return values, scales, and the numbers that they stand for in float64; rows are of different sizes."""
     numbers = random(*shape) * torch.linspace(0.5, 2, shape[-2])[:, None] / shape[-1] ** 0.5
-    quantized = FORMATS[format].quantize(numbers)
+    quantized = GPU_FORMATS[format].quantize(numbers)
     return quantized.values, quantized.scales, quantized.dequantize(torch.float32).double()
 
 
@@ -133,3 +136,20 @@ def test_experts_of_prompts(is_gated, format, dtype):
     topk_weights = random(7, 2).softmax(-1)
     given = x, w1[0], w2[0], topk_weights, ids, w1[1], w2[1]
     compare(multiply_by_experts, given, {1: w1[2], 2: w2[2], 3: topk_weights, 5: None, 6: None}, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_number_of_fp8(dtype):
+    """A row has one number that is not 0, in turn of each place in a word."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    values = torch.zeros(len(codes), 260, dtype=torch.uint8)
+    values[torch.arange(len(codes)), torch.arange(len(codes)) + 3] = codes
+    scales = 2.0 ** torch.randint(-12, 0, (len(codes), 3))  # exact: the interpreter truncates to bfloat16
+    values = values.view(torch.float8_e4m3fn)
+    exact = QuantizedWeight(FP8, values, scales, values.shape).dequantize(dtype)
+    assert torch.equal(dequantized(values.to(DEVICE), scales.to(DEVICE), 260, dtype).cpu(), exact)
+    for size in (1.0, 2.0**-30, 2.0**90):
+        vector = torch.zeros(1, len(codes)), torch.full((1, 260), size, dtype=dtype)
+        residual, x, *matrix = (copied(each, DEVICE) for each in (*vector, values, scales))
+        outputs = LAUNCHES[OneRowOperators.add_product](residual, x, None, matrix[0], 1.0, EPS, matrix[1])
+        assert torch.equal(outputs.cpu()[0].to(dtype), exact.sum(1) * size)
