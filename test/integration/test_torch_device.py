@@ -3,9 +3,12 @@
 import gc
 import math
 import weakref
+from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError, load
@@ -293,6 +296,30 @@ def test_operators_of_neuron(name, monkeypatch):
         assert (logits - expected).abs().max() <= 1e-5
 
 
+class OverwrittenGraph:
+    """A CUDA graph on a CPU: inputs and outputs keep their places, and a replay may write to the outputs of graphs that
+    were captured later.
+    """
+
+    captured: ClassVar[list] = []
+
+    def __init__(self, function, from_host, others, device, pool):
+        self.function, self.inputs = function, [each.clone() for each in (from_host, *others)]
+        self.outputs = function(*self.inputs)
+        self.captured.append(self)
+
+    def replay(self, from_host, others):
+        for ours, given in zip(self.inputs, (from_host, *others), strict=True):
+            ours.copy_(given)
+        outputs = self.function(*self.inputs)
+        for later in self.captured[self.captured.index(self) + 1 :]:
+            for tensor in tree_leaves(later.outputs):
+                tensor.fill_(7)
+        for ours, new in zip(tree_leaves(self.outputs), tree_leaves(outputs), strict=True):
+            ours.copy_(new)
+        return self.outputs
+
+
 class TestOperatorsOfAGPU:
     """The operators' definitions run on the CPU. Only decode of one sequence has joined operators."""
 
@@ -321,6 +348,21 @@ class TestOperatorsOfAGPU:
     def test_tokens_by_all_options(self, monkeypatch):
         model = engine_model(layer_types=FEW_LAYERS["layer_types"])
         check_tokens_by_all_options(EAGER.make(model, BUCKETS), monkeypatch)
+
+    def test_tokens_of_graphs_whose_outputs_are_overwritten(self, monkeypatch):
+        """Tokens that a device chooses by all options, and drafts."""
+        monkeypatch.setattr(torch_device, "CudaGraph", OverwrittenGraph)
+        monkeypatch.setattr(torch_device, "to_host", torch.clone)
+        monkeypatch.setattr(torch_device, "start_copy", lambda tensor: partial(torch.clone, tensor.clone()))
+        backend = backend_of(compiler="eager", prefill_by_view=False)
+        runtime = backend.make(engine_model(layer_types=FEW_LAYERS["layer_types"]), BUCKETS)
+        engines = [Engine(runtime, 4, max_length=60, drafter=drafter) for drafter in (None, NgramDrafter(1, 3))] * 2
+        runtime._captures, texts = False, []
+        for engine in engines:
+            texts.append(generate_one(engine, Request([3, 4, 5] * 4, 20, temperature=0)))
+            runtime._captures = True
+        assert None not in texts[0] and texts[1:] == texts[:1] * 3 and engines[1].stats.drafted_tokens
+        check_tokens_by_all_options(runtime, monkeypatch)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -331,6 +331,7 @@ def check_tokens_by_all_options(runtime: GraphRuntime, monkeypatch: pytest.Monke
         engine = Engine(runtime, 4, max_length=60)  # some requests begin when others have ended
         ids = [engine.add(Request([slot] * 5, 9 + slot, **options)) for slot, options in enumerate(CHOSEN.values(), 3)]
         outputs = run(engine)
+        assert not [each.error for of_one in outputs.values() for each in of_one if each.error]
         found.append([[(each.token, each.finish_reason, each.logprob) for each in outputs[id]] for id in ids])
         assert "choices" in runtime.cannot or not copied
         monkeypatch.setattr(RunningSequence, "takes_drawn", False)
