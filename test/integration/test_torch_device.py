@@ -351,6 +351,7 @@ class TestOperatorsOfAGPU:
 
     def test_tokens_of_graphs_whose_outputs_are_overwritten(self, monkeypatch):
         """Tokens that a device chooses by all options, and drafts."""
+        monkeypatch.setattr(OverwrittenGraph, "captured", [])  # so that nothing is kept after the test
         monkeypatch.setattr(torch_device, "CudaGraph", OverwrittenGraph)
         monkeypatch.setattr(torch_device, "to_host", torch.clone)
         monkeypatch.setattr(torch_device, "start_copy", lambda tensor: partial(torch.clone, tensor.clone()))
