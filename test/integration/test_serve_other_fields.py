@@ -150,7 +150,10 @@ class TestLlamaServer:
         first, again = post(**body)["timings"], post(**body)["timings"]
         assert (first["cache_n"], first["prompt_n"], first["predicted_n"]) == (0, length, 6)
         assert (again["cache_n"], again["prompt_n"]) == (length, 0)
-        assert first["prompt_ms"] > 0 < first["predicted_per_second"]
+        assert first["prompt_ms"] > 0
+        # Tokens that arrive together have no rate.
+        milliseconds = first["predicted_ms"]
+        assert first["predicted_per_second"] * milliseconds == pytest.approx(6000 if milliseconds else 0)
         assert first["prompt_per_token_ms"] * length == pytest.approx(first["prompt_ms"])
         *others, last = post(**body, stream=True)
         assert not any("timings" in event for event in others) and last["timings"]["predicted_n"] == 6

@@ -490,7 +490,7 @@ class TestCommand:
     [
         (dict(tp_degree=0), r"tp_degree is 0, and must be a whole number of at least 1\."),
         (dict(tp_degree=3), r"tp_degree is 3; this model can be split by 1, 2, 4\."),
-        (dict(tp_degree=2, device="cuda:1"), "the device is cuda:1; a model is split over cpu, cuda or neuron only"),
+        (dict(tp_degree=2, device="cpu:0"), "the device is cpu:0; a model is split over cpu, cuda or neuron only"),
         (dict(tp_degree=2, device="neuron"), "the device neuron needs the torch-neuronx of Neuron SDK 2.33"),
         (dict(tp_degree=2, backend="cpu"), "tp_degree belong to the backend torch"),
     ],

@@ -332,7 +332,7 @@ def test_command(capsys):
     assert main(["plan"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"{len(published_names()) - 2} of {len(published_names())} models fit")
-    assert "nemotron-3-super-120b-a12b: does not fit; over more ranks 16 fit, on 4 chips." in output
+    assert "super-120b-a12b: does not fit; over more ranks 16 fit, on 4 chips." in output
     super_in_8_bits = ["plan", "--model", "nemotron-3-super-120b-a12b", "--quantize", "int8", "--context", "4096"]
     assert main(super_in_8_bits) == 1
     output = capsys.readouterr().out
