@@ -127,10 +127,13 @@ class QuantizedWeight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         number, ids_in_line = math.prod(self.shape[:-1]), ids.flatten()
+        # torch 2.9 takes no rows of float8 on a CPU.
+        is_float8 = self.values.dtype == torch.float8_e4m3fn
         values, scales = (
             tensor.view(number, *tensor.shape[len(self.shape) - 1 :])[ids_in_line]
-            for tensor in (self.values, self.scales)
+            for tensor in (self.values.view(torch.uint8) if is_float8 else self.values, self.scales)
         )
+        values = values.view(self.values.dtype)
         some = QuantizedWeight(self.format, values, scales, torch.Size([len(values), self.shape[-1]]))
         return some.dequantize(torch.float32).view(*ids.shape, -1)
 
