@@ -338,20 +338,23 @@ def stored_model(name: str, revision: str | None = None) -> tuple[ModelConfig, s
     """Return config, dtype and `Checkpoint.stored_in` of a checkpoint, or of a family member if no folder has that
     name; the dtype is one of DTYPES. It is the config's where there are no weights.
     """
-    if not os.path.isdir(name) and published_name(name) is not None:
+    checkpoint = checkpoint_unless_published(name, revision)
+    config, dtype = config_and_dtype_in(checkpoint, name)
+    return config, dtype, [] if checkpoint is None else checkpoint.stored_in
+
+
+def config_and_dtype_in(checkpoint: Checkpoint | None, name: str) -> tuple[ModelConfig, str]:
+    """Return config and dtype as `stored_model`, of what `checkpoint_unless_published` returns for the name."""
+    if checkpoint is None:
         config = published_config(name)
-        return config, config.torch_dtype, []
-    checkpoint = open_checkpoint(name, revision)
-    dtype = checkpoint.dtype if checkpoint.has_weights else checkpoint.config.torch_dtype
-    return checkpoint.config, dtype, checkpoint.stored_in
+        return config, config.torch_dtype
+    return checkpoint.config, checkpoint.dtype if checkpoint.has_weights else checkpoint.config.torch_dtype
 
 
-def checkpoint_with_weights(name: str) -> Checkpoint | None:
-    """Return a checkpoint; None for a family member as in `stored_model`, and for a config without weights."""
-    if not os.path.isdir(name) and published_name(name) is not None:
-        return None
-    checkpoint = open_checkpoint(name)
-    return checkpoint if checkpoint.has_weights else None
+def checkpoint_unless_published(name: str, revision: str | None = None) -> Checkpoint | None:
+    """Open a checkpoint; None for a family member if no folder has that name."""
+    is_published = not os.path.isdir(name) and published_name(name) is not None
+    return None if is_published else open_checkpoint(name, revision)
 
 
 def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfig, str]:

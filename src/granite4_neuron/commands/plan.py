@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
-from granite4_neuron.commands.options import at_least, checkpoint_with_weights, config_and_dtype, dtype_of, number_in
+from granite4_neuron.commands.options import (
+    at_least,
+    checkpoint_unless_published,
+    config_and_dtype,
+    config_and_dtype_in,
+    dtype_of,
+    number_in,
+)
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.commands.plan_traffic import add_traffic, check_no_traffic, plan_traffic
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
@@ -166,11 +173,12 @@ def _plan_gpu(options: argparse.Namespace) -> int:
         raise UserError("--gpu-memory needs --model: say which model.")
     if options.latency or options.traffic is not None or options.rate is not None:
         raise UserError("--gpu-memory is about memory; leave out --latency, --traffic and --rate.")
-    config, stored_dtype = config_and_dtype(options.model)
+    checkpoint = checkpoint_unless_published(options.model)
+    config, stored_dtype = config_and_dtype_in(checkpoint, options.model)
     context = config.max_position_embeddings if options.context is None else options.context
     dtype = dtype_of(options.dtype or stored_dtype)
-    checkpoint = checkpoint_with_weights(options.model)
-    planned = gpu_plan(config, dtype, options.quantize, options.batch_size, context, checkpoint)
+    stored = checkpoint if checkpoint is not None and checkpoint.has_weights else None
+    planned = gpu_plan(config, dtype, options.quantize, options.batch_size, context, stored)
     table = Table("on the GPU", "GiB")
     in_format = "" if planned.format is None else f" in {planned.format}"
     table.title = f"{escape(options.model)}{in_format}"
