@@ -61,8 +61,8 @@ class Operators:
     input_first_experts: whether fused_experts takes w1 and w2 with their last two axes exchanged; `bind` lays them out.
     input_first: whether linear, mlp, router_logits and logits take their matrices so, too.
     draw: draws tokens on a device, with the arguments of `devices.graphs.topk.drawn`; None if the host does.
-    choose: chooses tokens on a device by all options, with the arguments of `devices.cuda.sampling.choose`, in place of
-        draw; or None.
+    choose: chooses tokens on a device by all options, with the arguments of `devices.cuda.sampling.choose_tokens`, in
+        place of draw; or None.
     token_operators: fuse products with their neighbours, in decode and verification of few sequences; None if these
         use the same operators as other steps.
     one_row_operators: of the same class, faster for decode of one sequence, where they add up in another order; None if

@@ -159,6 +159,11 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     return format.quantize(weight)
 
 
+def values_at_a_time(device: torch.device, in_cache: int) -> int:
+    """Return how many values to quantize at a time: on a CPU what its cache holds; elsewhere many, in few launches."""
+    return in_cache if device.type == "cpu" else 2**24
+
+
 def as_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor as it is, and dequantize anything else to dtype, for products in plain torch."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize(dtype)

@@ -49,20 +49,6 @@ _UNDECIDED = tl.constexpr(UNDECIDED)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-def choose(
-    options: torch.Tensor,
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    counts: torch.Tensor,
-    biases: torch.Tensor,
-    bits: torch.Tensor,
-    last: torch.Tensor,
-    chosen: torch.Tensor,
-) -> torch.Tensor:
-    """See `choose_tokens`."""
-    return choose_tokens(options, logits, tokens, counts, biases, bits, last, chosen)
-
-
 @operator(mutates=("counts", "last", "chosen"))
 def choose_tokens(
     options: torch.Tensor,

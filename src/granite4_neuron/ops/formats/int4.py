@@ -8,13 +8,12 @@ import torch
 
 from granite4_neuron.config.choices import INT4_GROUP as GROUP
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
-from granite4_neuron.ops.weight import Format, QuantizedWeight
+from granite4_neuron.ops.weight import Format, QuantizedWeight, values_at_a_time
 
 ZERO = 8  # the code for 0; codes stand for the numbers -8 to 7
 # A group's largest absolute value in units of the scales to try. Values beyond 7, or 8 on one side, are clipped.
 _LARGEST = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0)
 _PART = 2**15  # values to quantize at a time, in a CPU's cache
-_PART_ELSEWHERE = 2**24
 
 
 class Int4(Format):
@@ -48,7 +47,7 @@ class Int4(Format):
         layout = self.layout(weight.shape)
         values, scales = (torch.empty(shape, dtype=dtype, device=weight.device) for shape, dtype in layout.values())
         columns, groups = weight.shape[-1], scales.shape[-1]
-        part = _PART if weight.device.type == "cpu" else _PART_ELSEWHERE
+        part = values_at_a_time(weight.device, _PART)
         parts = [
             tensor.split(max(1, part // columns))
             for tensor in (weight.reshape(-1, columns), values.view(-1, groups, GROUP // 2), scales.view(-1, groups))

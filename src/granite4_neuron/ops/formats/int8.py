@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from granite4_neuron.ops.weight import Format, QuantizedWeight
+from granite4_neuron.ops.weight import Format, QuantizedWeight, values_at_a_time
 
 _LARGEST = 127
 _PART = 2**16  # values to quantize at a time, in a CPU's cache
-_PART_ELSEWHERE = 2**24
 
 
 class Int8(Format):
@@ -39,7 +38,7 @@ def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         (values in int8, like weight; scale in float32, [..., rows]), with weight ~ values * scale. Each value is off by
         half a scale at most. A row of zeros has the scale 1; a row that is not finite has a scale that is not finite.
     """
-    columns, part = weight.shape[-1], _PART if weight.device.type == "cpu" else _PART_ELSEWHERE
+    columns, part = weight.shape[-1], values_at_a_time(weight.device, _PART)
     values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
     parts = [
