@@ -20,6 +20,9 @@ from granite4_neuron.ops.mamba_operators import chunked_scan
 # Tokens whose outputs a program computes; fewer if a program has less shared memory.
 _MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024
 _BLOCK_H = 4
+# Columns of a tile of x. NVIDIA's assembler of CUDA 12.8 may lose the addresses of narrower ones: tensor cores then
+# multiply other memory.
+_LEAST_BLOCK_P = 64
 _BLOCK_STATE = 1024  # numbers of a head's state that a program passes on
 _CHUNKS_AHEAD = 8
 
@@ -68,7 +71,8 @@ def _launch_scan_chunks(
         dt, A, sums, tokens, chunks, HEADS=num_heads, CHUNK=size, BLOCK_H=_BLOCK_H, num_warps=4
     )
 
-    block_n, block_p = (max(16, triton.next_power_of_2(each)) for each in (d_state, head_dim))
+    block_n = max(16, triton.next_power_of_2(d_state))
+    block_p = max(_LEAST_BLOCK_P, triton.next_power_of_2(head_dim))
     rows = min(_MOST_ROWS if shared_memory(x) >= _SHARED_MEMORY else _FEWER_ROWS, size)
     scores = dt.new_empty(batch, chunks, n_groups, size, size)
     _score_chunks_kernel[chunks * (size // rows), n_groups, batch](

@@ -34,6 +34,7 @@ from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E40
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 from test.support.quantizing import GPU_FORMATS  # noqa: E402
+from test.support.sass import reads_of_unwritten_registers  # noqa: E402
 
 pytestmark = [
     pytest.mark.versions,
@@ -91,9 +92,9 @@ def places_of_tensors(arguments):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(monkeypatch, tmp_path):
     """Have launches bind arguments and compile kernels, and not run them. Return the list of compiled kernels, which
-    have to fit into a GPU's shared memory.
+    have to fit into a GPU's shared memory. Those with wgmma have to write a register before they read it.
     """
     compiled = []
 
@@ -123,6 +124,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(launch, "supports_gdc", lambda x: True)
     yield compiled
     assert not [each.metadata.name for each in compiled if each.metadata.shared > 227 * 1024]
+    for each in compiled:
+        if "wgmma.mma" in each.asm["ptx"]:
+            assert not reads_of_unwritten_registers(each.asm["cubin"], tmp_path), each.metadata.name
 
 
 @pytest.fixture(params=["h-350m", "h-tiny", "h-small"])
@@ -350,6 +354,15 @@ def test_prompts(tokens, dtype, config, compiled):
         LAUNCHES[multiply_by_experts](empty(tokens, hidden, dtype=dtype), w1, w2, *chosen)
     if dtype == torch.bfloat16:
         assert sum(each.asm["ptx"].count("ld.global.b16") for each in scan) == 1  # a head's D
+
+
+@pytest.mark.parametrize(("head_dim", "d_state"), [(16, 128), (24, 40), (32, 64)])
+@pytest.mark.parametrize("tokens", [40, 150])
+def test_scan_of_small_heads(tokens, head_dim, d_state, compiled):
+    """With tiles as narrow as these heads, the assembler of CUDA 12.8 reads registers that nothing has written."""
+    x, groups = empty(1, tokens, 4, head_dim), [empty(1, tokens, 2, d_state) for _ in range(2)]
+    LAUNCHES[scan_chunks](x, float32(1, tokens, 4), float32(4), *groups, empty(4), float32(1, 4, head_dim, d_state))
+    assert len(compiled) == 5
 
 
 def tiles_of_products():

@@ -1,0 +1,50 @@
+"""Facts about kernels, read from their machine code by the disassembler that Triton brings."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import triton
+
+_DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
+
+
+def reads_of_unwritten_registers(cubin, folder):
+    """Return the instructions that read a uniform register which no earlier one writes, in the order of the code.
+
+    Such registers hold the addresses of tiles in shared memory for tensor cores.
+
+    Args:
+        cubin: machine code for compute capability 9.0.
+        folder: for a temporary file.
+    """
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run([_DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
+    written, found = set(), []
+    for name, text in _INSTRUCTION.findall(listing):
+        operands = [each.strip() for each in text.split(",")]
+        result = re.fullmatch(r"UR(\d+)", operands[0])
+        sources = operands[1:] if result else operands
+        # An instruction that picks bytes may name a register and pick none of its bytes.
+        if "PRMT" not in name and not _uniform_registers(name, sources) <= written:
+            found.append(f"{name} {text}")
+        if result:
+            first = int(result[1])
+            written.update(range(first, first + (2 if ".64" in name or ".WIDE" in name else 1)))
+    return found
+
+
+def _uniform_registers(name, sources):
+    """Return the uniform registers that an instruction reads."""
+    registers = set()
+    for source in sources:
+        for kind, number in re.findall(r"(gdesc\[|desc\[|)UR(\d+)", source):
+            first = int(number)
+            if kind == "gdesc[":  # of the left and the right tile; the left one may be in other registers
+                registers.update(range(first + 2 if sources[1].startswith("R") else first, first + 4))
+            else:
+                is_pair = kind == "desc[" or name.startswith("UIADD3.64")
+                registers.update(range(first, first + (2 if is_pair else 1)))
+    return registers
