@@ -1,7 +1,8 @@
-"""On a GPU a prompt's logits and state have the same bits however it is cut at multiples of a scan's chunk, and in
-whatever buckets its pieces and the cache are.
+"""On a GPU a prompt's logits are those of the CPU runtime in float32. They and the state have the same bits however it is
+cut at multiples of a scan's chunk, and in whatever buckets its pieces and the cache are.
 """
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
+from test.support.oracles import relative_error
 from test.support.stepping import random_tokens
 
 pytestmark = [
@@ -51,6 +54,13 @@ def run(model, cuts, max_length, buckets=None):
             if name.endswith(("key", "value")):
                 each[name] = each[name][:, :start]
     return logits, last, *held
+
+
+def test_numbers(model, dtype):
+    runtime = CPURuntime(copy.deepcopy(model).float(), GenerationConfig())
+    [expected] = runtime.step(runtime.allocate(1, 1024), [Row(1, 0, TOKENS[:600])], all_logits=True)
+    tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert relative_error(run(model, [600], 1024)[0], expected.double()) <= tolerance
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [(600, (1024, 4096)), (1100, (2048, 8192))], ids=str)

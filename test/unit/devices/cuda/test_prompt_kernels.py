@@ -181,9 +181,10 @@ class TestScan:
         for ours, expected in zip(outputs, ssm_recurrence(*arguments, state), strict=True):
             assert relative_error(ours, expected) <= 2e-6
 
-    def test_numbers_of_bfloat16(self):
+    @pytest.mark.parametrize(("head_dim", "d_state"), [(24, 40), (32, 64), (32, 128), (64, 128)])
+    def test_numbers_of_bfloat16(self, head_dim, d_state):
         """Their products with float32 keep 16 bits, so that only the outputs are rounded."""
-        arguments, state = self.inputs(150, heads=2, dtype=BFLOAT16)
+        arguments, state = self.inputs(150, 2, head_dim, d_state=d_state, dtype=BFLOAT16)
         y, states = launch(scan_chunks, *arguments, state)
         expected, expected_states = ssm_recurrence(*exact(*arguments), state)
         assert y.dtype == BFLOAT16 and relative_error(y, expected) <= TOLERANCE[BFLOAT16]
