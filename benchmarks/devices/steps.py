@@ -1,7 +1,7 @@
 """Times steps of a runtime on a PyTorch device, without an engine: a token of every sequence, and prompts. It
 also counts what a step sends to the device and gets from it.
 
-    python -m benchmarks.devices.steps --random-weights h-350m --device cuda --batch-size 1 8 32
+    python -m benchmarks.devices.steps --random-weights h-350m --device cuda --batch-size 1 8 32 --prompt-length 2048
 
 A token is timed in four ways. In the first, tokens are random, so that the sequences of a batch choose different
 experts, and a step ends when its logits are on the host. In the second the device chooses the tokens and runs each in
@@ -11,7 +11,8 @@ are medians, after the steps that compile. With --slots the state has more slots
 
 Launches are those of graphs, which torch.compile has made, or which were captured on a GPU. A token's share is that of
 the memory bound: the time in which the device reads its weights, states and caches and writes the states, at the rate
-at which it adds up a tensor of 2 GiB, divided by the token's time.
+at which it adds up a tensor of 2 GiB, divided by the token's time. For a prompt on a GPU "kernels" is the time of all
+its kernels, by torch.profiler.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from granite4_neuron.state.sizes import sequence_bytes
 
 _PROMPT = 100  # tokens of each sequence before its tokens are timed
 _READ_BYTES, _READS = 2**31, 10
+_PROFILED = 4  # steps
 
 
 @reports_errors
@@ -74,13 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runtime = CountingRuntime(model, GenerationConfig(), **choices)
     rate = _bytes_per_second(runtime)
     write(f"{options.random_weights}, {config.num_hidden_layers} layers; memory is read at {rate / 1e12:.2f} TB/s")
-    table = Table("", "ms, median", "share", "launches", "copies to device", "bytes", "copies to host", "bytes")
+    of_copies = "copies to device", "bytes", "copies to host", "bytes"
+    table = Table("", "ms, median", "kernels, ms", "share", "launches", *of_copies)
 
-    def add(name: str, digits: int, ms: float, read: float | None = None) -> None:
+    def add(name: str, digits: int, ms: float, read: float | None = None, kernels: float | None = None) -> None:
         count = runtime.count_of_step
         copies = [f"{number:,}" for number in (count.to_device, count.bytes_in, count.to_host, count.bytes_out)]
         share = "" if read is None else f"{1e3 * read / rate / ms:.0%}"
-        table.add_row(name, f"{ms:.{digits}f}", share, f"{count.launches}", *copies)
+        of_kernels = "" if kernels is None else f"{kernels:.2f}"
+        table.add_row(name, f"{ms:.{digits}f}", of_kernels, share, f"{count.launches}", *copies)
 
     for batch_size in options.batch_size:
         read = decode_bytes(config, torch.bfloat16, batch_size, _PROMPT, options.quantize, state_dtype.itemsize)
@@ -92,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(f"sampled here, batch {batch_size}", 2, _token_ms(*size, samples=True), read)
         add(f"sampled there, batch {batch_size}", 2, _chosen_token_ms(*size, samples=True), read)
     for length in options.prompt_length:
-        add(f"a prompt of {length:,}", 1, _prompt_ms(runtime, length, options.steps))
+        ms, kernels = _prompt_ms(runtime, length, options.steps)
+        add(f"a prompt of {length:,}", 2, ms, kernels=kernels)
     print_table(table)
     return 0
 
@@ -211,11 +216,25 @@ def _samplers(count: int) -> list[Sampler]:
     return [Sampler(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=seed), 0) for seed in range(count)]
 
 
-def _prompt_ms(runtime: CountingRuntime, length: int, steps: int) -> float:
+def _prompt_ms(runtime: CountingRuntime, length: int, steps: int) -> tuple[float, float | None]:
+    """Return the time of a prompt and, on a GPU, that of its kernels."""
     state = runtime.allocate(1, length)
     [prompt] = random_prompts(runtime.config.vocab_size, Point(1, length, output_length=0))
-    row = Row(1, 0, prompt)
-    return _median_ms(runtime, lambda: runtime.step(state, [row]), steps)
+
+    def step() -> None:
+        runtime.step(state, [Row(1, 0, prompt)])
+
+    ms = _median_ms(runtime, step, steps)
+    return ms, _kernels_ms(step) if runtime.device.type == "cuda" else None
+
+
+def _kernels_ms(step: Callable[[], object]) -> float:
+    """Return the time of a step's kernels. They must not overlap, as those of decode do."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_PROFILED):
+            step()
+    events = [each for each in profiler.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(each.device_time for each in events) / _PROFILED / 1e3
 
 
 def _median_ms(runtime: CountingRuntime, step: Callable[[], object], steps: int) -> float:

@@ -22,11 +22,11 @@ def test_rows(monkeypatch, capsys):
     tokens = [f"{way}, batch {size}" for size in (1, 3) for way in ways]
     assert [name for name, *_ in rows] == [*tokens, "a prompt of 20"]
     assert all(float(ms) > 0 for _, ms, *_ in rows)
-    assert [share[-1:] for _, _, share, *_ in rows] == ["%"] * len(tokens) + [""]
+    assert [share[-1:] for _, _, _, share, *_ in rows] == ["%"] * len(tokens) + [""]
     layers, vocab_size = len(FEW_LAYERS["layer_types"]), small_config().vocab_size
     for size, counted in ((1, rows[:4]), (3, rows[4:8])):
         given, logits = [str(layers + 2), "1", str(32 * size), "1"], f"{4 * size * vocab_size:,}"
-        assert [counts for _, _, _, *counts in counted] == [
+        assert [counts for _, _, _, _, *counts in counted] == [
             [*given, logits],
             [*given, str(4 * size)],
             [*given, logits],
@@ -40,7 +40,7 @@ def test_one_launch_a_token(monkeypatch, capsys):
     monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], compiler="eager"))
     assert device_steps.main(["--random-weights", "h-350m", "--graphs", "model", "--steps", "2"]) == 0
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row[3:]] for row in rows][1] == ["1", "1", "32", "1", "4"]
+    assert [[cell.strip() for cell in row[4:]] for row in rows][1] == ["1", "1", "32", "1", "4"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""On a GPU a prompt's logits are those of the CPU runtime in float32. They and the state have the same bits however it is
-cut at multiples of a scan's chunk, and in whatever buckets its pieces and the cache are.
+"""On a GPU a prompt's logits are those of the CPU runtime in float32. They and the state have the same bits however the
+prompt is cut at multiples of a scan's chunk, and in whatever buckets its pieces and the cache are.
 """
 
 import copy
