@@ -220,12 +220,10 @@ class Scheduler:
         return room if all(len(row.tokens) <= room for row in rows) else 0
 
     def _may_share(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Return whether a prompt may be in a step with others. If rows are packed, a row with the logits of all its
-        tokens runs alone, because those logits are a rectangle and packed rows are not padded.
+        """Return whether a prompt may be in a step with others. One that needs the logits of all its tokens runs alone,
+        because a step would return those of all its rows.
         """
-        if not self._runtime.packs_rows or not others:
-            return True
-        return not sequence.reports_prompt and not others[0].reports_prompt
+        return not others or not (sequence.reports_prompt or others[0].reports_prompt)
 
     def _begin(self, sequence: RunningSequence) -> None:
         """Start a prompt from its cached prefix. If the prefix is the whole prompt, choose the first token at once."""

@@ -44,6 +44,15 @@ def test_short_prompts_share_a_step_within_one_chunk(runtime):
     assert [len(row.tokens) for row in step.rows] == [5, 4] and not step.all_logits
 
 
+@pytest.mark.parametrize("num_logprobs", [(1, None), (None, 1)])
+def test_a_prompt_with_log_probabilities_has_a_step_alone(runtime, num_logprobs):
+    engine = Engine(runtime, 2)
+    for num in num_logprobs:
+        engine.add(Request([1] * 4, 8, prompt_logprobs=num))
+    steps = [scheduled(engine) for _ in range(2)]
+    assert [len(step.rows) for step in steps] == [1, 1] and steps[0].all_logits == (num_logprobs[0] is not None)
+
+
 def test_a_long_prompt_is_cut_at_the_chunk(runtime):
     engine = Engine(runtime, 1)
     engine.add(Request([1] * 40, 8, prompt_logprobs=1))
