@@ -1,5 +1,6 @@
 """On a GPU a prompt's logits are those of the CPU runtime in float32. They and the state have the same bits however the
-prompt is cut at multiples of a scan's chunk, and in whatever buckets its pieces and the cache are.
+prompt is cut at multiples of a scan's chunk, in whatever buckets its pieces and the cache are, and whichever prompts
+share its graphs.
 """
 
 import copy
@@ -73,3 +74,25 @@ def test_cuts_and_buckets_change_no_bits(model, tokens, lengths):
     in_one = run(model, [tokens], lengths[0], buckets=(2048,))
     # The head's block of tokens divides all buckets, so logits of all tokens may differ in bits.
     torch.testing.assert_close(in_one[1:], expected[1:], rtol=0, atol=0)
+
+
+def test_prompts_that_share_graphs_change_no_bits(model):
+    """Four share a graph of 512 tokens each, one of which goes on, and two one of 128. Two slots have no prompt."""
+    rows = [(3, 0, 500), (1, 0, 100), (4, 1024, 512), (2, 0, 130), (5, 128, 90), (6, 0, 300)]
+    rows = [Row(slot, start, TOKENS[slot : slot + count]) for slot, start, count in rows]
+    steps = [[row] for row in rows], [rows]
+    expected, together = (logits_and_states(model, *each) for each in zip(steps, (1, 4), strict=True))
+    torch.testing.assert_close(together, expected, rtol=0, atol=0)
+
+
+def logits_and_states(model, steps, prompts_together):
+    """Return the logits of all rows of some steps, and all slots after them."""
+    runtime = TorchRuntime(model, GenerationConfig(), device="cuda")
+    runtime.rows_per_step = prompts_together  # as after `warm_up`, which would compile decode too
+    state = runtime.allocate(8, 4096)
+    for slot in range(1, 9):
+        generator = torch.Generator().manual_seed(slot)
+        for view in state.slot_views(slot).values():
+            view.copy_(0.3 * torch.randn(view.shape, generator=generator))
+    logits = torch.cat([runtime.step(state, rows) for rows in steps])
+    return logits, [{name: view.cpu() for name, view in state.slot_views(slot).items()} for slot in range(1, 9)]

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -18,13 +19,15 @@ from granite4_neuron.config.choices import KV_WRITES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.cuda.operators import GPU
 from granite4_neuron.devices.graphs.operators import INPUT_FIRST
+from granite4_neuron.devices.graphs.runtime import TOKENS
 from granite4_neuron.devices.torch import runtime as torch_device
+from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import CASES, DENSE, small_config
-from test.support.engines import engine_model, generate_one
+from test.support.engines import engine_model, generate_one, run, tokens_of
 from test.support.graph_contract import (
     BUCKETS,
     FEW_LAYERS,
@@ -320,6 +323,14 @@ class OverwrittenGraph:
         return self.outputs
 
 
+def as_captured(monkeypatch):
+    """Let a runtime capture on a CPU."""
+    monkeypatch.setattr(OverwrittenGraph, "captured", [])  # so that nothing is kept after the test
+    monkeypatch.setattr(torch_device, "CudaGraph", OverwrittenGraph)
+    monkeypatch.setattr(torch_device, "to_host", torch.clone)
+    monkeypatch.setattr(torch_device, "start_copy", lambda tensor: partial(torch.clone, tensor.clone()))
+
+
 class TestOperatorsOfAGPU:
     """The operators' definitions run on the CPU. Only decode of one sequence has joined operators."""
 
@@ -351,10 +362,7 @@ class TestOperatorsOfAGPU:
 
     def test_tokens_of_graphs_whose_outputs_are_overwritten(self, monkeypatch):
         """Tokens that a device chooses by all options, and drafts."""
-        monkeypatch.setattr(OverwrittenGraph, "captured", [])  # so that nothing is kept after the test
-        monkeypatch.setattr(torch_device, "CudaGraph", OverwrittenGraph)
-        monkeypatch.setattr(torch_device, "to_host", torch.clone)
-        monkeypatch.setattr(torch_device, "start_copy", lambda tensor: partial(torch.clone, tensor.clone()))
+        as_captured(monkeypatch)
         backend = backend_of(compiler="eager", prefill_by_view=False)
         runtime = backend.make(engine_model(layer_types=FEW_LAYERS["layer_types"]), BUCKETS)
         engines = [Engine(runtime, 4, max_length=60, drafter=drafter) for drafter in (None, NgramDrafter(1, 3))] * 2
@@ -364,6 +372,38 @@ class TestOperatorsOfAGPU:
             runtime._captures = True
         assert None not in texts[0] and texts[1:] == texts[:1] * 3 and engines[1].stats.drafted_tokens
         check_tokens_by_all_options(runtime, monkeypatch)
+
+    @pytest.mark.parametrize("sequences", [3, 4])
+    def test_prompts_of_a_warm_engine_share_graphs(self, sequences, monkeypatch):
+        """Texts are those of a CPU. Without `warm_up` a prompt would wait for the compiler, so it has a graph alone."""
+        monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], prompts_per_graph=4))
+        as_captured(monkeypatch)
+        model = engine_model(layer_types=FEW_LAYERS["layer_types"])
+        runtime = TorchRuntime(model, GenerationConfig(top_k=None), BUCKETS, compiler="eager", prefill_by_view=False)
+        runtime._captures = True
+        prompts = [[slot] * length for slot, length in zip((3, 4, 5, 6), (16, 5, 9, 12), strict=True)][:sequences]
+        shapes, run_prefill = [], runtime._run_prefill
+
+        def recorded(state, inputs, *rest, **options):
+            shapes.append((inputs.shape[0], inputs.shape[1] - TOKENS))
+            return run_prefill(state, inputs, *rest, **options)
+
+        monkeypatch.setattr(runtime, "_run_prefill", recorded)
+
+        def texts(runtime, engine):
+            shapes.clear()
+            ids = [engine.add(Request(prompt, 20, temperature=0)) for prompt in prompts]
+            outputs = run(engine)
+            return [tokens_of(outputs[id]) for id in ids]
+
+        cpu = CPURuntime(model, GenerationConfig(top_k=None))
+        expected = texts(cpu, Engine(cpu, sequences))
+        engine = Engine(runtime, sequences, max_length=60)
+        assert texts(runtime, engine) == expected and shapes == [(1, 16)] * sequences
+        engine.warm_up()
+        assert {(2, 16), (2, 64)} <= set(shapes) and ((4, 64) in shapes) == (sequences == 4)
+        assert texts(runtime, engine) == expected
+        assert shapes == {3: [(2, 16), (1, 16)], 4: [(4, 16)]}[sequences]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -25,16 +25,18 @@ from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.sampling import choose_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
+from granite4_neuron.devices.graphs.runtime import TOKENS
 from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.model.parameters import EMBEDDING, HEAD
 from granite4_neuron.runtime.interface import Row
-from test.integration.test_torch_device import LAYER
+from test.integration.test_torch_device import LAYER, as_captured
 from test.support.checkpoints import nemotron_config, small_config
-from test.support.engines import engine_model
+from test.support.engines import ENGINE_MODELS, engine_model
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, check_tokens_by_all_options, run_steps
 from test.support.quantizing import GPU_FORMATS, quantize_model
+from test.support.stepping import random_tokens
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_token_kernels import products_of_bfloat16
 
@@ -64,6 +66,8 @@ def kernels(monkeypatch):
     return ran
 
 
+# Slot, start and number of tokens.
+PROMPTS = (4, 0, 10), (1, 16, 40), (2, 32, 9)
 CONFIGS = {
     "granite": lambda: small_config(**FEW_LAYERS),
     "nemotron": lambda: nemotron_config(time_step_limit=(0.0, math.inf)),
@@ -155,3 +159,56 @@ def test_verified_tokens_have_the_bits_of_decode(family, dtype, kernels, monkeyp
         runtime.commit(state, verification, [accepted] * slots)
         for slot in range(slots):
             assert all(map(torch.equal, recurrent(state, slot + 1), expected[slot]))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("granite", torch.bfloat16),
+        pytest.param("granite", torch.float32, marks=pytest.mark.exhaustive),
+        pytest.param("nemotron", torch.bfloat16, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_prompts_that_share_graphs_have_the_bits_of_one_alone(family, dtype, kernels, monkeypatch):
+    """Logits, states and snapshots, of prompts that begin and that go on, in one piece and in two. Slots without a
+    prompt keep theirs.
+    """
+    as_captured(monkeypatch)
+    model = ENGINE_MODELS[family](dtype=dtype)
+    tokens = random_tokens(model.config.vocab_size, 50).tolist()
+    # In a graph of 16 tokens slots 4 and 2, in one of 32 slot 1, then its last 8.
+    rows = [Row(slot, start, tokens[slot : slot + count]) for slot, start, count in PROMPTS]
+
+    def begun(prompts_together):
+        runtime = TorchRuntime(model, GenerationConfig(), [16, 32], compiler="eager", prefill_by_view=False)
+        runtime._captures, runtime.rows_per_step = prompts_together > 1, prompts_together
+        state = runtime.allocate(4, 60)
+        for slot in range(1, 5):
+            generator = torch.Generator().manual_seed(slot)
+            for view in state.slot_views(slot).values():
+                view.copy_(0.3 * torch.randn(view.shape, generator=generator))
+        return runtime, state
+
+    def held(runtime, state):
+        lengths = {row.slot: row.start + len(row.tokens) for row in rows}
+        return [
+            tensor.clone()
+            for slot in range(1, 5)
+            for tensor in runtime.snapshot(state, slot, lengths.get(slot, 60)).tensors.values()
+        ]
+
+    runtime, state = begun(1)
+    expected = torch.cat([runtime.step(state, [row]) for row in rows])
+    expected_state = held(runtime, state)
+    runtime, state = begun(4)
+    shapes, run_prefill = [], runtime._run_prefill
+
+    def recorded(state, inputs, *rest):
+        shapes.append((inputs.shape[0], inputs.shape[1] - TOKENS))
+        return run_prefill(state, inputs, *rest)
+
+    monkeypatch.setattr(runtime, "_run_prefill", recorded)
+    assert torch.equal(runtime.step(state, rows), expected)
+    assert shapes == [(2, 16), (1, 32), (1, 16)]
+    assert all(map(torch.equal, held(runtime, state), expected_state))
+    assert {scan_chunks, convolve_tokens, attend_prompt, multiply_tokens, score_tokens} <= kernels

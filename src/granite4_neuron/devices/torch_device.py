@@ -17,6 +17,7 @@ class TorchDevice:
     formats: of quantized weights that its kernels read.
     keeps_snapshots: whether snapshots stay in its memory; otherwise they are in the host's.
     has_row_counts: whether decode, verification and commit have graphs for fewer rows than a state has slots.
+    prompts_per_graph: the most prompts of a graph.
     why_missing: returns a sentence that says why this machine has none, or None if it may have one.
     """
 
@@ -29,4 +30,5 @@ class TorchDevice:
     formats: tuple[str, ...] = ()
     keeps_snapshots: bool = False
     has_row_counts: bool = False
+    prompts_per_graph: int = 1
     why_missing: Callable[[], str | None] = lambda: None

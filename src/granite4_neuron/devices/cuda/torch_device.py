@@ -28,5 +28,6 @@ CUDA = TorchDevice(
     formats=("fp8", "int4", "int8"),
     keeps_snapshots=True,
     has_row_counts=True,
+    prompts_per_graph=4,
     why_missing=_why_missing,
 )

@@ -2,9 +2,10 @@
 
 The set of graphs is fixed: one for each length bucket of prefill, one for decode, and one for verification and one for
 commit for each of their length buckets; each of these for every bucket of the cache's length. Prefill takes one
-sequence. The other graphs take all sequences in the order of their slots, or fewer in any order, where a device has
-graphs for those (`GraphRuntime.row_counts`). A sequence without a row keeps its state. State stays on the device, and
-each graph updates it in place.
+sequence, or several pieces of one bucket where a device has graphs for those (`GraphRuntime.prompts_together`). The
+other graphs take all sequences in the order of their slots, or fewer in any order, where a device has graphs for those
+(`GraphRuntime.row_counts`). A sequence without a row keeps its state. State stays on the device, and each graph updates
+it in place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -48,6 +49,7 @@ START, LENGTH, SLOT, TOKENS = range(4)
 _NO_STOPS = [FROM_DEVICE] * MOST_STOPS
 
 Tensors = Sequence[torch.Tensor]
+_Output = tuple[Sequence[int], torch.Tensor]  # rows' numbers in a step, ascending, and their logits on the host
 
 
 class DecodedOnDevice(NamedTuple):
@@ -91,7 +93,6 @@ class GraphRuntime(BoundModel, ABC):
         prefill_buckets: numbers of tokens that prefill graphs take; a prompt is cut into pieces for them, see `pieces`.
     """
 
-    # A prefill graph takes one sequence: graphs for two would double their number for little gain.
     rows_per_step = 1
     tokens_per_verification = VERIFY_BUCKETS[-1]
     state_dtype = torch.float32
@@ -144,7 +145,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Rows with one further token are decoded together; others are prefilled one by one.
+        """Rows with one further token are decoded together; others are prefilled.
 
         The first token of a sequence is always prefilled, because the decode graph cannot start from zeros. The last
         token of a prompt is prefilled too, so that its numbers do not depend on where the prompt was cut before it.
@@ -153,12 +154,14 @@ class GraphRuntime(BoundModel, ABC):
         if len(decoding) == len(rows):
             decoded = self._decode_rows(state, rows)
             return decoded[:, None] if all_logits else decoded  # not copied: logits are large
-        of_decoding = iter(self._decode_rows(state, decoding)[:, None] if decoding else ())
-        logits = [next(of_decoding) if _is_decode(row) else self._prefill(state, row, all_logits) for row in rows]
+        decoded = self._decode_rows(state, decoding) if decoding else torch.empty(0, self.config.vocab_size)
         if all_logits:
+            of_decoding = iter(decoded[:, None])
+            logits = [next(of_decoding) if _is_decode(row) else self._all_logits(state, row) for row in rows]
             return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True)
-        # Those of one row are not copied: torch's threads would first have to wake, which took 4.6 ms beside a GPU.
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        numbers = [number for number, row in enumerate(rows) if _is_decode(row)]
+        prompts = {number: row for number, row in enumerate(rows) if not _is_decode(row)}
+        return _joined([(numbers, decoded), *self._prefill(state, prompts)], len(rows))
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
@@ -197,9 +200,10 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
-        """Run a graph of the model for a piece of one prompt; return its logits, on the device or the host.
+        """Run a graph of the model for a piece of each of some prompts, with all logits of one; return its logits, on
+        the device or the host.
 
-        Its shapes depend only on the number of tokens and on the cache's bucket.
+        Its shapes depend only on the numbers of prompts and tokens and on the cache's bucket.
 
         Args:
             inputs: of `graph_inputs`, on the host.
@@ -254,17 +258,61 @@ class GraphRuntime(BoundModel, ABC):
         logits = self._run_decode(state, decode_inputs(placed), bucket_of_cache(rows, state)).cpu()
         return entries_of(logits, entries)
 
-    def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
-        """Prefill a row's tokens in pieces; return logits [1, vocab_size], or with `all_logits` those of each token."""
+    def prompts_together(self, tokens: int) -> int:
+        """Return the most prompts that a graph takes with a piece of so many tokens, a bucket, of each."""
+        return 1
+
+    def _prefill(self, state: HybridState, rows: Mapping[int, Row]) -> list[_Output]:
+        """Prefill rows, by their numbers, in pieces. The first pieces of all rows run before the second ones, and so
+        on; of these, pieces of one bucket run together.
+        """
+        outputs: list[_Output] = []
+        for together in itertools.zip_longest(*(_pieces_of(row, self.prefill_buckets) for row in rows.values())):
+            numbered = {number: piece for number, piece in zip(rows, together, strict=True) if piece is not None}
+            for tokens in self.prefill_buckets:
+                in_bucket = [number for number, (size, _) in numbered.items() if size == tokens]
+                for numbers in _groups(in_bucket, self.prompts_together(tokens)):
+                    group = [numbered[number][1] for number in numbers]
+                    logits = self._run_prefill(state, graph_inputs(group, tokens), bucket_of_cache(group, state), False)
+                    outputs.append((numbers, logits.cpu()))
+        return outputs
+
+    def _all_logits(self, state: HybridState, row: Row) -> torch.Tensor:
+        """Prefill a row's tokens in pieces; return the logits of each token, [tokens, vocab_size]."""
         logits = []
-        start = 0
-        for tokens in pieces(len(row.tokens), self.prefill_buckets):
-            piece = Row(row.slot, row.start + start, row.tokens[start : start + tokens])
+        for tokens, piece in _pieces_of(row, self.prefill_buckets):
             inputs = graph_inputs([piece], tokens)
-            output = self._run_prefill(state, inputs, bucket_of_cache([piece], state), all_logits).cpu()
-            logits.append(output[0, : len(piece.tokens)] if all_logits else output)
-            start += tokens
-        return torch.cat(logits) if all_logits else logits[-1]
+            output = self._run_prefill(state, inputs, bucket_of_cache([piece], state), True).cpu()
+            logits.append(output[0, : len(piece.tokens)])
+        return torch.cat(logits)
+
+
+def _pieces_of(row: Row, buckets: Sequence[int]) -> Iterator[tuple[int, Row]]:
+    """Yield the pieces of a prompt's row, each after its bucket."""
+    start = 0
+    for tokens in pieces(len(row.tokens), buckets):
+        yield tokens, Row(row.slot, row.start + start, row.tokens[start : start + tokens])
+        start += tokens
+
+
+def _groups(numbers: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """Yield numbers in groups of up to `most`. Their sizes are powers of two, so that there are few graphs."""
+    while numbers:
+        size = 1 << min(len(numbers), most).bit_length() - 1
+        yield numbers[:size]
+        numbers = numbers[size:]
+
+
+def _joined(outputs: Sequence[_Output], rows: int) -> torch.Tensor:
+    """Return the last logits of each row, [rows, vocab_size]; those of one graph with all rows are not copied."""
+    numbers, last = outputs[-1]
+    if len(numbers) == rows:
+        return last
+    logits = torch.empty(rows, last.shape[1])
+    for numbers, output in outputs:
+        # Not by torch, whose threads would first have to wake: it took 4.6 ms beside a GPU.
+        logits.numpy()[numbers] = output.numpy()
+    return logits
 
 
 def cache_buckets(max_length: int) -> list[int]:

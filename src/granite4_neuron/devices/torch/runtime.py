@@ -80,6 +80,9 @@ if TYPE_CHECKING:
 
 # Rows of the smallest graph of decode on a GPU: the fewest columns that its tensor cores multiply.
 _FEWEST_ROWS = 8
+# The longest pieces of prompts that share a graph on a GPU, and the most tokens of that graph: more tokens keep an H200
+# busy by themselves.
+_LONGEST_TOGETHER, _MOST_TOGETHER = 512, 2048
 # Tokens of a piece of a prompt on a GPU, whose kernels count the numbers of some tensors in 32 bits.
 _LONGEST_PIECE = 2**15
 
@@ -174,6 +177,9 @@ class TorchRuntime(GraphRuntime):
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._keeps_snapshots = DEVICES[kind].keeps_snapshots
         self._has_row_counts = DEVICES[kind].has_row_counts
+        # Other scans, and sums over ranks, may add up in another order for several prompts.
+        has_one_order = prefill_scan == "chunked" and model.parallel.degree == 1
+        self._prompts_per_graph = DEVICES[kind].prompts_per_graph if has_one_order else 1
         if self._captures and prefill_by_view:
             raise UserError("prefill_by_view is not for a GPU: its graphs have the addresses of their inputs.")
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
@@ -184,12 +190,14 @@ class TorchRuntime(GraphRuntime):
         self._memories: list[_Memory] = []
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
-        """Afterwards a step that needs another graph raises a RuntimeError.
+        """Afterwards a step that needs another graph raises a RuntimeError. Prompts share a graph only after a call,
+        because their graphs take seconds to compile.
 
         With graphs "model" it compiles, for a model with Mamba and attention layers:
 
         * for each bucket of prefill 3: embedding, Mamba layer, attention layer; and the attention layer again for each
-          further length of the cache, because it reads all entries;
+          further length of the cache, because it reads all entries, but not on a GPU;
+        * on a GPU those and a head for each bucket, also for 2 and for 4 prompts of up to `_LONGEST_TOGETHER` tokens;
         * 2 heads for all pieces, of the last token and of all, for log-probabilities of prompts;
         * decode for each length of the cache, so that a short text does not pay for a long cache; with graphs "layer" 4
           for the first length, and 1 for each further one;
@@ -200,12 +208,15 @@ class TorchRuntime(GraphRuntime):
         Those of decode, draws, verification and commit it compiles for each of `row_counts`.
         """
         nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
+        self.rows_per_step = min(self._prompts_per_graph, state.num_sequences)
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
         for kv_length in lengths:
             for tokens in self.prefill_buckets:
-                self._run_prefill(state, graph_inputs(nothing[:1], tokens), kv_length, all_logits=False)
+                for power in range(self.prompts_together(tokens).bit_length()):
+                    inputs = graph_inputs(nothing[: 1 << power], tokens)
+                    self._run_prefill(state, inputs, kv_length, all_logits=False)
             for count in reversed(self.row_counts(state.num_sequences)):  # the largest graph reserves memory for all
                 rows = nothing[:count]
                 decoded = self._run_decode_and_choose(state, decode_inputs(rows), kv_length)
@@ -222,7 +233,7 @@ class TorchRuntime(GraphRuntime):
     def with_model(self, model: HybridForCausalLM) -> Self:
         """The new runtime has compiled no graphs."""
         other = super().with_model(model)
-        other._graphs, other._memories, other._is_warm = {}, [], False
+        other._graphs, other._memories, other._is_warm, other.rows_per_step = {}, [], False, 1
         return other
 
     def release_graphs(self) -> None:
@@ -394,8 +405,13 @@ class TorchRuntime(GraphRuntime):
             tokens[row] = self._memory(state).chosen[slots[row] - 1] = each.token
         return tokens
 
+    def prompts_together(self, tokens: int) -> int:
+        return min(self.rows_per_step, _MOST_TOGETHER // tokens) if tokens <= _LONGEST_TOGETHER else 1
+
     def _run_prefill(self, state: HybridState, inputs: torch.Tensor, kv_length: int, all_logits: bool) -> torch.Tensor:
         by_view, in_order = self._prefill_by_view, self._views_caches
+        if self._captures:  # a GPU's kernel reads only what each token sees: one graph for all lengths
+            kv_length = state.max_length
         key = GraphKey(kv_length, in_order=in_order, looks_up=not by_view, all_logits=all_logits)
         if self._captures and not all_logits:
             logits, _ = self._execute(run_step, state, key, inputs)
