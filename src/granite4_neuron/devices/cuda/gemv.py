@@ -50,8 +50,14 @@ def load_vector(x, offs_k, K):
 @triton.jit
 def rms_norm(x, weight, eps, K):
     """Compute `ops.rms_norm` of x, both [1, BLOCK_K]: rounded to the weight's dtype, returned in float32."""
+    return rms_norm_part(x, x, weight, eps, K)
+
+
+@triton.jit
+def rms_norm_part(part, x, weight, eps, K):
+    """Compute a part of `ops.rms_norm` of x: a part of x and that of the weight, both [1, BLOCK_N]."""
     rstd = tl.rsqrt(tl.sum(x * x, 1) / K + eps)
-    return (x * rstd[:, None] * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
+    return (part * rstd[:, None] * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
 
 
 @triton.jit

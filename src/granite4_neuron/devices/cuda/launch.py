@@ -5,7 +5,7 @@ programs of the one before it have called `gdc_launch_dependents`. Before its ow
 weights, and state that no other kernel of the step writes; it writes nothing. After `gdc_wait` it sees what all earlier
 kernels wrote.
 
-There is one exception: the last kernel of `add_feed_forward` reads the router's logits before its `gdc_wait`. They were
+There is one exception: a kernel of `add_feed_forward` reads the router's logits before its `gdc_wait`. They were
 written two kernels before; so the kernel in between calls `gdc_launch_dependents` only after its own `gdc_wait`.
 """
 

@@ -9,15 +9,33 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.devices.cuda.experts import any_of, choices_of_expert, expert_of_key, load_expert_keys, without_key
+from granite4_neuron.devices.cuda.experts import (
+    any_of,
+    choices_of_expert,
+    expert_of_key,
+    load_expert_keys,
+    ranks_of_keys,
+    without_key,
+)
 from granite4_neuron.devices.cuda.gemm import gemm_config, gemm_grid, rows_of_program
-from granite4_neuron.devices.cuda.gemv import gemv_config
+from granite4_neuron.devices.cuda.gemv import gemv_config, load_vector
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.linear import multiply_rows
 from granite4_neuron.devices.cuda.operator import operator, register_launches
 from granite4_neuron.devices.cuda.token_mlp import activate_rows, activate_tiles
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
-from granite4_neuron.devices.cuda.weights import dense, load_factor, load_tile, prepare, rows_from, stored
+from granite4_neuron.devices.cuda.weights import (
+    NUM_WARPS_OF_VECTOR,
+    block_of_vector,
+    dense,
+    empty_vector,
+    load_factor,
+    load_tile,
+    pieces_of,
+    rows_from,
+    store_block,
+    stored,
+)
 from granite4_neuron.devices.graphs.topk import topk_softmax
 from granite4_neuron.ops import moe
 
@@ -75,10 +93,15 @@ def _launch_activate_experts(
         block_k = triton.next_power_of_2(columns)
         block_n, num_tiles, num_warps = gemv_config(rows + top_k * expert_rows, block_k, 2, w1.dtype)
         size = block_n * num_tiles
+        vector: tuple[torch.Tensor, ...] = (normed,)
+        experts = None
+        if w1_scales is not None:
+            vector, experts = _prepare(normed, w1, w1_scales, router_logits, **of_experts)
         _activate_experts_of_one_kernel[triton.cdiv(rows, size) + top_k * triton.cdiv(expert_rows, size),](
-            prepare(normed, None, 0.0, w1, w1_scales),
+            vector,
             *matrices,
             router_logits,
+            experts,
             activated,
             expert_activated,
             N=rows,
@@ -112,12 +135,72 @@ def _launch_activate_experts(
 activate_experts_of_one = register_launches(activate_experts, _launch_activate_experts)
 
 
+def _prepare(
+    normed: torch.Tensor, w1: torch.Tensor, w1_scales: torch.Tensor, router_logits: torch.Tensor, **of_experts: int
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Prepare a vector as `weights.prepare` does. In the same launch choose experts, which are [TOP_K] in int32."""
+    columns, has_bytes = normed.shape[1], w1_scales.dtype == torch.float32
+    pieces, block_k = pieces_of(columns, has_bytes), block_of_vector(columns)
+    vector = empty_vector(normed, w1, has_bytes, pieces)
+    experts = torch.empty(of_experts["TOP_K"], dtype=torch.int32, device=normed.device)
+    _prepare_kernel[1 + triton.cdiv(columns, block_k),](
+        normed,
+        router_logits,
+        vector,
+        experts,
+        K=columns,
+        HAS_BYTES=has_bytes,
+        PIECES=pieces,
+        BLOCK_K=block_k,
+        **of_experts,
+        **launch_options(normed, NUM_WARPS_OF_VECTOR),
+    )
+    return vector, experts
+
+
+@triton.jit
+def _prepare_kernel(
+    normed,
+    router_logits,
+    vector,
+    experts,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_BYTES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_GDC: tl.constexpr,
+):
+    """Choose TOP_K experts, or prepare BLOCK_K numbers of a vector.
+
+    Grid: (1 + cdiv(K, BLOCK_K),).
+
+    Args:
+        normed: [K].
+        router_logits: [NUM_EXPERTS] in float32.
+        vector: a prepared vector of PIECES pieces.
+        experts: [TOP_K] int32.
+    """
+    gdc_launch_dependents(USE_GDC)
+    pid = tl.program_id(0)
+    gdc_wait(USE_GDC)
+    if pid == 0:
+        ranks = ranks_of_keys(load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, ""))
+        tl.store(experts + ranks, tl.arange(0, BLOCK_E), ranks < TOP_K)
+    else:
+        values = load_vector(normed, (pid - 1) * BLOCK_K + tl.arange(0, BLOCK_K), K).to(tl.float32)
+        store_block(vector, values, pid - 1, PIECES, HAS_BYTES)
+
+
 @triton.jit
 def _activate_experts_of_one_kernel(
     normed,
     weight,
     w1,
     router_logits,
+    experts,
     activated,
     expert_activated,
     N: tl.constexpr,
@@ -140,6 +223,7 @@ def _activate_experts_of_one_kernel(
         weight: [2 * N, K], gate rows first; `weights.stored`.
         w1: [NUM_EXPERTS, 2 * EXPERT_N, K], gate rows first; `weights.stored`.
         router_logits: [NUM_EXPERTS] in float32.
+        experts: [TOP_K] int32, those that they choose; None if no kernel before has chosen them.
         activated: [N].
         expert_activated: [TOP_K, EXPERT_N].
     """
@@ -155,19 +239,22 @@ def _activate_experts_of_one_kernel(
         gdc_wait(USE_GDC)
         gdc_launch_dependents(USE_GDC)  # the next kernel reads the router's logits before its own gdc_wait
         factor = load_factor(normed, weight, offs_k, K)
-        activate_tiles(gate, up, factor, weight, activated, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES)
+        activate_tiles(gate, up, factor, weight, activated, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES, USE_GDC)
     else:
         rank = (pid - SHARED_PROGRAMS) // EXPERT_PROGRAMS
         offs_n = (pid - SHARED_PROGRAMS) % EXPERT_PROGRAMS * SIZE + tl.arange(0, BLOCK_N)
         gdc_wait(USE_GDC)
         gdc_launch_dependents(USE_GDC)
-        expert = _expert_of_rank(router_logits, rank, NUM_EXPERTS, BLOCK_E)
+        if experts is None:
+            expert = _expert_of_rank(router_logits, rank, NUM_EXPERTS, BLOCK_E)
+        else:
+            expert = tl.load(experts + rank)
         of_expert = rows_from(w1, expert.to(tl.int64) * (2 * EXPERT_N), K)
         gate = load_tile(of_expert, offs_n, EXPERT_N, offs_k, K)
         up = load_tile(rows_from(of_expert, EXPERT_N, K), offs_n, EXPERT_N, offs_k, K)
         factor = load_factor(normed, of_expert, offs_k, K)
         y = expert_activated + rank * EXPERT_N
-        activate_tiles(gate, up, factor, of_expert, y, offs_n, EXPERT_N, offs_k, K, BLOCK_N, NUM_TILES)
+        activate_tiles(gate, up, factor, of_expert, y, offs_n, EXPERT_N, offs_k, K, BLOCK_N, NUM_TILES, USE_GDC)
 
 
 @triton.jit

@@ -25,8 +25,8 @@ from granite4_neuron.devices.cuda.weights import (
     load_tile,
     load_tile_of_experts,
     pieces_of,
-    prepare,
     rows_from,
+    store_block,
     store_vector,
     stored,
 )
@@ -205,9 +205,10 @@ def _add_feed_forward_of_one_kernel(
     gdc_wait(USE_GDC)
 
     DTYPE: tl.constexpr = weight.dtype.element_ty
-    shared = gemv((shared_row,), (load_vector(activated, offs_k, K).to(tl.float32),)).to(DTYPE).to(tl.float32)
+    factor = load_vector(activated, offs_k, K).to(tl.float32)
+    shared = gemv((shared_row,), (factor,), USE_GDC).to(DTYPE).to(tl.float32)
     values = tl.load(expert_activated + offs_topk[:, None] * EXPERT_K + offs_ek, mask, 0.0)
-    products = gemv((expert_rows,), (values.to(tl.float32),)).to(DTYPE).to(tl.float32)
+    products = gemv((expert_rows,), (values.to(tl.float32),), USE_GDC).to(DTYPE).to(tl.float32)
     total = tl.sum(topk_weights * products, 0).to(DTYPE).to(tl.float32)
     offs_n = pid_n + tl.arange(0, 1)
     tl.store(y + offs_n, tl.load(residual + offs_n) + alpha * shared + alpha * total)
@@ -227,26 +228,32 @@ def _launch_quantized_of_one(
     """Launch the kernels for one row with quantized weights; arguments as for `_add_quantized_of_one_kernel`."""
     columns, (top_k, expert_columns), rows = activated.shape[1], expert_activated.shape, y.shape[1]
     has_bytes = w2[1].dtype == torch.float32
-    pieces, block_topk = pieces_of(expert_columns, has_bytes), triton.next_power_of_2(top_k)
-    chosen = empty_vector(activated, w2[0], has_bytes, top_k * pieces)
+    pieces, expert_pieces = pieces_of(columns, has_bytes), pieces_of(expert_columns, has_bytes)
+    vector = empty_vector(activated, weight[0], has_bytes, pieces)
+    chosen = empty_vector(activated, w2[0], has_bytes, top_k * expert_pieces)
     experts = torch.empty(top_k, dtype=torch.int32, device=y.device)
-    _prepare_chosen_kernel[top_k,](
+    block_k = max(INT4_GROUP, triton.next_power_of_2(expert_columns))
+    _prepare_activated_kernel[top_k + triton.cdiv(columns, block_k),](
+        activated,
         expert_activated,
         router_logits,
+        vector,
         chosen,
         experts,
-        K=expert_columns,
+        K=columns,
+        EXPERT_K=expert_columns,
         HAS_BYTES=has_bytes,
         PIECES=pieces,
-        BLOCK_TOPK=block_topk,
-        BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(expert_columns)),
+        EXPERT_PIECES=expert_pieces,
+        BLOCK_TOPK=triton.next_power_of_2(top_k),
+        BLOCK_K=block_k,
         **of_experts,
-        **launch_options(y, 1),
+        **launch_options(y, NUM_WARPS_SMALL),
     )
-    block_n, num_warps = _FP8_CONFIG if has_bytes and w2[0].dtype != torch.int8 else _QUANTIZED_CONFIG
+    block_n, num_warps = _FP8_CONFIG if len(chosen) == 1 else _QUANTIZED_CONFIG
     _add_quantized_of_one_kernel[triton.cdiv(rows, block_n),](
         residual,
-        prepare(activated, None, 0.0, *weight),
+        vector,
         weight,
         chosen,
         w2,
@@ -260,19 +267,22 @@ def _launch_quantized_of_one(
         TOP_K=top_k,
         BLOCK_N=block_n,
         BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(columns)),
-        PIECES=pieces,
-        BLOCK_PIECES=triton.next_power_of_2(top_k * pieces),
+        PIECES=expert_pieces,
+        BLOCK_PIECES=triton.next_power_of_2(top_k * expert_pieces),
         **launch_options(y, num_warps),
     )
 
 
 @triton.jit
-def _prepare_chosen_kernel(
+def _prepare_activated_kernel(
+    activated,
     expert_activated,
     router_logits,
+    vector,
     chosen,
     experts,
     K: tl.constexpr,
+    EXPERT_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -280,27 +290,37 @@ def _prepare_chosen_kernel(
     BLOCK_K: tl.constexpr,
     HAS_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
+    EXPERT_PIECES: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Prepare the activations of one of the chosen experts, times its weight, and write its number.
+    """Prepare the activations of one of the chosen experts, times its weight, and write its number; or prepare BLOCK_K
+    activations of the shared MLP.
 
-    Grid: (TOP_K,).
+    Grid: (TOP_K + cdiv(K, BLOCK_K),).
 
     Args:
-        expert_activated: [TOP_K, K].
+        activated: [K].
+        expert_activated: [TOP_K, EXPERT_K].
         router_logits: [NUM_EXPERTS] in float32.
-        chosen: a prepared vector of TOP_K * PIECES pieces.
+        vector: a prepared vector of PIECES pieces.
+        chosen: a prepared vector of TOP_K * EXPERT_PIECES pieces.
         experts: [TOP_K] int32.
     """
     gdc_launch_dependents(USE_GDC)
-    rank, offs_topk = tl.program_id(0), tl.arange(0, BLOCK_TOPK)
-    gdc_wait(USE_GDC)
-    keys = load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, "")
-    topk_ids, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
-    tl.store(experts + offs_topk, topk_ids, offs_topk == rank)
-    factor = tl.sum(tl.where(offs_topk == rank, topk_weights, 0.0), 0)
-    values = load_vector(expert_activated + rank * K, tl.arange(0, BLOCK_K), K).to(tl.float32)
-    store_vector(chosen, values * factor, rank * PIECES, PIECES, TOP_K * PIECES, HAS_BYTES)
+    rank, offs_topk, offs_k = tl.program_id(0), tl.arange(0, BLOCK_TOPK), tl.arange(0, BLOCK_K)
+    if rank < TOP_K:
+        # `route` has ended, and the load bypasses a cache, as in `_add_feed_forward_of_one_kernel`.
+        keys = load_expert_keys(router_logits, NUM_EXPERTS, BLOCK_E, ".cg")
+        topk_ids, topk_weights = topk_of_keys(keys, TOP_K, BLOCK_TOPK)
+        factor = tl.sum(tl.where(offs_topk == rank, topk_weights, 0.0), 0)
+        gdc_wait(USE_GDC)
+        tl.store(experts + offs_topk, topk_ids, offs_topk == rank)
+        values = load_vector(expert_activated + rank * EXPERT_K, offs_k, EXPERT_K).to(tl.float32) * factor
+        store_vector(chosen, values, rank * EXPERT_PIECES, EXPERT_PIECES, TOP_K * EXPERT_PIECES, HAS_BYTES)
+    else:
+        gdc_wait(USE_GDC)
+        values = load_vector(activated, (rank - TOP_K) * BLOCK_K + offs_k, K).to(tl.float32)
+        store_block(vector, values, rank - TOP_K, PIECES, HAS_BYTES)
 
 
 @triton.jit
@@ -347,8 +367,9 @@ def _add_quantized_of_one_kernel(
     ids = tl.load(experts + offs_piece // PIECES, is_chosen, 0).to(tl.int64)
     tile = load_tile_of_experts(w2, ids, offs_piece % PIECES, is_chosen, offs_n, N, EXPERT_K)
     before = tl.load(residual + offs_n, offs_n < N, 0.0)
-    shared = gemv(shared_tile, load_factor(activated, weight, offs_k, K)).to(DTYPE).to(tl.float32)
-    total = gemv(tile, load_prepared(chosen, w2, TOP_K * PIECES, BLOCK_PIECES)).to(DTYPE).to(tl.float32)
+    shared = gemv(shared_tile, load_factor(activated, weight, offs_k, K), USE_GDC).to(DTYPE).to(tl.float32)
+    factor = load_prepared(chosen, w2, TOP_K * PIECES, BLOCK_PIECES)
+    total = gemv(tile, factor, USE_GDC).to(DTYPE).to(tl.float32)
     tl.store(y + offs_n, before + alpha * shared + alpha * total, offs_n < N)
 
 

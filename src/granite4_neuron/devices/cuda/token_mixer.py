@@ -198,7 +198,7 @@ def _mixer_inputs_of_one_kernel(
         next_tile = tile
         if i + 1 < NUM_TILES:
             next_tile = load_tile(weight, offs_n + BLOCK_N, N, offs_k, K)  # while this one is multiplied
-        projected = gemv(tile, factor).to(norm_weight.dtype.element_ty)
+        projected = gemv(tile, factor, USE_GDC).to(norm_weight.dtype.element_ty)
         convolved = convolve_channels(projected, window, weights, biases, D_CONV, BLOCK_W)
         tl.store(y + offs_n, tl.where(mask_c, convolved, projected.to(tl.float32)), offs_n < N)
         shift_window(conv_state, projected, shifted, offs_c, mask_c & is_real, D_CONV, BLOCK_W)

@@ -117,11 +117,24 @@ def _activate_of_one_kernel(
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
     factor = load_normed_factor(x, norm_weights, eps, weight, offs_k, K)
-    activate_tiles(gate, up, factor, weight, y, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES)
+    activate_tiles(gate, up, factor, weight, y, offs_n, N, offs_k, K, BLOCK_N, NUM_TILES, USE_GDC)
 
 
 @triton.jit
-def activate_tiles(gate, up, factor, weight, y, offs_n, N, offs_k, K, BLOCK_N: tl.constexpr, NUM_TILES: tl.constexpr):
+def activate_tiles(
+    gate,
+    up,
+    factor,
+    weight,
+    y,
+    offs_n,
+    N,
+    offs_k,
+    K,
+    BLOCK_N: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
     """Compute NUM_TILES blocks of activations of one vector, and store them in y [N].
 
     Args:
@@ -129,13 +142,14 @@ def activate_tiles(gate, up, factor, weight, y, offs_n, N, offs_k, K, BLOCK_N: t
         factor: of `load_factor`.
         weight: [2 * N, K].
         offs_n: [BLOCK_N], of the first tiles.
+        HAS_FP8: as for `gemv`.
     """
     for i in tl.static_range(NUM_TILES):
         next_gate, next_up, next_offs_n = gate, up, offs_n + BLOCK_N
         if i + 1 < NUM_TILES:  # while this one is multiplied
             next_gate = load_tile(weight, next_offs_n, N, offs_k, K)
             next_up = load_tile(rows_from(weight, N, K), next_offs_n, N, offs_k, K)
-        activated = silu_and_mul(gemv(gate, factor), gemv(up, factor), y.dtype.element_ty)
+        activated = silu_and_mul(gemv(gate, factor, HAS_FP8), gemv(up, factor, HAS_FP8), y.dtype.element_ty)
         tl.store(y + offs_n, activated, offs_n < N)
         gate, up, offs_n = next_gate, next_up, next_offs_n
 

@@ -142,7 +142,7 @@ def _project_heads_of_one_kernel(
     tile = load_tile(weight, offs_n, rows, offs_k, K)
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
-    acc = gemv(tile, load_normed_factor(x, norm_weights, eps, weight, offs_k, K))
+    acc = gemv(tile, load_normed_factor(x, norm_weights, eps, weight, offs_k, K), USE_GDC)
     tl.store(y + offs_n, acc.to(y.dtype.element_ty), offs_n < rows)
 
 
@@ -315,7 +315,7 @@ def _add_product_of_one_kernel(
         next_tile = tile
         if i + 1 < NUM_TILES:
             next_tile = load_tile(weight, offs_n + BLOCK_N, N, offs_k, K)  # while this one is multiplied
-        acc = gemv(tile, factor).to(DTYPE)
+        acc = gemv(tile, factor, USE_GDC).to(DTYPE)
         tl.store(y + offs_n, before + alpha * acc.to(tl.float32), offs_n < N)
         tile, offs_n = next_tile, offs_n + BLOCK_N
 

@@ -81,7 +81,7 @@ def _route_of_one_kernel(
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
     values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
-    tl.store(logits + pid_e + tl.arange(0, 1), gemv((row,), (values,)))
+    tl.store(logits + pid_e + tl.arange(0, 1), gemv((row,), (values,), USE_GDC))
     if pid_e == 0:
         tl.store(normed + offs_k[None], values.to(normed.dtype.element_ty), (offs_k < K)[None])
 
@@ -118,7 +118,7 @@ def _route_kernel(
     norm_weights = load_vector(norm_weight, offs_k, K)
     gdc_wait(USE_GDC)
     values = rms_norm(load_vector(x + pid_m * K, offs_k, K), norm_weights, eps, K)
-    tl.store(logits + pid_m * NUM_EXPERTS + offs_e, gemv(tile, (values,)), offs_e < NUM_EXPERTS)
+    tl.store(logits + pid_m * NUM_EXPERTS + offs_e, gemv(tile, (values,), USE_GDC), offs_e < NUM_EXPERTS)
     if tl.program_id(0) == 0:
         ptrs = normed + pid_m * K + offs_k[None]
         tl.store(ptrs, values.to(normed.dtype.element_ty), (offs_k < K)[None])

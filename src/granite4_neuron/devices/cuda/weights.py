@@ -8,8 +8,8 @@ the vector is prepared for that once, in a launch before (`prepare`). Other prod
 activations' dtype for tensor cores (`load_numbers`), so they have the bits of a product with the dequantized matrix.
 
 In a kernel, scales in float32 mean that a byte is a column: values in int8 are numbers of int8, others of FP8. FP8 is
-read by shifts: all GPUs and Triton's interpreter have these, and the types of FP8 only GPUs from compute capability 8.9
-on.
+read by shifts: all GPUs and Triton's interpreter have these. For products with one vector they take longer than memory;
+GPUs of compute capability 9.0 and later have instructions for these (`_number_products`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.config.choices import FP8_GROUP, INT4_GROUP
-from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
+from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm, rms_norm_part
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
@@ -26,7 +26,8 @@ from granite4_neuron.ops.fp8 import FORMAT as FP8
 # Columns of a quantized matrix are a multiple of this number: kernels read them in words of 4 bytes.
 WHOLE_COLUMNS = 4
 
-_NUM_WARPS_OF_VECTOR = 8
+# Warps and most columns of a program that prepares a vector.
+NUM_WARPS_OF_VECTOR, _COLUMNS_OF_VECTOR = 8, 512
 _GROUP = tl.constexpr(INT4_GROUP)  # columns with one scale in int4: those of 16 bytes
 _GROUP_OF_FP8 = tl.constexpr(FP8_GROUP)
 _FORMATS = {torch.int8: FORMATS["int8"], torch.uint8: FORMATS["int4"], torch.float8_e4m3fn: FP8}
@@ -88,19 +89,20 @@ def prepare(
     For a quantized matrix it is normalised, if it has a norm. Its numbers become whole ones, times a power of two for
     each piece: of 16 bits with a sign, which lose nothing of a 16-bit number unless another one of the piece is more
     than 64 times as large; in float32 of 22 bits. They are cut into bytes, of which an instruction multiplies four with
-    four codes. For FP8 they stay in float32, times a power of two that makes up for that of `_numbers_of_fp8`.
+    four codes. For FP8 they only are put in another order, in float32.
 
     Returns:
         The unit of each piece, and the sum of its numbers, [2, pieces]; and for each byte, from the lowest on, words of
         four columns, [1, pieces, 4], or in int4 of even columns and of odd ones, [2, pieces, 4]. For FP8 the numbers
-        themselves in place of bytes: the first of each four columns, the second and so on.
+        alone, [4, pieces, 4]: the first of each four columns, the second and so on.
     """
     if scales is None:
         return (x,)
     columns, has_bytes = x.shape[1], scales.dtype == torch.float32
     pieces = pieces_of(columns, has_bytes)
     vector = empty_vector(x if norm_weight is None else norm_weight, values, has_bytes, pieces)
-    _prepare_kernel[1,](
+    block_n = block_of_vector(columns)
+    _prepare_kernel[triton.cdiv(columns, block_n),](
         x,
         norm_weight,
         vector,
@@ -108,10 +110,16 @@ def prepare(
         K=columns,
         HAS_BYTES=has_bytes,
         PIECES=pieces,
-        BLOCK_K=max(INT4_GROUP, triton.next_power_of_2(columns)),
-        **launch_options(x, _NUM_WARPS_OF_VECTOR),
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(columns),
+        **launch_options(x, NUM_WARPS_OF_VECTOR),
     )
     return vector
+
+
+def block_of_vector(columns: int) -> int:
+    """Return the columns of a program that prepares a vector."""
+    return min(_COLUMNS_OF_VECTOR, max(INT4_GROUP, int(triton.next_power_of_2(columns))))
 
 
 def pieces_of(columns: int, has_bytes: bool) -> int:
@@ -121,9 +129,9 @@ def pieces_of(columns: int, has_bytes: bool) -> int:
 
 def empty_vector(like: torch.Tensor, values: torch.Tensor, has_bytes: bool, pieces: int) -> tuple[torch.Tensor, ...]:
     """Return memory for what `prepare` returns, for a vector in the dtype of `like` and a matrix with these values."""
-    units = like.new_empty(2, pieces, dtype=torch.float32)
     if has_bytes and values.dtype != torch.int8:
-        return units, *(units.new_empty(1, pieces, 4) for _ in range(4))
+        return (like.new_empty(4, pieces, 4, dtype=torch.float32),)
+    units = like.new_empty(2, pieces, dtype=torch.float32)
     shape, num_bytes = (1 if has_bytes else 2, pieces, 4), 3 if like.dtype == torch.float32 else 2
     return units, *(units.new_empty(shape, dtype=torch.int32) for _ in range(num_bytes))
 
@@ -137,20 +145,32 @@ def _prepare_kernel(
     K: tl.constexpr,
     HAS_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Prepare a vector x [K], which is normalised first if it has a norm. Grid: (1,)."""
+    """Prepare BLOCK_N numbers of a vector x [K], which is normalised first if it has a norm.
+
+    Grid: (cdiv(K, BLOCK_N),).
+    """
     gdc_launch_dependents(USE_GDC)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if norm_weight is None:
         gdc_wait(USE_GDC)
-        values = load_vector(x, offs_k, K).to(tl.float32)
+        values = load_vector(x, offs_n, K).to(tl.float32)
     else:
-        norm_weights = load_vector(norm_weight, offs_k, K)
+        norm_weights = load_vector(norm_weight, offs_n, K)
         gdc_wait(USE_GDC)
-        values = rms_norm(load_vector(x, offs_k, K), norm_weights, eps, K)
-    store_vector(vector, values, 0, PIECES, PIECES, HAS_BYTES)
+        whole = load_vector(x, tl.arange(0, BLOCK_K), K)
+        values = rms_norm_part(load_vector(x, offs_n, K), whole, norm_weights, eps, K)
+    store_block(vector, values, tl.program_id(0), PIECES, HAS_BYTES)
+
+
+@triton.jit
+def store_block(vector, values, block, PIECES: tl.constexpr, HAS_BYTES: tl.constexpr):
+    """Write a block of a prepared vector of PIECES pieces: values as for `store_vector`."""
+    first = block * (values.shape[1] // (16 if HAS_BYTES else 32))
+    store_vector(vector, values, first, PIECES - first, PIECES, HAS_BYTES)
 
 
 @triton.jit
@@ -160,24 +180,24 @@ def store_vector(vector, values, first, count, PIECES: tl.constexpr, HAS_BYTES: 
     """
     COLUMNS: tl.constexpr = 16 if HAS_BYTES else 32
     BLOCK: tl.constexpr = values.shape[1] // COLUMNS
-    FOR_FP8: tl.constexpr = len(vector) == 5
-    BITS: tl.constexpr = 120 if FOR_FP8 else (20 if len(vector) == 4 else 14)
-    LEAST: tl.constexpr = 0x3C000000 if FOR_FP8 else 0x10000000  # so that a factor is finite
-    values = tl.reshape(values, [BLOCK, COLUMNS])
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    exponents = tl.maximum(largest & 0x7F800000, LEAST)  # infinite for NaN, too
-    factors = (0x7F000000 - exponents + (BITS << 23)).to(tl.float32, bitcast=True)
-    offs = tl.arange(0, BLOCK)
-    offs_word = (first + offs)[:, None] * 4 + tl.arange(0, 4)[None]
-    mask = (offs < count)[:, None] & (offs_word >= 0)
-    units = exponents.to(tl.float32, bitcast=True)
-    if FOR_FP8:
-        tl.store(vector[0] + first + offs, units, offs < count)
-        _store_numbers(vector, tl.reshape(values * factors[:, None], [BLOCK, 4, 4]), offs_word, mask)
+    if len(vector) == 1:
+        offs_k = tl.arange(0, values.shape[1])[None]
+        offs = offs_k % 4 * (PIECES * 4) + first * 4 + offs_k // 4
+        tl.store(vector[0] + offs, values, offs_k < count * COLUMNS)
     else:
+        BITS: tl.constexpr = 20 if len(vector) == 4 else 14
+        values = tl.reshape(values, [BLOCK, COLUMNS])
+        largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        # Not so small that a factor is infinite; infinite for NaN, too.
+        exponents = tl.maximum(largest & 0x7F800000, 0x10000000)
+        factors = (0x7F000000 - exponents + (BITS << 23)).to(tl.float32, bitcast=True)
+        units = exponents.to(tl.float32, bitcast=True) * (1.0 / (1 << BITS))
         # The last bits of a float32 of this size are the nearest whole number.
         numbers = (values * factors[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        tl.store(vector[0] + first + offs, units * (1.0 / (1 << BITS)), offs < count)
+        offs = tl.arange(0, BLOCK)
+        offs_word = (first + offs)[:, None] * 4 + tl.arange(0, 4)[None]
+        mask = (offs < count)[:, None] & (offs_word >= 0)
+        tl.store(vector[0] + first + offs, units, offs < count)
         tl.store(vector[0] + PIECES + first + offs, tl.sum(numbers, 1).to(tl.float32), offs < count)
         if HAS_BYTES:
             _store_bytes(vector, 0, tl.reshape(numbers, [BLOCK, 4, 4]), offs_word, mask)
@@ -185,14 +205,6 @@ def store_vector(vector, values, first, count, PIECES: tl.constexpr, HAS_BYTES: 
             even, odd = tl.split(tl.reshape(numbers, [BLOCK, 4, 4, 2]))
             _store_bytes(vector, 0, even, offs_word, mask)
             _store_bytes(vector, PIECES * 4, odd, offs_word, mask)
-
-
-@triton.jit
-def _store_numbers(vector, numbers, offs_word, mask):
-    """Write each of four columns of numbers [BLOCK, 4, 4] by itself, at offs_word."""
-    for i in tl.static_range(4):
-        of_column = tl.where((tl.arange(0, 4) == i)[None, None], numbers, 0.0)
-        tl.store(vector[1 + i] + offs_word, tl.sum(of_column, 2), mask)
 
 
 @triton.jit
@@ -208,33 +220,34 @@ def load_prepared(x, weight, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """Load a prepared vector, the argument x of a kernel, for a quantized weight: its first BLOCK pieces.
 
     Returns:
-        A tuple: units and sums, [1, BLOCK], and for each byte a tuple of words [1, BLOCK, 4], one or two. For FP8 the
-        sums mean nothing, and four tuples of numbers follow.
+        A tuple: units and sums, [1, BLOCK], and for each byte a tuple of words [1, BLOCK, 4], one or two. For FP8 one
+        tuple only, of four of numbers [1, BLOCK, 4].
     """
     offs = tl.arange(0, BLOCK)[None]
-    units = tl.load(x[0] + offs, offs < PIECES, 0.0)
-    sums = tl.load(x[0] + PIECES + offs, offs < PIECES, 0.0)
-    if len(x) == 3:
-        return units, sums, _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
-    elif len(x) == 4:
-        low, middle = _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
-        return units, sums, low, middle, _load_bytes(x[3], weight, PIECES, BLOCK)
+    offs_word = offs[:, :, None] * 4 + tl.arange(0, 4)[None, None]
+    if len(x) == 1:
+        numbers, mask = x[0], offs_word < PIECES * 4
+        first, second = _load_fours(numbers, offs_word, mask), _load_fours(numbers + PIECES * 4, offs_word, mask)
+        numbers += PIECES * 8
+        third, fourth = _load_fours(numbers, offs_word, mask), _load_fours(numbers + PIECES * 4, offs_word, mask)
+        return ((first, second, third, fourth),)
     else:
-        first, second = _load_bytes(x[1], weight, PIECES, BLOCK), _load_bytes(x[2], weight, PIECES, BLOCK)
-        third, fourth = _load_bytes(x[3], weight, PIECES, BLOCK), _load_bytes(x[4], weight, PIECES, BLOCK)
-        return units, sums, first, second, third, fourth
+        units = tl.load(x[0] + offs, offs < PIECES, 0.0)
+        sums = tl.load(x[0] + PIECES + offs, offs < PIECES, 0.0)
+        low, middle = _load_bytes(x[1], weight, offs_word, PIECES), _load_bytes(x[2], weight, offs_word, PIECES)
+        if len(x) == 3:
+            return units, sums, low, middle
+        else:
+            return units, sums, low, middle, _load_bytes(x[3], weight, offs_word, PIECES)
 
 
 @triton.jit
-def _load_bytes(words, weight, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.arange(0, BLOCK)[None, :, None] * 4 + tl.arange(0, 4)[None, None]
+def _load_bytes(words, weight, offs_word, PIECES: tl.constexpr):
+    mask = offs_word < PIECES * 4
     if weight[1].dtype.element_ty == tl.float32:
-        return (tl.load(words + offs, offs < PIECES * 4, 0),)
+        return (_load_fours(words, offs_word, mask),)
     else:
-        return (
-            tl.load(words + offs, offs < PIECES * 4, 0),
-            tl.load(words + PIECES * 4 + offs, offs < PIECES * 4, 0),
-        )
+        return _load_fours(words, offs_word, mask), _load_fours(words + PIECES * 4, offs_word, mask)
 
 
 @triton.jit
@@ -303,8 +316,21 @@ def _load_words(weight, rows, offs_piece, mask, K: tl.constexpr):
     GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
     WORDS: tl.constexpr = K // 4 if weight[1].dtype.element_ty == tl.float32 else GROUPS * 4  # of a row
     offs_word = offs_piece[:, :, None] * 4 + tl.arange(0, 4)[None, None]
-    ptrs = weight[0].to(tl.pointer_type(tl.int32), bitcast=True) + rows[:, :, None] * WORDS + offs_word
-    return tl.load(ptrs, mask[:, :, None] & (offs_word < WORDS), 0)
+    offs, mask = rows[:, :, None] * WORDS + offs_word, mask[:, :, None] & (offs_word < WORDS)
+    return _load_fours(weight[0].to(tl.pointer_type(tl.int32), bitcast=True), offs, mask)
+
+
+@triton.jit
+def _load_fours(words, offs, mask):
+    """Load four words at each place: [BLOCK_N, BLOCK, 4].
+
+    They are loaded as [BLOCK_N, BLOCK * 4], so that neighbouring threads have neighbouring fours. Of three axes the
+    compiler may give them rows instead, and would then move the words of a tile to where those of a vector are.
+    """
+    SHAPE: tl.constexpr = [offs.shape[0], offs.shape[1] * 4]
+    offs = tl.multiple_of(tl.max_contiguous(tl.reshape(offs, SHAPE), [1, 4]), [1, 4])
+    mask = tl.max_constancy(tl.reshape(tl.broadcast_to(mask, [SHAPE[0], SHAPE[1] // 4, 4]), SHAPE), [1, 4])
+    return tl.reshape(tl.load(words + offs, mask, 0), [SHAPE[0], SHAPE[1] // 4, 4])
 
 
 @triton.jit
@@ -318,23 +344,26 @@ def _load_scales(weight, rows, offs_piece, mask, K: tl.constexpr):
 
 
 @triton.jit
-def gemv(tile, factor):
+def gemv(tile, factor, HAS_FP8: tl.constexpr):
     """Multiply a tile of `load_tile` with a factor of `load_factor`, [1, ..], or each row with its own: [BLOCK_N] in
     float32.
+
+    Args:
+        HAS_FP8: whether the GPU has instructions for FP8, as all have that have programmatic dependent launch.
     """
     if len(tile) == 1:
         return tl.sum(tile[0].to(tl.float32) * factor[0], 1)
     else:
         words = tile[0]
         total = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
-        if len(factor) == 6:
-            total = _number_products(words, factor)
+        if len(factor) == 1:
+            total = _number_products(words, factor[0], HAS_FP8)
         else:
             for i in tl.static_range(len(factor) - 1, 1, -1):  # from the highest byte on
                 total = total * 256.0 + _byte_products(words, factor[i], i == len(factor) - 1).to(tl.float32)
             if len(factor[2]) == 2:
                 total -= 8.0 * factor[1]  # codes of int4 are from 0 on
-        total *= factor[0]
+            total *= factor[0]
         if len(tile[1].shape) == 1:
             return tl.sum(total, 1) * tile[1]
         else:
@@ -342,20 +371,43 @@ def gemv(tile, factor):
 
 
 @triton.jit
-def _number_products(words, factor):
+def _number_products(words, numbers, HAS_FP8: tl.constexpr):
     """Multiply numbers of FP8, [BLOCK_N, pieces, 4] in words, with a prepared vector: the sum of each piece."""
-    products = tl.zeros(words.shape, tl.float32)
-    for i in tl.static_range(4):
-        products += _numbers_of_fp8(words << (24 - 8 * i)) * factor[2 + i][0]
+    if HAS_FP8:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 pair<2>, half<4>;
+            .reg .b32 halves<2>;
+            mov.b32 {pair0, pair1}, $4;
+            cvt.rn.f16x2.e4m3x2 halves0, pair0;
+            cvt.rn.f16x2.e4m3x2 halves1, pair1;
+            mov.b32 {half0, half1}, halves0;
+            mov.b32 {half2, half3}, halves1;
+            cvt.f32.f16 $0, half0;
+            cvt.f32.f16 $1, half1;
+            cvt.f32.f16 $2, half2;
+            cvt.f32.f16 $3, half3;
+            }""",
+            "=f,=f,=f,=f,r",
+            [words],
+            (tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+        products = first * numbers[0] + second * numbers[1] + third * numbers[2] + fourth * numbers[3]
+    else:
+        products = tl.zeros(words.shape, tl.float32)
+        for i in tl.static_range(4):
+            products += _numbers_of_fp8(words << (24 - 8 * i)) * numbers[i]
     return tl.sum(products, 2)
 
 
 @triton.jit
 def _numbers_of_fp8(words):
-    """Return the numbers of FP8 in the highest bytes of words, times 2^-120: sign, exponent and mantissa are those of a
+    """Return the numbers of FP8 in the highest bytes of words: times 2^-120, sign, exponent and mantissa are those of a
     float32, and so are numbers without a leading bit.
     """
-    return ((words >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+    return ((words >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
@@ -403,7 +455,7 @@ def load_numbers(weight, offs_n, N, start, K: tl.constexpr, BLOCK_K: tl.constexp
         offs_piece = start // 16 + tl.arange(0, BLOCK_K // SPAN) * (SPAN // 16)
         scales = _load_scales(weight, offs_n[:, None], offs_piece[None], (offs_n < N)[:, None], K)
         codes = tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0).to(tl.int32)
-        numbers = tl.reshape(_numbers_of_fp8(codes << 24) * 2.0**120, [offs_n.shape[0], BLOCK_K // SPAN, SPAN])
+        numbers = tl.reshape(_numbers_of_fp8(codes << 24), [offs_n.shape[0], BLOCK_K // SPAN, SPAN])
         return tl.reshape(numbers * scales[:, :, None], [offs_n.shape[0], BLOCK_K]).to(DTYPE)
     else:
         offs_byte = tl.arange(0, BLOCK_K // 2) + start // 2

@@ -190,7 +190,9 @@ def reads_before_waiting(compiled):
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("format", GPU_FORMATS)
 def test_quantized_weights(format, batch, config, compiled):
-    """A program of one row reads 16 bytes at a time. Numbers of FP8 without a leading bit are not taken for 0."""
+    """A program of one row reads 16 bytes at a time, and multiplies them where they are: threads exchange no more than
+    sums and numbers of pieces. Numbers of FP8 without a leading bit are not taken for 0.
+    """
 
     def weight(*shape):
         return [empty(*size, dtype=dtype) for size, dtype in GPU_FORMATS[format].layout(torch.Size(shape)).values()]
@@ -221,6 +223,15 @@ def test_quantized_weights(format, batch, config, compiled):
         of_one = [each for each in compiled if "_of_one" in each.metadata.name]
         assert len(of_one) == (6 if experts else 4)
         assert all(re.search(r"ld\.global\S*\.v4\.b32", each.asm["ptx"]) for each in of_one)
+        moved = re.compile(r"convert_layout.*: tensor<\d+x\d+x4x[if]32")  # words, from thread to thread
+        names = {each.metadata.name for each in of_one if moved.search(each.asm["ttgir"])}
+        assert names <= {"_add_quantized_of_one_kernel"}  # the shared MLP's, which are few
+        assert len([each for each in compiled if "_prepare" in each.metadata.name]) == len(of_one)
+        reads = reads_before_waiting(each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"])
+        assert {name for name, _ in reads} <= {*FIXED_IN_A_STEP, "router_logits"}
+        assert all(".cg" in instruction for name, instruction in reads if name == "router_logits")
+        is_fp8 = ["cvt.rn.f16x2.e4m3x2" in each.asm["ptx"] for each in of_one]
+        assert set(is_fp8) == {format == "fp8"}
     if format == "fp8":
         assert not any(re.search(r"(mul|fma)\S*\.ftz", each.asm["ptx"]) for each in compiled)
 

@@ -100,8 +100,8 @@ class TestTokens:
     @pytest.mark.parametrize("width", [64, 72])
     def test_experts(self, width, batch, operators, columns, format, dtype):
         experts, top_k = 6, 3
-        normed, logits, lengths = random(batch, columns, dtype=dtype), random(batch, experts), lengths_of(batch, 1)
-        lengths = torch.ones_like(lengths)
+        normed, lengths = random(batch, columns, dtype=dtype), torch.ones(batch, dtype=torch.int32)
+        logits = random(batch, experts).mul(2).round()  # of which some are equal
         first, w1 = weights(format, 42, columns), weights(format, experts, 2 * width, columns)
         given = normed, first[0], w1[0], logits, lengths, top_k, first[1], w1[1]
         activated, chosen = compare(operators.activate_experts, given, {1: first[2], 2: w1[2], 6: None, 7: None}, dtype)
