@@ -36,7 +36,7 @@ from granite4_neuron.ops import norm
 # Warps of programs for one row of the second products.
 _NUM_WARPS_OF_ROW = 2
 # (BLOCK_N, num_warps) of the second products of one row with quantized weights, and with those of FP8.
-_QUANTIZED_CONFIG, _FP8_CONFIG = (2, 1), (2, 4)
+_QUANTIZED_CONFIG, _FP8_CONFIG = (2, 1), (4, 4)
 # Columns of a program that adds outputs.
 _SUM_BLOCK_N = 512
 

@@ -316,13 +316,17 @@ def _load_words(weight, rows, offs_piece, mask, K: tl.constexpr):
     GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
     WORDS: tl.constexpr = K // 4 if weight[1].dtype.element_ty == tl.float32 else GROUPS * 4  # of a row
     offs_word = offs_piece[:, :, None] * 4 + tl.arange(0, 4)[None, None]
+    words = weight[0].to(tl.pointer_type(tl.int32), bitcast=True)
     offs, mask = rows[:, :, None] * WORDS + offs_word, mask[:, :, None] & (offs_word < WORDS)
-    return _load_fours(weight[0].to(tl.pointer_type(tl.int32), bitcast=True), offs, mask)
+    if WORDS % 4 == 0:
+        return _load_fours(words, offs, mask)
+    else:
+        return tl.load(words + offs, mask, 0)
 
 
 @triton.jit
 def _load_fours(words, offs, mask):
-    """Load four words at each place: [BLOCK_N, BLOCK, 4].
+    """Load four words at each place, a multiple of 4: [BLOCK_N, BLOCK, 4]. A mask is the same for all four.
 
     They are loaded as [BLOCK_N, BLOCK * 4], so that neighbouring threads have neighbouring fours. Of three axes the
     compiler may give them rows instead, and would then move the words of a tile to where those of a vector are.

@@ -178,12 +178,17 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
 
 def reads_before_waiting(compiled):
     """Return the (argument, instruction) pairs that kernels may read before earlier kernels have ended."""
+    return {(name, instruction) for name, _, instruction in reads_of_tensors(compiled)}
+
+
+def reads_of_tensors(compiled):
+    """Return (argument, place in a tuple, instruction) of the same reads."""
     found = set()
     for each in compiled:
         listed = [(name, kind if isinstance(kind, tuple) else (kind,)) for name, kind in each.src.signature.items()]
-        kinds = [(name, kind) for name, parts in listed for kind in parts if kind != "constexpr"]
+        kinds = [(name, *part) for name, parts in listed for part in enumerate(parts) if part[1] != "constexpr"]
         reads = [(*kinds[number], instruction) for number, instruction in reads_before_wait(each.asm["ptx"])]
-        found |= {(name, instruction) for name, kind, instruction in reads if kind.startswith("*")}  # not strides
+        found |= {(name, place, each) for name, place, kind, each in reads if kind.startswith("*")}  # not strides
     return found
 
 
@@ -234,6 +239,17 @@ def test_quantized_weights(format, batch, config, compiled):
         assert set(is_fp8) == {format == "fp8"}
     if format == "fp8":
         assert not any(re.search(r"(mul|fma)\S*\.ftz", each.asm["ptx"]) for each in compiled)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_rows_that_are_no_whole_pieces(format, compiled):
+    """Rows of 104 bytes begin at multiples of 8, where a GPU cannot read 16 bytes at a time."""
+    layout = GPU_FORMATS[format].layout(torch.Size((64, 104)))
+    values, scales = (empty(*size, dtype=dtype) for size, dtype in layout.values())
+    x, norm = float32(1, 104), empty(104)
+    LAUNCHES[OneRowOperators.add_product](float32(1, 64), x, norm, values, 0.22, EPS, scales)
+    reads = [instruction for *tensor, instruction in reads_of_tensors(compiled) if tensor == ["weight", 0]]
+    assert reads and not any(".v4." in each for each in reads)
 
 
 @pytest.mark.parametrize("tokens", [4, 16])
