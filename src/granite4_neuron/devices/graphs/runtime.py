@@ -154,14 +154,14 @@ class GraphRuntime(BoundModel, ABC):
         if len(decoding) == len(rows):
             decoded = self._decode_rows(state, rows)
             return decoded[:, None] if all_logits else decoded  # not copied: logits are large
-        decoded = self._decode_rows(state, decoding) if decoding else torch.empty(0, self.config.vocab_size)
         if all_logits:
-            of_decoding = iter(decoded[:, None])
+            of_decoding = iter(self._decode_rows(state, decoding)[:, None] if decoding else ())
             logits = [next(of_decoding) if _is_decode(row) else self._all_logits(state, row) for row in rows]
             return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True)
         numbers = [number for number, row in enumerate(rows) if _is_decode(row)]
+        outputs = [(numbers, self._decode_rows(state, decoding))] if decoding else []
         prompts = {number: row for number, row in enumerate(rows) if not _is_decode(row)}
-        return _joined([(numbers, decoded), *self._prefill(state, prompts)], len(rows))
+        return _joined([*outputs, *self._prefill(state, prompts)], len(rows))
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
