@@ -331,6 +331,18 @@ def as_captured(monkeypatch):
     monkeypatch.setattr(torch_device, "start_copy", lambda tensor: partial(torch.clone, tensor.clone()))
 
 
+def shapes_of_prompts(monkeypatch, runtime):
+    """Return a list that gets the numbers of prompts and of tokens of each graph of prompts that the runtime runs."""
+    shapes, run_prefill = [], runtime._run_prefill
+
+    def recorded(state, inputs, *rest, **options):
+        shapes.append((inputs.shape[0], inputs.shape[1] - TOKENS))
+        return run_prefill(state, inputs, *rest, **options)
+
+    monkeypatch.setattr(runtime, "_run_prefill", recorded)
+    return shapes
+
+
 class TestOperatorsOfAGPU:
     """The operators' definitions run on the CPU. Only decode of one sequence has joined operators."""
 
@@ -382,13 +394,7 @@ class TestOperatorsOfAGPU:
         runtime = TorchRuntime(model, GenerationConfig(top_k=None), BUCKETS, compiler="eager", prefill_by_view=False)
         runtime._captures = True
         prompts = [[slot] * length for slot, length in zip((3, 4, 5, 6), (16, 5, 9, 12), strict=True)][:sequences]
-        shapes, run_prefill = [], runtime._run_prefill
-
-        def recorded(state, inputs, *rest, **options):
-            shapes.append((inputs.shape[0], inputs.shape[1] - TOKENS))
-            return run_prefill(state, inputs, *rest, **options)
-
-        monkeypatch.setattr(runtime, "_run_prefill", recorded)
+        shapes = shapes_of_prompts(monkeypatch, runtime)
 
         def texts(runtime, engine):
             shapes.clear()

@@ -25,13 +25,12 @@ from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.sampling import choose_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
-from granite4_neuron.devices.graphs.runtime import TOKENS
 from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.model.parameters import EMBEDDING, HEAD
 from granite4_neuron.runtime.interface import Row
-from test.integration.test_torch_device import LAYER, as_captured
+from test.integration.test_torch_device import LAYER, as_captured, shapes_of_prompts
 from test.support.checkpoints import nemotron_config, small_config
 from test.support.engines import ENGINE_MODELS, engine_model
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, check_tokens_by_all_options, run_steps
@@ -201,13 +200,7 @@ def test_prompts_that_share_graphs_have_the_bits_of_one_alone(family, dtype, ker
     expected = torch.cat([runtime.step(state, [row]) for row in rows])
     expected_state = held(runtime, state)
     runtime, state = begun(4)
-    shapes, run_prefill = [], runtime._run_prefill
-
-    def recorded(state, inputs, *rest):
-        shapes.append((inputs.shape[0], inputs.shape[1] - TOKENS))
-        return run_prefill(state, inputs, *rest)
-
-    monkeypatch.setattr(runtime, "_run_prefill", recorded)
+    shapes = shapes_of_prompts(monkeypatch, runtime)
     assert torch.equal(runtime.step(state, rows), expected)
     assert shapes == [(2, 16), (1, 32), (1, 16)]
     assert all(map(torch.equal, held(runtime, state), expected_state))
