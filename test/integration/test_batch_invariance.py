@@ -17,6 +17,7 @@ from granite4_neuron.config import published_config
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import small_config
+from test.support.quantizing import GPU_FORMATS, quantize_model
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here, whose bits are compared")
 LAYERS = {
@@ -31,16 +32,20 @@ TOKENS, MAX_LENGTH, LONG = 6, 3000, 1500  # LONG is beyond the shortest bucket o
 @pytest.fixture(
     scope="module",
     params=[
-        *((name, dtype, torch.float32) for name in LAYERS for dtype in (torch.bfloat16, torch.float32)),
-        ("h-350m", torch.bfloat16, torch.bfloat16),
+        *((name, dtype, torch.float32, None) for name in LAYERS for dtype in (torch.bfloat16, torch.float32)),
+        ("h-350m", torch.bfloat16, torch.bfloat16, None),
+        *(("h-tiny", torch.bfloat16, torch.float32, format) for format in GPU_FORMATS),
     ],
     ids=str,
 )
 def runtime(request):
-    name, dtype, state_dtype = request.param
+    name, dtype, state_dtype, format = request.param
     config = dataclasses.replace(published_config(name), num_hidden_layers=6, layer_types=LAYERS[name])
+    model = random_model(config, dtype=dtype)
+    if format is not None:
+        quantize_model(model, format)
     options = dict(device="cuda", batch_invariant=True, state_dtype=state_dtype)
-    return TorchRuntime(random_model(config, dtype=dtype), GenerationConfig(), **options)
+    return TorchRuntime(model, GenerationConfig(), **options)
 
 
 @pytest.fixture(scope="module")

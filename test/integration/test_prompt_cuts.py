@@ -16,6 +16,7 @@ from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.oracles import relative_error
+from test.support.quantizing import GPU_FORMATS, quantize_model
 from test.support.stepping import random_tokens
 
 pytestmark = [
@@ -24,19 +25,26 @@ pytestmark = [
 ]
 VOCAB = 1024
 LAYERS = ("mamba", "attention", "mamba")
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 TOKENS = random_tokens(VOCAB, 1, 1100)[0].tolist()
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32, torch.float16], ids=str)
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=["h-350m", "h-tiny"])
-def model(request, dtype):
-    config = GraniteMoeHybridConfig.from_family(request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((name, dtype, None) for name in ("h-350m", "h-tiny") for dtype in TOLERANCES),
+        *(("h-tiny", torch.bfloat16, format) for format in GPU_FORMATS),
+    ],
+    ids=str,
+)
+def model(request):
+    name, dtype, format = request.param
+    config = GraniteMoeHybridConfig.from_family(name)
     config = replace(config, vocab_size=VOCAB, num_hidden_layers=len(LAYERS), layer_types=LAYERS)
-    return random_model(config, dtype=dtype)
+    model = random_model(config, dtype=dtype)
+    if format is not None:
+        quantize_model(model, format)
+    return model
 
 
 def run(model, cuts, max_length, buckets=None):
@@ -57,11 +65,10 @@ def run(model, cuts, max_length, buckets=None):
     return logits, last, *held
 
 
-def test_numbers(model, dtype):
-    runtime = CPURuntime(copy.deepcopy(model).float(), GenerationConfig())
+def test_numbers(model):
+    runtime = CPURuntime(copy.deepcopy(model).float(), GenerationConfig(), cpu_kernels="torch")
     [expected] = runtime.step(runtime.allocate(1, 1024), [Row(1, 0, TOKENS[:600])], all_logits=True)
-    tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    assert relative_error(run(model, [600], 1024)[0], expected.double()) <= tolerance
+    assert relative_error(run(model, [600], 1024)[0], expected.double()) <= TOLERANCES[model.dtype]
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [(600, (1024, 4096)), (1100, (2048, 8192))], ids=str)
