@@ -21,9 +21,10 @@ from granite4_neuron.ops.mamba_operators import chunked_scan
 _MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024
 _BLOCK_H = 4
 # Columns of a tile of x. NVIDIA's assembler of CUDA 12.8 may lose the addresses of narrower ones: tensor cores then
-# multiply other memory.
-_LEAST_BLOCK_P = 64
+# multiply other memory. It does not where a chunk's outputs are computed with states of 128 numbers and more.
+_LEAST_BLOCK_P, _NARROW_BLOCK_P, _STATE_OF_NARROW_BLOCK = 64, 32, 128
 _BLOCK_STATE = 1024  # numbers of a head's state that a program passes on
+_MOST_TOKENS = 2048  # at once, so that their states stay in a GPU's cache between two kernels
 _CHUNKS_AHEAD = 8
 
 
@@ -56,12 +57,32 @@ def _launch_scan_chunks(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    x, B, C = (_with_whole_tokens(values) for values in (x, B, C))
+    y, states = x.new_empty(x.shape), initial_states.float().contiguous()
+    for start in range(0, x.shape[1], _MOST_TOKENS):
+        part = slice(start, start + _MOST_TOKENS)
+        states = _scan(x[:, part], dt[:, part].contiguous(), A, B[:, part], C[:, part], D, states, y[:, part])
+    return y, states
+
+
+register_launch(scan_chunks, _launch_scan_chunks)
+
+
+def _scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    initial_states: torch.Tensor,
+    y: torch.Tensor,
+) -> torch.Tensor:
+    """Write the outputs to y; return the states after all tokens. Each token of x, B, C and y is contiguous."""
     batch, tokens, num_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2:]
     size = min(CHUNK_SIZE, max(16, triton.next_power_of_2(tokens)))
     chunks = triton.cdiv(tokens, size)
-    x, B, C = (_with_whole_tokens(values) for values in (x, B, C))
-    dt = dt.contiguous()
     constants = {"HEADS": num_heads, "GROUPS": n_groups, "D_STATE": d_state, "CHUNK": size}
     precision = input_precision("tf32x3")
 
@@ -72,7 +93,8 @@ def _launch_scan_chunks(
     )
 
     block_n = max(16, triton.next_power_of_2(d_state))
-    block_p = max(_LEAST_BLOCK_P, triton.next_power_of_2(head_dim))
+    columns = triton.next_power_of_2(head_dim)
+    block_p = max(_LEAST_BLOCK_P, columns)
     rows = min(_MOST_ROWS if shared_memory(x) >= _SHARED_MEMORY else _FEWER_ROWS, size)
     scores = dt.new_empty(batch, chunks, n_groups, size, size)
     _score_chunks_kernel[chunks * (size // rows), n_groups, batch](
@@ -115,7 +137,7 @@ def _launch_scan_chunks(
     numbers = head_dim * d_state
     _pass_states_kernel[triton.cdiv(numbers, _BLOCK_STATE), num_heads, batch](
         sums,
-        initial_states.float().contiguous(),
+        initial_states,
         before,
         states,
         chunks,
@@ -127,7 +149,6 @@ def _launch_scan_chunks(
         num_warps=4,
     )
 
-    y = x.new_empty(batch, tokens, num_heads, head_dim)
     _scan_chunks_kernel[num_heads, chunks * (size // rows), batch](
         x,
         dt,
@@ -141,19 +162,17 @@ def _launch_scan_chunks(
         chunks,
         *_strides(x),
         *_strides(C),
+        y.stride(0),
         HEAD_DIM=head_dim,
         BLOCK_M=rows,
-        BLOCK_P=block_p,
+        BLOCK_P=max(_NARROW_BLOCK_P, columns) if block_n >= _STATE_OF_NARROW_BLOCK else block_p,
         BLOCK_N=block_n,
         PRECISION=precision,
         num_warps=4,
         num_stages=1,  # fastest on an H200
         **constants,
     )
-    return y, states
-
-
-register_launch(scan_chunks, _launch_scan_chunks)
+    return states
 
 
 def _with_whole_tokens(values: torch.Tensor) -> torch.Tensor:
@@ -357,6 +376,7 @@ def _scan_chunks_kernel(
     stride_x,
     stride_C_batch,
     stride_C,
+    stride_y_batch,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -375,7 +395,7 @@ def _scan_chunks_kernel(
         x: [batch, tokens, HEADS, HEAD_DIM]. C: [batch, tokens, GROUPS, D_STATE]; both with their strides.
         dt: [batch, tokens, HEADS] in float32. D: [HEADS].
         sums, scores, before: as the other kernels write them.
-        y: [batch, tokens, HEADS, HEAD_DIM].
+        y: [batch, tokens, HEADS, HEAD_DIM], each sequence contiguous.
     """
     pid_h, pid_b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     pid_c, pid_m = tl.program_id(1) // (CHUNK // BLOCK_M), tl.program_id(1) % (CHUNK // BLOCK_M)
@@ -408,5 +428,5 @@ def _scan_chunks_kernel(
     offs_t = first + offs_m
     own = _load_rows(x, offs_t, tokens, stride_x, offs_p, mask_p).to(tl.float32)
     acc += own * tl.load(D + pid_h).to(tl.float32)
-    ptrs = y + ((pid_b * tokens + offs_t[:, None]) * HEADS + pid_h) * HEAD_DIM + offs_p[None]
+    ptrs = y + pid_b * stride_y_batch + (offs_t[:, None] * HEADS + pid_h) * HEAD_DIM + offs_p[None]
     tl.store(ptrs, acc.to(y.dtype.element_ty), (offs_t < tokens)[:, None] & mask_p[None])

@@ -383,7 +383,7 @@ def test_prompts(tokens, dtype, config, compiled):
         assert sum(each.asm["ptx"].count("ld.global.b16") for each in scan) == 1  # a head's D
 
 
-@pytest.mark.parametrize(("head_dim", "d_state"), [(16, 128), (24, 40), (32, 64)])
+@pytest.mark.parametrize(("head_dim", "d_state"), [(16, 128), (24, 40), (32, 64), (32, 128)])
 @pytest.mark.parametrize("tokens", [40, 150])
 def test_scan_of_small_heads(tokens, head_dim, d_state, compiled):
     """With tiles as narrow as these heads, the assembler of CUDA 12.8 reads registers that nothing has written."""
