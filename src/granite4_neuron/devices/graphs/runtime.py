@@ -49,7 +49,8 @@ START, LENGTH, SLOT, TOKENS = range(4)
 _NO_STOPS = [FROM_DEVICE] * MOST_STOPS
 
 Tensors = Sequence[torch.Tensor]
-_Output = tuple[Sequence[int], torch.Tensor]  # rows' numbers in a step, ascending, and their logits on the host
+_Pending = Callable[[], torch.Tensor]  # waits for an output of a graph, and returns it on the host
+_Output = tuple[Sequence[int], _Pending]  # rows' numbers in a step, ascending, and their logits
 
 
 class DecodedOnDevice(NamedTuple):
@@ -152,16 +153,16 @@ class GraphRuntime(BoundModel, ABC):
         """
         decoding = [row for row in rows if _is_decode(row)]
         if len(decoding) == len(rows):
-            decoded = self._decode_rows(state, rows)
+            decoded = self._launch_decode(state, rows)()
             return decoded[:, None] if all_logits else decoded  # not copied: logits are large
         if all_logits:
-            of_decoding = iter(self._decode_rows(state, decoding)[:, None] if decoding else ())
+            of_decoding = iter(self._launch_decode(state, decoding)()[:, None] if decoding else ())
             logits = [next(of_decoding) if _is_decode(row) else self._all_logits(state, row) for row in rows]
             return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True)
         numbers = [number for number, row in enumerate(rows) if _is_decode(row)]
-        outputs = [(numbers, self._decode_rows(state, decoding))] if decoding else []
+        outputs = [(numbers, self._launch_decode(state, decoding))] if decoding else []
         prompts = {number: row for number, row in enumerate(rows) if not _is_decode(row)}
-        return _joined([*outputs, *self._prefill(state, prompts)], len(rows))
+        return _joined([*outputs, *self._launch_prefill(state, prompts)], len(rows))
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
@@ -252,19 +253,25 @@ class GraphRuntime(BoundModel, ABC):
         idle = [Row(slot, 0, []) for slot in itertools.islice(free, count - len(rows))]
         return [*rows, *idle], range(len(rows))
 
-    def _decode_rows(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
-        """Decode one token of each row; return logits [rows, vocab_size]. Slots without a row keep their state."""
+    def _start_copy(self, output: torch.Tensor) -> _Pending:
+        """Return a function that copies an output to the host. If the output will be overwritten, the copy begins at
+        once.
+        """
+        return output.cpu
+
+    def _launch_decode(self, state: HybridState, rows: Sequence[Row]) -> _Pending:
+        """Decode one token of each row to logits [rows, vocab_size]. Slots without a row keep their state."""
         placed, entries = self._placed(rows, state)
-        logits = self._run_decode(state, decode_inputs(placed), bucket_of_cache(rows, state)).cpu()
-        return entries_of(logits, entries)
+        logits = self._start_copy(self._run_decode(state, decode_inputs(placed), bucket_of_cache(rows, state)))
+        return lambda: entries_of(logits(), entries)
 
     def prompts_together(self, tokens: int) -> int:
         """Return the most prompts that a graph takes with a piece of so many tokens, a bucket, of each."""
         return 1
 
-    def _prefill(self, state: HybridState, rows: Mapping[int, Row]) -> list[_Output]:
+    def _launch_prefill(self, state: HybridState, rows: Mapping[int, Row]) -> list[_Output]:
         """Prefill rows, by their numbers, in pieces. The first pieces of all rows run before the second ones, and so
-        on; of these, pieces of one bucket run together.
+        on; of these, pieces of one bucket run together. No piece waits until the host has the logits of another.
         """
         outputs: list[_Output] = []
         for together in itertools.zip_longest(*(_pieces_of(row, self.prefill_buckets) for row in rows.values())):
@@ -274,7 +281,7 @@ class GraphRuntime(BoundModel, ABC):
                 for numbers in _groups(in_bucket, self.prompts_together(tokens)):
                     group = [numbered[number][1] for number in numbers]
                     logits = self._run_prefill(state, graph_inputs(group, tokens), bucket_of_cache(group, state), False)
-                    outputs.append((numbers, logits.cpu()))
+                    outputs.append((numbers, self._start_copy(logits)))
         return outputs
 
     def _all_logits(self, state: HybridState, row: Row) -> torch.Tensor:
@@ -304,14 +311,17 @@ def _groups(numbers: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 
 
 def _joined(outputs: Sequence[_Output], rows: int) -> torch.Tensor:
-    """Return the last logits of each row, [rows, vocab_size]; those of one graph with all rows are not copied."""
-    numbers, last = outputs[-1]
+    """Wait for outputs; return the last logits of each row, [rows, vocab_size]. Those of one graph with all rows are
+    not copied.
+    """
+    numbers, pending = outputs[-1]
+    last = pending()
     if len(numbers) == rows:
         return last
     logits = torch.empty(rows, last.shape[1])
-    for numbers, output in outputs:
+    for numbers, pending in outputs:
         # Not by torch, whose threads would first have to wake: it took 4.6 ms beside a GPU.
-        logits.numpy()[numbers] = output.numpy()
+        logits.numpy()[numbers] = pending().numpy()
     return logits
 
 

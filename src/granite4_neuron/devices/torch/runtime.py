@@ -319,7 +319,7 @@ class TorchRuntime(GraphRuntime):
 
     def _run_decode(self, state: HybridState, inputs: torch.Tensor, kv_length: int) -> torch.Tensor:
         logits, *_ = self._run_decode_and_choose(state, inputs, kv_length)
-        return self._to_host(logits)
+        return logits
 
     def _run_decode_and_choose(
         self, state: HybridState, inputs: torch.Tensor, kv_length: int
@@ -415,7 +415,7 @@ class TorchRuntime(GraphRuntime):
         key = GraphKey(kv_length, in_order=in_order, looks_up=not by_view, all_logits=all_logits)
         if self._captures and not all_logits:
             logits, _ = self._execute(run_step, state, key, inputs)
-            return self._to_host(logits)
+            return logits
         slot = int(inputs[0, SLOT]) if by_view else None
         if in_order:
             inputs = inputs.clone()
@@ -516,9 +516,6 @@ class TorchRuntime(GraphRuntime):
         return to_host(output) if self._captures else output.cpu()
 
     def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that copies an output to the host. If the output will be overwritten, the copy begins at
-        once.
-        """
         return start_copy(output) if self._captures else output.cpu
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
