@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _quantize(model, options.quantize, torch.device(options.device))
     state_dtype = getattr(torch, options.state_dtype)
     choices = dict(
+        prefill_buckets=options.prefill_buckets,
         device=options.device,
         graphs=options.graphs,
         batch_invariant=options.batch_invariant,
@@ -260,6 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_and_device(parser)
     parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
+    parser.add_argument("--prefill-buckets", type=at_least(1), nargs="+", metavar="N", help="as for generate")
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="the model's first N layers (default: all)")
     parser.add_argument("--graphs", metavar="WHAT", help="as for generate (default: the device's)")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="quantize the large weights (default: none)")
