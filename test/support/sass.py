@@ -10,20 +10,23 @@ _DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
 
-def reads_of_unwritten_registers(cubin, folder):
-    """Return the instructions that read a uniform register which no earlier one writes, in the order of the code.
-
-    Such registers hold the addresses of tiles in shared memory for tensor cores.
+def spills(cubin, folder):
+    """Return the instructions that write registers to memory or read them from there, because there are too few.
 
     Args:
         cubin: machine code for compute capability 9.0.
         folder: for a temporary file.
     """
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run([_DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
+    return [f"{name} {text}" for name, text in _instructions(cubin, folder) if name.split(".")[0] in ("STL", "LDL")]
+
+
+def reads_of_unwritten_registers(cubin, folder):
+    """Return the instructions that read a uniform register which no earlier one writes, in the order of the code.
+
+    Such registers hold the addresses of tiles in shared memory for tensor cores. The arguments are those of `spills`.
+    """
     written, found = set(), []
-    for name, text in _INSTRUCTION.findall(listing):
+    for name, text in _instructions(cubin, folder):
         operands = [each.strip() for each in text.split(",")]
         result = re.fullmatch(r"UR(\d+)", operands[0])
         sources = operands[1:] if result else operands
@@ -34,6 +37,14 @@ def reads_of_unwritten_registers(cubin, folder):
             first = int(result[1])
             written.update(range(first, first + (2 if ".64" in name or ".WIDE" in name else 1)))
     return found
+
+
+def _instructions(cubin, folder):
+    """Return the name and the operands of each instruction, in the order of the code."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run([_DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
+    return _INSTRUCTION.findall(listing)
 
 
 def _uniform_registers(name, sources):

@@ -25,7 +25,8 @@ _BLOCK_OF_SUMS = 1024
 # (BLOCK_M, rows of weights, num_warps, num_stages), as in `products`. The first two were the fastest on an H200 with
 # 2,048 and 8,192 tokens of h-tiny, and with 512; the large one is for experts that have enough choices on average.
 _LARGE_TILE, _TILE, _TILE_OF_FLOAT32 = (128, 256, 8, 4), (64, 256, 4, 4), (64, 64, 4, 2)
-_TILE_OF_QUANTIZED = 64, 256, 8, 3
+# With eight warps Triton 3.6 computes other numbers where a product takes its left operand from registers.
+_TILE_OF_QUANTIZED = 64, 128, 4, 3
 
 
 def fused_experts(
@@ -208,20 +209,44 @@ def _multiply_choices_kernel(
                 acc = tl.dot(tile, tl.trans(weights), acc, input_precision=PRECISION)
         elif scales is not None:
             of_expert = rows_from((weight, scales), expert.to(tl.int64) * (NUM_WEIGHTS * N), K)
-            offs_w = tl.arange(0, NUM_WEIGHTS * BLOCK_N)
-            offs_w = offs_w // BLOCK_N * N + pid_n * BLOCK_N + offs_w % BLOCK_N
-            acc = tl.zeros([BLOCK_M, NUM_WEIGHTS * BLOCK_N], tl.float32)
-            offs_k = tl.arange(0, BLOCK_K)
-            for start in range(0, K, BLOCK_K):
-                tile = load_columns(row_ptrs + offs_k[None], start, offs_k[None], K, BLOCK_K)
-                weights = load_numbers(of_expert, offs_w, NUM_WEIGHTS * N, start, K, BLOCK_K, tile.dtype)
-                acc = tl.dot(tile, tl.trans(weights), acc, input_precision=PRECISION)
+            first = pid_n * BLOCK_N
+            acc = _multiply_quantized_tile(row_ptrs, of_expert, first, N, K, NUM_WEIGHTS, BLOCK_N, BLOCK_K, PRECISION)
         else:
             weight += expert.to(tl.int64) * (NUM_WEIGHTS * N * K)
             acc = multiply_tile(row_ptrs, weight, pid_n * BLOCK_N, N, K, NUM_WEIGHTS, BLOCK_N, BLOCK_K, PRECISION)
         output = outputs_of(acc, NUM_WEIGHTS, y.dtype.element_ty)
         mask = mask_m[:, None] & (offs_n < N)[None]
         tl.store(y + choice[:, None] * N + offs_n[None], output.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _multiply_quantized_tile(
+    rows,
+    weight,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Do the same as `products.multiply_tile` with a quantized weight, `weights.stored`; the bits are those of the
+    dequantized weight.
+
+    Weights are the left operand because tensor cores can take that from registers, where they are dequantized.
+    """
+    offs_k, offs_n = tl.arange(0, BLOCK_K), tl.arange(0, NUM_WEIGHTS * BLOCK_N)
+    row = first + offs_n % BLOCK_N
+    if N % BLOCK_N != 0:
+        row = tl.where(row < N, row, 0)
+    row += offs_n // BLOCK_N * N
+    acc = tl.zeros([NUM_WEIGHTS * BLOCK_N, rows.shape[0]], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        tile = load_columns(rows + offs_k[None], start, offs_k[None], K, BLOCK_K)
+        weights = load_numbers(weight, row, None, start, K, BLOCK_K, tile.dtype)
+        acc = tl.dot(weights, tl.trans(tile), acc, input_precision=PRECISION)
+    return tl.trans(acc)
 
 
 @triton.jit

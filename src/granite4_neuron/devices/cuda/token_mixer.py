@@ -27,8 +27,8 @@ from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor
 from granite4_neuron.ops import norm
 from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 
-# Rows of a head's state per program.
-_BLOCK_D = 16
+# Rows of a head's state per program, and of one that is rounded: more rows have fewer instructions each.
+_BLOCK_D, _BLOCK_D_OF_ROUNDED = 16, 32
 
 # -- norm, projection and convolution
 
@@ -400,7 +400,8 @@ def launch_recurrence(
     batch, (num_heads, head_dim, d_state) = len(lengths), ssm_state.shape[1:]
     d_inner = num_heads * head_dim
     group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
-    block_d, block_dstate = min(_BLOCK_D, triton.next_power_of_2(head_dim)), triton.next_power_of_2(d_state)
+    most_d = _BLOCK_D if stream is None else _BLOCK_D_OF_ROUNDED
+    block_d, block_dstate = min(most_d, triton.next_power_of_2(head_dim)), triton.next_power_of_2(d_state)
     if stream is not None:
         block_d, block_dstate = max(block_d, FEWEST_ROWS), max(block_dstate, FEWEST_COLUMNS)
     _recurrence_kernel[num_heads, triton.cdiv(head_dim, block_d), batch](

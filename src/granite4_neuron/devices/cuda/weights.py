@@ -7,9 +7,9 @@ A product with one vector takes as long as memory does, if the rows (`load_tile`
 the vector is prepared for that once, in a launch before (`prepare`). Other products read a tile as numbers in the
 activations' dtype for tensor cores (`load_numbers`), so they have the bits of a product with the dequantized matrix.
 
-In a kernel, scales in float32 mean that a byte is a column: values in int8 are numbers of int8, others of FP8. FP8 is
-read by shifts: all GPUs and Triton's interpreter have these. For products with one vector they take longer than memory;
-GPUs of compute capability 9.0 and later have instructions for these (`_number_products`).
+In a kernel, scales in float32 mean that a byte is a column: values in int8 are numbers of int8, others of FP8. GPUs of
+compute capability 9.0 and later have instructions for FP8. Elsewhere, as in Triton's interpreter, it is read by shifts,
+which take longer than memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from granite4_neuron.config.choices import FP8_GROUP, INT4_GROUP
 from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm, rms_norm_part
-from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, has_compute_capability, launch_options
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
 from granite4_neuron.ops.fp8 import FORMAT as FP8
@@ -43,9 +43,14 @@ def parts_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def stored(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return the argument of a kernel for a matrix."""
-    if values.dtype == torch.float8_e4m3fn:
+    if values.dtype == torch.float8_e4m3fn and not has_fp8(values):
         values = values.view(torch.uint8)
     return (values,) if scales is None else (values, scales)
+
+
+def has_fp8(x: torch.Tensor) -> bool:
+    """Return whether kernels on x's device take numbers of FP8 as such; elsewhere they are bytes."""
+    return x.is_cuda and has_compute_capability(x, 9)
 
 
 def width_of(w1: torch.Tensor, w2: torch.Tensor) -> int:
@@ -446,33 +451,61 @@ def dot4(codes, bytes, acc, SIGNED: tl.constexpr):
 def load_numbers(weight, offs_n, N, start, K: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr):
     """Load a tile of a matrix [N, K], rounded to DTYPE as `Format.dequantize` rounds: columns from start on, [BLOCK_N,
     BLOCK_K], zeros outside the matrix.
+
+    Args:
+        N: None if all rows exist.
     """
-    offs_k = start + tl.arange(0, BLOCK_K)
-    mask = (offs_n < N)[:, None] & (offs_k < K)[None]
     if len(weight) == 1:
-        return tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0.0)
+        return _load_columns(weight[0], offs_n, N, start, K, BLOCK_K)
     elif weight[0].dtype.element_ty == tl.int8:
-        codes = tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0).to(tl.float32)
-        return (codes * tl.load(weight[1] + offs_n, offs_n < N, 0.0)[:, None]).to(DTYPE)
+        pairs = weight[0].to(tl.pointer_type(tl.int16), bitcast=True)
+        pairs = _load_columns(pairs, offs_n, N, start // 2, K // 2, BLOCK_K // 2).to(tl.int32)
+        # As float32 these are 2^23 + 128 + code and 2^15 + 128 + code. Converting integers takes four times as long.
+        even, odd = select_bits(pairs, 0xFF, 0x4B000080), select_bits(pairs, 0xFF00, 0x47008000)
+        even, odd = even.to(tl.float32, bitcast=True) - 8388736.0, odd.to(tl.float32, bitcast=True) - 32896.0
+        codes = tl.reshape(tl.join(even, odd), [offs_n.shape[0], BLOCK_K])
+        scales = tl.load(weight[1] + offs_n) if N is None else tl.load(weight[1] + offs_n, offs_n < N, 0.0)
+        return (codes * scales[:, None]).to(DTYPE)
     elif weight[1].dtype.element_ty == tl.float32:
         SPAN: tl.constexpr = _GROUP_OF_FP8 if BLOCK_K >= _GROUP_OF_FP8 else BLOCK_K
-        offs_piece = start // 16 + tl.arange(0, BLOCK_K // SPAN) * (SPAN // 16)
-        scales = _load_scales(weight, offs_n[:, None], offs_piece[None], (offs_n < N)[:, None], K)
-        codes = tl.load(weight[0] + offs_n[:, None] * K + offs_k[None], mask, 0).to(tl.int32)
-        numbers = tl.reshape(_numbers_of_fp8(codes << 24), [offs_n.shape[0], BLOCK_K // SPAN, SPAN])
+        SCALES: tl.constexpr = (K + _GROUP_OF_FP8 - 1) // _GROUP_OF_FP8  # of a row
+        scales = _load_columns(weight[1], offs_n, N, start // _GROUP_OF_FP8, SCALES, BLOCK_K // SPAN)
+        codes = _load_columns(weight[0], offs_n, N, start, K, BLOCK_K)
+        numbers = codes.to(tl.float32) if codes.dtype == tl.float8e4nv else _numbers_of_fp8(codes.to(tl.int32) << 24)
+        numbers = tl.reshape(numbers, [offs_n.shape[0], BLOCK_K // SPAN, SPAN])
         return tl.reshape(numbers * scales[:, :, None], [offs_n.shape[0], BLOCK_K]).to(DTYPE)
     else:
-        offs_byte = tl.arange(0, BLOCK_K // 2) + start // 2
-        offs_group = tl.arange(0, BLOCK_K // _GROUP) + start // _GROUP
         GROUPS: tl.constexpr = (K + _GROUP - 1) // _GROUP
-        is_byte = (offs_n < N)[:, None] & (offs_byte < GROUPS * 16)[None]
-        pairs = tl.load(weight[0] + offs_n[:, None] * (GROUPS * 16) + offs_byte[None], is_byte, 0)
-        scales = _load_scales(weight, offs_n[:, None], offs_group[None], (offs_n < N)[:, None], K).to(tl.float32)
-        pairs = pairs.to(tl.int32)
-        codes = tl.join((pairs << 16) & 0xF0000, (pairs << 12) & 0xF0000) | 0x43000000  # as float32: 128 + code
+        pairs = _load_columns(weight[0], offs_n, N, start // 2, GROUPS * 16, BLOCK_K // 2).to(tl.int32)
+        scales = _load_columns(weight[1], offs_n, N, start // _GROUP, GROUPS, BLOCK_K // _GROUP).to(tl.float32)
+        # As float32 these are 2^19 + code. A scale has 8 bits, so 2^19 + 8 times a scale is exact.
+        codes = tl.join(select_bits(pairs << 4, 0xF0, 0x49000000), select_bits(pairs, 0xF0, 0x49000000))
         codes = tl.reshape(codes, [offs_n.shape[0], BLOCK_K // _GROUP, _GROUP]).to(tl.float32, bitcast=True)
-        numbers = tl.fma(codes, tl.broadcast_to(scales[:, :, None], codes.shape), -136.0 * scales[:, :, None])
+        numbers = tl.fma(codes, tl.broadcast_to(scales[:, :, None], codes.shape), -524296.0 * scales[:, :, None])
         return tl.reshape(numbers, [offs_n.shape[0], BLOCK_K]).to(DTYPE)
+
+
+@triton.jit
+def _load_columns(values, offs_n, N, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load columns of rows offs_n of values [N, K], from start on: [BLOCK_N, BLOCK_K], zeros outside."""
+    offs_k = start + tl.arange(0, BLOCK_K)
+    ptrs = values + offs_n[:, None] * K + offs_k[None]
+    other = tl.zeros([1, 1], tl.float32).to(values.dtype.element_ty)
+    if N is None:
+        if K % BLOCK_K == 0:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, (offs_k < K)[None], other)
+    else:
+        return tl.load(ptrs, (offs_n < N)[:, None] & (offs_k < K)[None], other)
+
+
+@triton.jit
+def select_bits(words, MASK: tl.constexpr, BITS: tl.constexpr):
+    """Return (words & MASK) ^ BITS in one instruction: of two constants a compiler makes two."""
+    return tl.inline_asm_elementwise(
+        f"lop3.b32 $0, $1, {MASK}, {BITS}, 0x6A;", "=r,r", [words], tl.int32, is_pure=True, pack=1
+    )
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

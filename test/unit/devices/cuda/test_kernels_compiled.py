@@ -23,6 +23,7 @@ from granite4_neuron.devices.cuda import (  # noqa: E402
     mamba,
     products,
     sampling,
+    weights,
 )
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens  # noqa: E402
 from granite4_neuron.devices.cuda.experts import choose_experts  # noqa: E402
@@ -34,7 +35,7 @@ from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E40
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 from test.support.quantizing import GPU_FORMATS  # noqa: E402
-from test.support.sass import reads_of_unwritten_registers  # noqa: E402
+from test.support.sass import reads_of_unwritten_registers, spills  # noqa: E402
 
 pytestmark = [
     pytest.mark.versions,
@@ -49,7 +50,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
-TYPES |= {torch.int8: "*i8", torch.uint8: "*u8"}
+TYPES |= {torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 EPS = 1e-5
 # Weights, and arguments that no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
@@ -122,6 +123,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
     monkeypatch.setattr(launch, "supports_gdc", lambda x: True)
+    monkeypatch.setattr(weights, "has_fp8", lambda x: True)
     yield compiled
     assert not [each.metadata.name for each in compiled if each.metadata.shared > 227 * 1024]
     for each in compiled:
@@ -194,9 +196,10 @@ def reads_of_tensors(compiled):
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("format", GPU_FORMATS)
-def test_quantized_weights(format, batch, config, compiled):
+def test_quantized_weights(format, batch, config, compiled, tmp_path):
     """A program of one row reads 16 bytes at a time, and multiplies them where they are: threads exchange no more than
-    sums and numbers of pieces. Numbers of FP8 without a leading bit are not taken for 0.
+    sums and numbers of pieces. Numbers of FP8 without a leading bit are not taken for 0. For prompts tensor cores take
+    weights of experts from the registers in which they are dequantized.
     """
 
     def weight(*shape):
@@ -224,6 +227,14 @@ def test_quantized_weights(format, batch, config, compiled):
         chosen = float32(512, top_k), int32(512, top_k)
         LAUNCHES[multiply_by_experts](empty(512, hidden), w1[0], w2[0], *chosen, w1[1], w2[1])
     LAUNCHES[products.multiply_tokens](empty(512, hidden), first[0], None, True, False, first[1])
+    of_prompts = [each for each in compiled if each.metadata.name == "_multiply_choices_kernel"]
+    assert len(of_prompts) == (2 if experts else 0)
+    for each in of_prompts:
+        operands = re.findall(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*(\{|%)", each.asm["ptx"])
+        assert operands and set(operands) == {"{"}
+        assert not spills(each.asm["cubin"], tmp_path)
+        assert not re.search(r"cvt\.rn\.f32\.s", each.asm["ptx"])  # a quarter as fast as other instructions
+        assert ("e4m3x2" in each.asm["ptx"]) == (format == "fp8")
     if batch == 1:
         of_one = [each for each in compiled if "_of_one" in each.metadata.name]
         assert len(of_one) == (6 if experts else 4)

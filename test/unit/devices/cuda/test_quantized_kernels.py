@@ -138,6 +138,24 @@ def test_experts_of_prompts(is_gated, format, dtype):
     compare(multiply_by_experts, given, {1: w1[2], 2: w2[2], 3: topk_weights, 5: None, 6: None}, dtype)
 
 
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("format", GPU_FORMATS)
+def test_experts_of_prompts_have_the_bits_of_dequantized_weights(format, is_gated):
+    """Of any number of tokens, though weights are another operand of the tensor cores' instruction."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    experts, width, columns, tokens = 4, 72, 104, 150
+    shapes = (experts, (1 + is_gated) * width, columns), (experts, columns, width)
+    quantized = [GPU_FORMATS[format].quantize(random(*shape) / shape[-1] ** 0.5) for shape in shapes]
+    w1, w2 = (copied(each.dequantize(dtype), DEVICE) for each in quantized)
+    (v1, s1), (v2, s2) = ((copied(each.values, DEVICE), copied(each.scales, DEVICE)) for each in quantized)
+    x, topk_weights = copied(random(tokens, columns, dtype=dtype), DEVICE), copied(random(tokens, 2), DEVICE)
+    ids = copied(torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).int(), DEVICE)
+    exact = LAUNCHES[multiply_by_experts](x, w1, w2, topk_weights, ids)
+    for part in (slice(0, tokens), slice(0, 70), slice(70, tokens)):
+        y = LAUNCHES[multiply_by_experts](x[part], v1, v2, topk_weights[part], ids[part], s1, s2)
+        assert torch.equal(y, exact[part])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_number_of_fp8(dtype):
     """A row has one number that is not 0, in turn of each place in a word."""

@@ -57,7 +57,8 @@ def operators(rows):
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch):
     """Have the interpreter multiply the values of bfloat16, not the bits, and add from the first column on, as a GPU
-    does: NumPy's order depends on the shapes. And give it the products of a GPU's instruction for bytes.
+    does: NumPy's order depends on the shapes. Have it round a fused multiply-add once. And give it what a GPU's
+    instructions for bytes and bits do.
     """
     if DEVICE == "cuda":
         return
@@ -74,7 +75,12 @@ def products_of_bfloat16(monkeypatch):
             total += column[:, None] * row
         return TensorHandle(total, acc.dtype.scalar)
 
+    def create_fma(self, x, y, z):
+        exact = x.data.astype("float64") * y.data + z.data
+        return TensorHandle(exact.astype(x.data.dtype), x.dtype.scalar)
+
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
 
     def dot4(codes, bytes, acc, signed):
         for shift in (0, 8, 16, 24):
@@ -83,6 +89,7 @@ def products_of_bfloat16(monkeypatch):
         return acc
 
     monkeypatch.setattr(weights_of_kernels, "dot4", dot4)
+    monkeypatch.setattr(weights_of_kernels, "select_bits", lambda words, mask, bits: (words & mask) ^ bits)
 
 
 def lengths_of(batch, length):
