@@ -185,6 +185,7 @@ def _plan_gpu(options: argparse.Namespace) -> int:
     table.add_row("weights", _gibibytes(planned.weights))
     table.add_row(f"Mamba state of {options.batch_size}", _gibibytes(planned.states))
     table.add_row(f"KV cache of {options.batch_size} x {context:,} tokens", _gibibytes(planned.cache))
+    table.add_row(f"choices of tokens for {options.batch_size}", _gibibytes(planned.choices))
     table.add_row("graphs of prompts, estimated", _gibibytes(planned.steps))
     table.add_row("libraries and kernels, estimated", _gibibytes(LIBRARIES))
     fits = planned.total <= options.gpu_memory * 2**30

@@ -1,4 +1,6 @@
-"""What a model needs of a GPU's memory, for the backend torch on cuda: weights, states and caches are exact."""
+"""What a model needs of a GPU's memory, for the backend torch on cuda. What graphs, libraries and kernels take is
+estimated, the rest is exact.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import torch
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
 from granite4_neuron.config import ModelConfig
+from granite4_neuron.devices.cuda.choices import ChoiceTables
 from granite4_neuron.devices.cuda.torch_device import CUDA
-from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, cache_buckets, cache_length
+from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, cache_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
 from granite4_neuron.ops.operators import TORCH
@@ -26,6 +29,7 @@ class GpuPlan:
 
     format: by which the model is named, if weights are quantized.
     cache: keys and values of all sequences, as many as the cache of a state of this context has room for.
+    choices: what the device needs of each sequence to choose its tokens.
     steps: an estimate of what the captured graphs of prompts keep for their activations.
     """
 
@@ -33,11 +37,12 @@ class GpuPlan:
     weights: int
     states: int
     cache: int
+    choices: int
     steps: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.states + self.cache + self.steps + LIBRARIES
+        return self.weights + self.states + self.cache + self.choices + self.steps + LIBRARIES
 
 
 def gpu_plan(
@@ -68,12 +73,13 @@ def gpu_plan(
         raise UserError(f"{name} weights do not run on a GPU, which computes with {', '.join(CUDA.formats)}.")
     weights = WeightPlan(model, dtype, formats, TORCH).num_bytes
     length, itemsize = cache_length(context, config.max_position_embeddings), dtype.itemsize
-    # Each length of a prompt's piece has a graph for each length of the cache, and each graph its own memory.
-    pieces = (*PREFILL_BUCKETS, *CUDA.long_prompts)
-    steps = sum(pieces) * len(cache_buckets(length)) * _activations(config, itemsize)
+    # At most: a graph for each length of a prompt's piece, with memory of its own.
+    steps = sum((*PREFILL_BUCKETS, *CUDA.long_prompts)) * _activations(config, itemsize)
     states = batch_size * sequence_bytes(config, itemsize)
     cache = (batch_size + 1) * length * token_bytes(config, itemsize)  # idle rows write to a slot of their own
-    return GpuPlan(model_format(formats).name if formats else None, weights, states, cache, steps)
+    tables = ChoiceTables(batch_size, config.vocab_size, torch.device("meta")).tables
+    choices = sum(table.nbytes for table in tables)
+    return GpuPlan(model_format(formats).name if formats else None, weights, states, cache, choices, steps)
 
 
 def _activations(config: ModelConfig, itemsize: int) -> int:

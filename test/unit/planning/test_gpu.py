@@ -29,6 +29,8 @@ def test_weights_and_states_are_exact(quantize):
     sizes = [(tensor.nbytes, id(tensor) in recurrent) for tensor in state.tensors()]
     assert planned.states == sum(nbytes for nbytes, is_state in sizes if is_state)
     assert planned.cache == sum(nbytes for nbytes, is_state in sizes if not is_state)
+    # Of each token of the vocabulary two numbers and two bits, and the token chosen last.
+    assert planned.choices == 3 * (model.config.vocab_size * (4 + 4 + 2 / 8) + 4)
 
 
 def test_a_checkpoint_is_planned_as_it_is_loaded(tmp_path, capsys):
