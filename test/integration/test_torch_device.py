@@ -385,6 +385,16 @@ class TestOperatorsOfAGPU:
         assert None not in texts[0] and texts[1:] == texts[:1] * 3 and engines[1].stats.drafted_tokens
         check_tokens_by_all_options(runtime, monkeypatch)
 
+    def test_logits_of_graphs_whose_outputs_are_overwritten(self, monkeypatch):
+        """Steps of several pieces, and of prompts beside decode, begin to copy logits before the next graph runs."""
+        as_captured(monkeypatch)
+        model = random_model(small_config(**FEW_LAYERS))
+        cpu = CPURuntime(model, GenerationConfig())
+        ours = TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="eager", prefill_by_view=False)
+        ours._captures = True
+        for logits, expected in zip(*(run_steps(each, STEPS, 5, 200) for each in (ours, cpu)), strict=True):
+            assert (logits - expected).abs().max() <= 1e-5
+
     @pytest.mark.parametrize("sequences", [3, 4])
     def test_prompts_of_a_warm_engine_share_graphs(self, sequences, monkeypatch):
         """Texts are those of a CPU. Without `warm_up` a prompt would wait for the compiler, so it has a graph alone."""
