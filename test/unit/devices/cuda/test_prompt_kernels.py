@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from granite4_neuron import ops
-from granite4_neuron.devices.cuda import flash_attention, fused_moe, products
+from granite4_neuron.devices.cuda import flash_attention, fused_moe, products, ssd_chunk_scan
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
 from granite4_neuron.devices.cuda.flash_attention import attend_prompt
 from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
@@ -16,6 +16,7 @@ from granite4_neuron.devices.cuda.norms import normalize
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
+from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from test.support.oracles import relative_error, ssm_recurrence
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_kernels import DEVICE, copied, random, seed
@@ -177,6 +178,15 @@ class TestScan:
         if largest_A > 100:
             arguments[1].mul_(0.01)
             arguments[1][:, 1::40] = 50.0
+        outputs = launch(scan_chunks, *arguments, state)
+        for ours, expected in zip(outputs, ssm_recurrence(*arguments, state), strict=True):
+            assert relative_error(ours, expected) <= 2e-6
+
+    def test_parts_of_long_prompts(self, monkeypatch):
+        """Of several sequences; the last part has no whole chunk."""
+        monkeypatch.setattr(ssd_chunk_scan, "_MOST_TOKENS", CHUNK_SIZE)
+        arguments, state = self.inputs(300, heads=2, batch=2, largest_A=1.0)
+        arguments[1].mul_(0.01)  # so that states last
         outputs = launch(scan_chunks, *arguments, state)
         for ours, expected in zip(outputs, ssm_recurrence(*arguments, state), strict=True):
             assert relative_error(ours, expected) <= 2e-6

@@ -138,12 +138,13 @@ def test_experts_of_prompts(is_gated, format, dtype):
     compare(multiply_by_experts, given, {1: w1[2], 2: w2[2], 3: topk_weights, 5: None, 6: None}, dtype)
 
 
+@pytest.mark.parametrize(("width", "columns"), [(72, 104), (128, 192)])  # the second ones fill tiles, of all dtypes
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "ungated"])
 @pytest.mark.parametrize("format", GPU_FORMATS)
-def test_experts_of_prompts_have_the_bits_of_dequantized_weights(format, is_gated):
+def test_experts_of_prompts_have_the_bits_of_dequantized_weights(format, is_gated, width, columns):
     """Of any number of tokens, though weights are another operand of the tensor cores' instruction."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    experts, width, columns, tokens = 4, 72, 104, 150
+    experts, tokens = 4, 150
     shapes = (experts, (1 + is_gated) * width, columns), (experts, columns, width)
     quantized = [GPU_FORMATS[format].quantize(random(*shape) / shape[-1] ** 0.5) for shape in shapes]
     w1, w2 = (copied(each.dequantize(dtype), DEVICE) for each in quantized)
