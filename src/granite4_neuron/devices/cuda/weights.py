@@ -9,7 +9,7 @@ activations' dtype for tensor cores (`load_numbers`), so they have the bits of a
 
 In a kernel, scales in float32 mean that a byte is a column: values in int8 are numbers of int8, others of FP8. GPUs of
 compute capability 9.0 and later have instructions for FP8. Elsewhere, as in Triton's interpreter, it is read by shifts,
-which take longer than memory.
+which take longer than reading memory.
 """
 
 from __future__ import annotations
