@@ -142,10 +142,6 @@ class CountingRuntime(TorchRuntime):
         self._count_input(inputs)
         return super()._to_device(inputs)
 
-    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
-        self._count_output(output)
-        return super()._to_host(output)
-
     def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
         self._count_output(output)
         return super()._start_copy(output)

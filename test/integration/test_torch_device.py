@@ -327,7 +327,6 @@ def as_captured(monkeypatch):
     """Let a runtime capture on a CPU."""
     monkeypatch.setattr(OverwrittenGraph, "captured", [])  # so that nothing is kept after the test
     monkeypatch.setattr(torch_device, "CudaGraph", OverwrittenGraph)
-    monkeypatch.setattr(torch_device, "to_host", torch.clone)
     monkeypatch.setattr(torch_device, "start_copy", lambda tensor: partial(torch.clone, tensor.clone()))
 
 

@@ -91,14 +91,9 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor from a GPU through pinned memory, and wait for it."""
-    return start_copy(tensor)()
-
-
 def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a tensor from a GPU as `to_host` does. Return a function that waits for the copy only, not for work
-    launched after it, and returns the tensor.
+    """Begin to copy a tensor from a GPU through pinned memory. Return a function that waits for the copy only, not for
+    work launched after it, and returns the tensor.
     """
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copied.copy_(tensor, non_blocking=True)

@@ -14,6 +14,7 @@ from granite4_neuron.devices.cuda.products import (
     load_columns,
     multiply_tile,
     outputs_of,
+    rows_of_weights,
     tile_options,
 )
 from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
@@ -236,11 +237,8 @@ def _multiply_quantized_tile(
 
     Weights are the left operand because tensor cores can take that from registers, where they are dequantized.
     """
-    offs_k, offs_n = tl.arange(0, BLOCK_K), tl.arange(0, NUM_WEIGHTS * BLOCK_N)
-    row = first + offs_n % BLOCK_N
-    if N % BLOCK_N != 0:
-        row = tl.where(row < N, row, 0)
-    row += offs_n // BLOCK_N * N
+    offs_k = tl.arange(0, BLOCK_K)
+    row = rows_of_weights(first, N, NUM_WEIGHTS, BLOCK_N)
     acc = tl.zeros([NUM_WEIGHTS * BLOCK_N, rows.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
         tile = load_columns(rows + offs_k[None], start, offs_k[None], K, BLOCK_K)

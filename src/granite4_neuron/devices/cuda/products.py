@@ -306,6 +306,18 @@ def load_columns(ptrs, start, offs_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def rows_of_weights(first, N: tl.constexpr, NUM_WEIGHTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the numbers of BLOCK_N rows of each of some weights [NUM_WEIGHTS, N, ..], from the row `first` on:
+    [NUM_WEIGHTS * BLOCK_N]; of the row 0 in place of rows from N on.
+    """
+    offs_n = tl.arange(0, NUM_WEIGHTS * BLOCK_N)
+    row = first + offs_n % BLOCK_N
+    if N % BLOCK_N != 0:
+        row = tl.where(row < N, row, 0)
+    return row + offs_n // BLOCK_N * N
+
+
+@triton.jit
 def multiply_tile(
     rows,
     weight,
@@ -324,9 +336,8 @@ def multiply_tile(
         rows: [BLOCK_M, 1] pointers to rows of K numbers.
         weight: [NUM_WEIGHTS, N, K].
     """
-    offs_k, offs_n = tl.arange(0, BLOCK_K), tl.arange(0, NUM_WEIGHTS * BLOCK_N)
-    row = first + offs_n % BLOCK_N
-    row = tl.where(row < N, row, 0) + offs_n // BLOCK_N * N
+    offs_k = tl.arange(0, BLOCK_K)
+    row = rows_of_weights(first, N, NUM_WEIGHTS, BLOCK_N)
     x_ptrs, weight_ptrs = rows + offs_k[None], weight + row[None] * K + offs_k[:, None]
     acc = tl.zeros([rows.shape[0], NUM_WEIGHTS * BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):

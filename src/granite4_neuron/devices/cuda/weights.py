@@ -18,7 +18,7 @@ import torch
 
 from granite4_neuron.config.choices import FP8_GROUP, INT4_GROUP
 from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm, rms_norm_part
-from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, has_compute_capability, launch_options
+from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options, supports_gdc
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
 from granite4_neuron.ops.fp8 import FORMAT as FP8
@@ -42,15 +42,12 @@ def parts_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def stored(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the argument of a kernel for a matrix."""
-    if values.dtype == torch.float8_e4m3fn and not has_fp8(values):
+    """Return the argument of a kernel for a matrix: FP8 as bytes where there are no instructions for it. All GPUs have
+    these that have programmatic dependent launch.
+    """
+    if values.dtype == torch.float8_e4m3fn and not supports_gdc(values):
         values = values.view(torch.uint8)
     return (values,) if scales is None else (values, scales)
-
-
-def has_fp8(x: torch.Tensor) -> bool:
-    """Return whether kernels on x's device take numbers of FP8 as such; elsewhere they are bytes."""
-    return x.is_cuda and has_compute_capability(x, 9)
 
 
 def width_of(w1: torch.Tensor, w2: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from granite4_neuron.config.choices import NO_ADAPTERS, NO_CHOICES, NO_HIDDEN_ST
 from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.choices import FOUND, IS_CHOSEN, ChoiceTables, reports_of
-from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores, to_host
+from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.cuda.weights import WHOLE_COLUMNS
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
@@ -513,7 +513,7 @@ class TorchRuntime(GraphRuntime):
         return inputs.to(self.device)
 
     def _to_host(self, output: torch.Tensor) -> torch.Tensor:
-        return to_host(output) if self._captures else output.cpu()
+        return self._start_copy(output)()
 
     def _start_copy(self, output: torch.Tensor) -> Callable[[], torch.Tensor]:
         return start_copy(output) if self._captures else output.cpu

@@ -48,9 +48,10 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
-TYPES |= {torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 EPS = 1e-5
 # Weights, and arguments that no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
@@ -123,7 +124,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
     monkeypatch.setattr(launch, "supports_gdc", lambda x: True)
-    monkeypatch.setattr(weights, "has_fp8", lambda x: True)
+    monkeypatch.setattr(weights, "supports_gdc", lambda x: True)
     yield compiled
     assert not [each.metadata.name for each in compiled if each.metadata.shared > 227 * 1024]
     for each in compiled:
