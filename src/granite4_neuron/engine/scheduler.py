@@ -195,15 +195,18 @@ class Scheduler:
             self._begin(sequence)
             if sequence.id not in self._live.running or not sequence.is_prompt:
                 continue
-            cut = sequence.next_cut(self._runtime.tokens_per_step)
-            if self._runtime.packs_rows:
-                cut = min(cut, sequence.stored + room)
+            cut = self._cut(sequence, room)
             if cut - sequence.stored > room:
                 break
             chosen.append(sequence)
             rows.append(sequence.next_row(cut))
         all_logits = any(sequence.reports_prompt for sequence in chosen)
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
+
+    def _cut(self, sequence: RunningSequence, room: int) -> int:
+        """Return where a prompt's next row ends, in a step that has room for so many more tokens."""
+        cut = sequence.next_cut(self._runtime.tokens_per_step)
+        return min(cut, sequence.stored + room) if self._runtime.packs_rows else cut
 
     def _in_turn(self, prompts: Sequence[RunningSequence]) -> Sequence[RunningSequence]:
         """Return prompts in the order in which they may be in a step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from granite4_neuron.engine.best_effort import BestEffort
-from granite4_neuron.engine.prefix.cache import common_length
 from granite4_neuron.engine.prefix.interface import AnyPrefixCache
 from granite4_neuron.engine.request import GenerationStats
 from granite4_neuron.engine.sampling import are_finite
@@ -45,8 +44,7 @@ class PrefixReuse:
         interval, chunk = self.cache.interval, self._runtime.tokens_per_step
         kept = ((other, other.next_kept(interval, chunk)) for other in others)
         return any(
-            sequence.is_cut_point(length) and length <= common_length(sequence.keys, other.keys)
-            for other, length in kept
+            sequence.is_cut_point(length) and sequence.keys[:length] == other.keys[:length] for other, length in kept
         )
 
     def num_left(self, sequence: RunningSequence) -> int:
