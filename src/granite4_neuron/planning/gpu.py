@@ -17,6 +17,7 @@ from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, cache_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
 from granite4_neuron.ops.operators import TORCH
+from granite4_neuron.runtime.prompt_cuts import used_buckets
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 # What CUDA, its libraries and compiled kernels take.
@@ -74,7 +75,8 @@ def gpu_plan(
     weights = WeightPlan(model, dtype, formats, TORCH).num_bytes
     length, itemsize = cache_length(context, config.max_position_embeddings), dtype.itemsize
     # At most: a graph for each length of a prompt's piece, with memory of its own.
-    steps = sum((*PREFILL_BUCKETS, *CUDA.long_prompts)) * _activations(config, itemsize)
+    pieces = used_buckets(length, (*PREFILL_BUCKETS, *CUDA.long_prompts))
+    steps = sum(pieces) * _activations(config, itemsize)
     states = batch_size * sequence_bytes(config, itemsize)
     cache = (batch_size + 1) * length * token_bytes(config, itemsize)  # idle rows write to a slot of their own
     tables = ChoiceTables(batch_size, config.vocab_size, torch.device("meta")).tables

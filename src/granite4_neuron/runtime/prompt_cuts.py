@@ -116,6 +116,12 @@ def pieces(tokens: int, buckets: Sequence[int]) -> list[int]:
     return [buckets[-1]] * whole + (_pieces_of_rest(rest, buckets) if rest else [])
 
 
+def used_buckets(longest: int, buckets: Sequence[int]) -> list[int]:
+    """Return the buckets that `pieces` of up to `longest` tokens have, ascending."""
+    lengths = range(1, min(longest, buckets[-1]) + 1)
+    return sorted({piece for tokens in lengths for piece in pieces(tokens, buckets)})
+
+
 def _pieces_of_rest(tokens: int, buckets: Sequence[int]) -> list[int]:
     holding = bisect.bisect_left(buckets, tokens)
     padded = [buckets[holding]]

@@ -71,7 +71,7 @@ from granite4_neuron.ops import Operators, format_of
 from granite4_neuron.ops.sampling import Choice, Logprobs
 from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
-from granite4_neuron.runtime.prompt_cuts import Multiples
+from granite4_neuron.runtime.prompt_cuts import Multiples, used_buckets
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot, check_chain, views_of_positions
 
@@ -195,8 +195,9 @@ class TorchRuntime(GraphRuntime):
 
         With graphs "model" it compiles, for a model with Mamba and attention layers:
 
-        * for each bucket of prefill 3: embedding, Mamba layer, attention layer; and the attention layer again for each
-          further length of the cache, because it reads all entries, but not on a GPU;
+        * for each bucket of prefill that prompts of the state's length have 3: embedding, Mamba layer, attention layer;
+          and the attention layer again for each further length of the cache, because it reads all entries, but not on
+          a GPU;
         * on a GPU those and a head for each bucket, also for 2 and for 4 prompts of up to `_LONGEST_TOGETHER` tokens;
         * 2 heads for all pieces, of the last token and of all, for log-probabilities of prompts;
         * decode for each length of the cache, so that a short text does not pay for a long cache; with graphs "layer" 4
@@ -212,12 +213,12 @@ class TorchRuntime(GraphRuntime):
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
-        for kv_length in lengths:
-            for tokens in self.prefill_buckets:
+        for kv_length in lengths:  # the largest graphs come first, because they reserve memory for all
+            for tokens in reversed(used_buckets(state.max_length, self.prefill_buckets)):
                 for power in range(self.prompts_together(tokens).bit_length()):
                     inputs = graph_inputs(nothing[: 1 << power], tokens)
                     self._run_prefill(state, inputs, kv_length, all_logits=False)
-            for count in reversed(self.row_counts(state.num_sequences)):  # the largest graph reserves memory for all
+            for count in reversed(self.row_counts(state.num_sequences)):
                 rows = nothing[:count]
                 decoded = self._run_decode_and_choose(state, decode_inputs(rows), kv_length)
                 if self._choose:

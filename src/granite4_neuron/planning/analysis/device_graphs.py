@@ -24,7 +24,7 @@ from granite4_neuron.devices.neuron.compiled_graphs import (
     VERIFICATION,
     CompiledGraph,
 )
-from granite4_neuron.runtime.prompt_cuts import pieces
+from granite4_neuron.runtime.prompt_cuts import pieces, used_buckets
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,13 @@ class DeviceGraphOptions:
         """Return the graphs that `TorchRuntime.warm_up` makes."""
         lengths = cache_buckets(self.cache_length(config, seq_len))
         verified = buckets_up_to(self.verified_tokens, VERIFY_BUCKETS)
-        graphs = [CompiledGraph(EMBEDDING, tokens) for tokens in self.context_buckets]
+        prompts = used_buckets(lengths[-1], self.context_buckets)
+        graphs = [CompiledGraph(EMBEDDING, tokens) for tokens in prompts]
         for kind in dict.fromkeys(config.layer_types):
             if config.parts(kind).mixer == ATTENTION:
-                graphs += [
-                    CompiledGraph(LAYER, each, tokens, kind) for tokens in self.context_buckets for each in lengths
-                ]
+                graphs += [CompiledGraph(LAYER, each, tokens, kind) for tokens in prompts for each in lengths]
             else:
-                graphs += [CompiledGraph(LAYER, tokens, layer_type=kind) for tokens in self.context_buckets]
+                graphs += [CompiledGraph(LAYER, tokens, layer_type=kind) for tokens in prompts]
         graphs += [CompiledGraph(TOKEN, length) for length in lengths]
         graphs += [CompiledGraph(VERIFICATION, length, tokens) for tokens in verified for length in lengths]
         if config.layers_with(MAMBA):

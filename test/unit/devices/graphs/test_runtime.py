@@ -9,8 +9,9 @@ from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.runtime.prompt_cuts import pieces
+from granite4_neuron.runtime.prompt_cuts import pieces, used_buckets
 from test.support.checkpoints import small_config
+from test.support.engines import engine_model
 from test.support.graph_contract import FEW_LAYERS
 from test.support.stepping import random_tokens
 
@@ -78,3 +79,20 @@ def test_default_buckets():
     assert TorchRuntime(model, GenerationConfig(), compiler="eager").prefill_buckets == [128, 512, 2048]
     assert TorchRuntime(model, GenerationConfig(), [64, 16, 64], compiler="eager").prefill_buckets == [16, 64]
     assert DEVICES["neuron"].long_prompts == () and PREFILL_BUCKETS == (128, 512)
+
+
+@pytest.mark.parametrize("longest, used", [(100, [16, 64]), (16, [16]), (200, [16, 64, 512])])
+def test_a_warm_up_compiles_the_graphs_that_prompts_of_a_state_can_have(monkeypatch, longest, used):
+    buckets = (16, 64, 512)
+    assert used_buckets(longest, buckets) == used == sorted({n for i in range(longest) for n in pieces(i + 1, buckets)})
+    model = engine_model(layer_types=("mamba",), max_position_embeddings=longest)
+    runtime = TorchRuntime(model, GenerationConfig(), buckets, compiler="eager")
+    run, sizes = runtime._run_prefill, []
+
+    def recorded(state, inputs, *rest, **options):
+        sizes.append(inputs.shape[1] - TOKENS)
+        return run(state, inputs, *rest, **options)
+
+    monkeypatch.setattr(runtime, "_run_prefill", recorded)
+    runtime.warm_up(runtime.allocate(1, longest))
+    assert sizes == [16, *used[::-1]], "the first has all logits, and of the others the largest reserves the memory"
