@@ -5,7 +5,8 @@ pieces of prompts with as many tokens as there is time for (`engine.prefill_budg
 little, and the weights are read once for all.
 
 Elsewhere, and with a drafter, a step is either a chunk of prompts or decode, which may have drafts: a chunk beside
-single tokens would be padded to a rectangle. The two alternate; several chunks may run in a row if there is time.
+single tokens would be padded to a rectangle. The two alternate; several chunks may run in a row if there is time. A
+step may be long (`Runtime.tokens_per_long_step`) if no others wait for their next tokens, or if there is time for it.
 
 A short prompt does not wait behind a long one: every other step of prompts begins with the one that has the fewest
 tokens left, and the others with the one that came first, which so has half of the steps at least.
@@ -111,16 +112,16 @@ class Scheduler:
         running = list(self._live.running.values())
         prompts = [sequence for sequence in running if sequence.is_prompt]
         others = [sequence for sequence in running if not sequence.is_prompt] if prompts else running
-        most = self._runtime.tokens_per_step
+        chunk = self._runtime.tokens_per_step
         self._others_wait = bool(others)
         if prompts and (self._prompts_first or not others):
             self._prompts_are_next = False
-            return self._plan_prefill(prompts, most)
+            return self._plan_prefill(prompts, self._runtime.tokens_per_long_step)
         if prompts and self._may_mix(prompts[0]):
             return self._plan_mixed(others, prompts)
-        if prompts and (self._prompts_are_next or self._prefill_budget.has_time_for(most)):
+        if prompts and (self._prompts_are_next or self._prefill_budget.has_time_for(chunk)):
             self._prompts_are_next = False
-            return self._plan_prefill(prompts, self._prefill_budget.prompt_tokens(most))
+            return self._plan_prefill(prompts, self._most_tokens())
         self._prompts_are_next = True
         return self._plan_decode(others)
 
@@ -172,7 +173,7 @@ class Scheduler:
     def _plan_mixed(self, others: Sequence[RunningSequence], prompts: Sequence[RunningSequence]) -> ScheduledStep:
         decode = self._plan_decode(others)
         prompts = list(itertools.takewhile(self._may_mix, prompts))
-        prefill = self._plan_prefill(prompts, self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step))
+        prefill = self._plan_prefill(prompts, self._most_tokens())
         sequences, rows = [*decode.sequences, *prefill.sequences], [*decode.rows, *prefill.rows]
         return ScheduledStep(sequences, rows, prefill.prompt_rows)
 
@@ -180,7 +181,7 @@ class Scheduler:
         """Take one chunk of the first prompt in turn, and chunks of other prompts that fit into the step.
 
         Args:
-            most: the most tokens, for a runtime that packs rows; other runtimes take whole chunks.
+            most: the most tokens. A runtime that does not pack rows takes at least a whole chunk.
         """
         chosen: list[RunningSequence] = []
         rows: list[Row] = []
@@ -195,7 +196,7 @@ class Scheduler:
             self._begin(sequence)
             if sequence.id not in self._live.running or not sequence.is_prompt:
                 continue
-            cut = self._cut(sequence, room)
+            cut = self._cut(sequence, room, prompts)
             if cut - sequence.stored > room:
                 break
             chosen.append(sequence)
@@ -203,10 +204,29 @@ class Scheduler:
         all_logits = any(sequence.reports_prompt for sequence in chosen)
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
 
-    def _cut(self, sequence: RunningSequence, room: int) -> int:
-        """Return where a prompt's next row ends, in a step that has room for so many more tokens."""
+    def _most_tokens(self) -> int:
+        """Return how many tokens of prompts a step may have while others wait for their next tokens."""
+        long = self._runtime.tokens_per_long_step
+        if self._prefill_budget.has_time_for(long):
+            return long
+        return self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step)
+
+    def _cut(self, sequence: RunningSequence, room: int, prompts: Sequence[RunningSequence]) -> int:
+        """Return where a prompt's next row ends, in a step that has room for so many more tokens.
+
+        A long row ends at a multiple of a long step, and skips places at which a prefix cache would keep snapshots. So
+        no other prompt may wait for the next of them. The rest of a prompt has shorter rows: a cache with little memory
+        finds more if it keeps those places of short prompts.
+        """
         cut = sequence.next_cut(self._runtime.tokens_per_step)
-        return min(cut, sequence.stored + room) if self._runtime.packs_rows else cut
+        if self._runtime.packs_rows:
+            return min(cut, sequence.stored + room)
+        long = self._runtime.tokens_per_long_step
+        long_cut = sequence.long_cut(long)
+        if room < long or long_cut <= cut or sequence.reports_prompt:  # the logits of all its tokens would be large
+            return cut
+        is_wanted = any(self._prefixes.is_worth_waiting(other, [sequence]) for other in prompts)
+        return cut if is_wanted else long_cut
 
     def _in_turn(self, prompts: Sequence[RunningSequence]) -> Sequence[RunningSequence]:
         """Return prompts in the order in which they may be in a step."""
@@ -219,6 +239,8 @@ class Scheduler:
         """Return how many tokens another row may have in a step with these rows."""
         if self._runtime.packs_rows:
             return most - sum(len(row.tokens) for row in rows)
+        if not rows:
+            return max(most, self._runtime.tokens_per_step)
         room = self._runtime.tokens_per_step // (len(rows) + 1)
         return room if all(len(row.tokens) <= room for row in rows) else 0
 

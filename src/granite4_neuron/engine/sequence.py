@@ -155,6 +155,11 @@ class RunningSequence:
             self._cut = self._cut_after(self.stored, chunk)
         return self._cut
 
+    def long_cut(self, chunk: int) -> int:
+        """Return the next multiple of `chunk`, if the tokens to run next do not end before it; otherwise 0."""
+        cut = (self.stored // chunk + 1) * chunk
+        return cut if cut <= self._end_after(self.stored) else 0
+
     def next_kept(self, interval: int | None, chunk: int) -> int:
         """Return the next cut of the prompt at which a prefix cache will keep a snapshot."""
         length = self.next_cut(chunk)
@@ -327,8 +332,11 @@ class RunningSequence:
         return self.limit if interval is None else interval - self.stored % interval - self.num_unrun
 
     def _cut_after(self, length: int, chunk: int) -> int:
-        end = min((len(self.tokens), *(cut for cut in self.cuts if cut > length)))
+        end = self._end_after(length)
         return end if end - length <= chunk else (length // chunk + 1) * chunk
+
+    def _end_after(self, length: int) -> int:
+        return min((len(self.tokens), *(cut for cut in self.cuts if cut > length)))
 
     def _is_kept_at(self, length: int, interval: int | None) -> bool:
         is_multiple = interval is not None and length % interval == 0

@@ -41,6 +41,7 @@ class BoundModel:
         "adapters": NO_ADAPTERS,
     }
     own_slots = 0
+    tokens_per_step: int
     sampling: ModuleType | None = None
     prompt_cuts: PromptCuts
     adapters: Mapping[str, Adapter] = {}
@@ -57,6 +58,11 @@ class BoundModel:
     def packs_rows(self) -> bool:
         """Whether rows of different lengths share a step without padding."""
         return False
+
+    @property
+    def tokens_per_long_step(self) -> int:
+        """No step has more than others."""
+        return self.tokens_per_step
 
     @property
     def max_length(self) -> int:

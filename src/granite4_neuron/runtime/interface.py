@@ -156,7 +156,15 @@ class Runtime(Protocol[State]):
 
     @property
     def tokens_per_step(self) -> int:
-        """The most prompt tokens of a step, including the padding of a runtime that does not pack rows."""
+        """The most prompt tokens of a step, including the padding of a runtime that does not pack rows. Prompts are cut
+        at its multiples, unless a step is long.
+        """
+
+    @property
+    def tokens_per_long_step(self) -> int:
+        """The most tokens of a step with a part of one prompt whose numbers do not depend on where it is cut:
+        `tokens_per_step` or more. Long prompts take less time in such steps, and others wait longer.
+        """
 
     @property
     def rows_per_step(self) -> int:

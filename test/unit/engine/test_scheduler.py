@@ -293,3 +293,89 @@ class TestStepsOfBoth:
 def test_an_invalid_gap_is_refused(runtime, max_gap):
     with pytest.raises(UserError, match="must be a number of seconds above 0"):
         Engine(runtime, 1, max_gap=max_gap)
+
+
+class LongRuntime(SlowRuntime):
+    """The same runtime with long steps, which does not pack rows."""
+
+    tokens_per_long_step = 4 * CHUNK
+
+    def __init__(self, model):
+        ChunkRuntime.__init__(self, model)
+        self.now = 0.0
+
+
+class TestLongSteps:
+    """Steps of four chunks."""
+
+    @pytest.fixture
+    def long(self, model):
+        return LongRuntime(model)
+
+    @pytest.mark.parametrize(
+        ("length", "cuts", "rows", "places"),
+        [
+            (150, [], [64, 64, 16, 6], {64, 128, 144, 150}),
+            (128, [], [64, 64], {64, 128}),
+            (63, [], [16, 16, 16, 15], {16, 32, 48, 63}),
+            (150, [40], [16, 16, 8, 24, 64, 16, 6], {16, 32, 40, 64, 128, 144, 150}),
+            (150, [64, 130], [64, 64, 2, 14, 6], {64, 128, 130, 144, 150}),
+        ],
+    )
+    def test_a_prompt_alone_has_them_up_to_their_last_multiple(self, long, length, cuts, rows, places):
+        """A cache keeps snapshots at their ends, where the rest is cut as elsewhere, and where they are asked for."""
+        tokens = [2 + place % 50 for place in range(length)]
+        cache = PrefixCache(long, None, CHUNK)
+        engine = Engine(long, 2, prefix_cache=cache)
+        text = generate_one(engine, Request(tokens, 3, snapshots_at=cuts))
+        assert shapes(long)[: len(rows)] == [[row] for row in rows]
+        found = [cache.match_prefix(tokens[:place]) for place in range(1, length + 1)]
+        assert {prefix.length for prefix in found if prefix is not None} == places
+        assert text == generate_one(Engine(ChunkRuntime(long.model), 1), Request(tokens, 3))
+
+    @pytest.mark.parametrize(
+        ("max_gap", "rows"),
+        [
+            (None, [16] * 10),  # one chunk between two steps of decode
+            (30.0, [16] * 10),
+            (80.0, [16, 16, 16, 16, 64, 16, 16]),  # at first the time of a token is that of a prompt of five tokens
+            (1000.0, [64, 64, 16, 16]),
+        ],
+    )
+    def test_others_do_not_wait_longer_than_they_should(self, long, max_gap, rows):
+        engine = Engine(long, 2, max_gap=max_gap, clock=long.clock)
+        stream = engine.add(Request([1] * 5, 100))
+        engine.step()
+        engine.step()
+        long.steps.clear()
+        other, ids, times = engine.add(Request([2] * 160, 1)), [], [long.now]
+        while other not in ids or ids[-1] != stream:
+            for output in engine.step():
+                ids.append(output.id)
+                times += [long.now] * (output.id == stream)
+        assert [row for [row] in shapes(long) if row > 1] == rows
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert max_gap is None or max(gaps) <= max_gap
+
+    def test_log_probabilities_of_a_prompt_have_no_long_steps(self, long):
+        engine = Engine(long, 1)
+        engine.add(Request([1] * 70, 1, prompt_logprobs=0))
+        run(engine)
+        assert shapes(long) == [[16]] * 4 + [[6]]
+
+    def test_only_one_prompt_is_long(self, long):
+        engine = Engine(long, 4, prompts_first=True)
+        long.rows_per_step = 4
+        for length in (150, 20, 5):
+            engine.add(Request([length] * length, 1))
+        run(engine)
+        assert shapes(long) == [[64], [64], [16], [6], [16], [4, 5]]
+
+    def test_a_prompt_that_waits_for_a_snapshot_gets_it(self, long):
+        """Two prompts share their first 40 tokens. The second begins with 32 of them, as without long steps."""
+        engine = Engine(long, 2, prefix_cache=PrefixCache(long, None, CHUNK))
+        for last in (3, 4):
+            engine.add(Request([2] * 40 + [last] * 100, 1))
+        run(engine)
+        assert engine.stats.cached_tokens == 32
+        assert [row.start for [row] in long.steps[:3]] == [0, 16, 32] and [64] in shapes(long)

@@ -119,9 +119,10 @@ class GraphRuntime(BoundModel, ABC):
         self.generation_config = generation_config
         self.prefill_buckets = sorted(set(prefill_buckets))
         self.prompt_cuts: PromptCuts = Pieces(tuple(self.prefill_buckets))
+        self.tokens_per_step = self.prefill_buckets[-1]
 
     @property
-    def tokens_per_step(self) -> int:
+    def tokens_per_long_step(self) -> int:
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:

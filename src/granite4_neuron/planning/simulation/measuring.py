@@ -127,7 +127,9 @@ class _Meter:
             return []
         engine, turns = self._engine(1), []
         for _ in range(1 + _TURNS):
-            engine.add(self._request(self._prompt(count * chunk), 1))
+            # Cuts, because a step would be longer where no cut is asked for and nothing else runs.
+            cuts = range(chunk, count * chunk, chunk)
+            engine.add(self._request(self._prompt(count * chunk), 1, cuts))
             turns.append([self._seconds(engine.step) for _ in range(count)])
         counted = zip(*turns[1:], strict=True)  # not the first, as in `prompts`
         return [(chunk * at, statistics.median(seconds)) for at, seconds in enumerate(counted)]
@@ -162,8 +164,8 @@ class _Meter:
         call()
         return self._clock() - started
 
-    def _request(self, prompt: Sequence[int], new_tokens: int) -> Request:
-        return Request(prompt, max_tokens=new_tokens, stop_token_ids=[], **self._sampling)
+    def _request(self, prompt: Sequence[int], new_tokens: int, cuts: Sequence[int] = ()) -> Request:
+        return Request(prompt, max_tokens=new_tokens, stop_token_ids=[], snapshots_at=cuts, **self._sampling)
 
 
 def _prompt_shapes(runtime: Runtime, longest: int) -> Iterator[tuple[int, int]]:

@@ -69,7 +69,7 @@ class _FirstToken:
 
 
 class SimulatedRuntime:
-    """A `Runtime` that has only times and sizes.
+    """A `Runtime` that has only times and sizes, and no long steps.
 
     Attributes:
         clock: the time in seconds, which calls advance.
@@ -109,7 +109,7 @@ class SimulatedRuntime:
         self.steps = steps
         self.dtype = dtype
         self.state_dtype = state_dtype
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step = self.tokens_per_long_step = tokens_per_step
         self.rows_per_step = rows_per_step
         self.prompt_cuts = prompt_cuts
         self.packs_rows = packs_rows

@@ -140,6 +140,16 @@ def test_measuring(tmp_path, monkeypatch):
     assert MeasuredSteps(again).step(rows) == MeasuredSteps(measured).step(rows)
 
 
+def test_long_steps_are_measured_in_parts(monkeypatch):
+    """A simulation has no long steps."""
+    runtime, tokenizer = load(bundled_checkpoint(), cpu_kernels="torch")
+    monkeypatch.setattr(type(runtime), "tokens_per_step", 16)
+    monkeypatch.setattr(type(runtime), "tokens_per_long_step", 32)
+    names = dict(model="tiny", backend="cpu", machine="here", sampling=MEASURED.sampling)
+    measured = measure(runtime, tokenizer, **names, most_rows=1, longest=70)
+    assert [before for before, _ in measured.contexts] == [0, 16, 32, 48] and measured.tokens_per_step == 16
+
+
 @pytest.mark.slow
 def test_prompts_are_measured_in_slots_that_have_been_used(monkeypatch):
     """The memory of a new slot comes from the system when it is first written, which takes longer than a short step."""

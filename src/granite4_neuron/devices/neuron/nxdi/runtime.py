@@ -101,6 +101,10 @@ class NeuronRuntime:
         return self.max_length
 
     @property
+    def tokens_per_long_step(self) -> int:
+        return self.tokens_per_step
+
+    @property
     def tokens_per_verification(self) -> int:
         return self.model.neuron_config.speculation_length
 
