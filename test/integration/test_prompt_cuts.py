@@ -78,9 +78,17 @@ def test_cuts_and_buckets_change_no_bits(model, tokens, lengths):
     pieces = [128] * (tokens // 128) + [tokens % 128]
     for cuts, length in (([512, tokens - 512], lengths[0]), (pieces, lengths[1])):
         torch.testing.assert_close(run(model, cuts, length), expected, rtol=0, atol=0)
-    in_one = run(model, [tokens], lengths[0], buckets=(2048,))
-    # The head's block of tokens divides all buckets, so logits of all tokens may differ in bits.
-    torch.testing.assert_close(in_one[1:], expected[1:], rtol=0, atol=0)
+    for longest in (2048, 8192):
+        in_one = run(model, [tokens], lengths[0], buckets=(longest,))
+        # The head's block of tokens divides all buckets, so logits of all tokens may differ in bits.
+        torch.testing.assert_close(in_one[1:], expected[1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("state_dtype", "steps"), [(None, (2048, 8192)), (torch.bfloat16, (2048, 2048))], ids=str)
+def test_steps_are_long_where_cuts_change_no_bits(model, state_dtype, steps):
+    runtime = TorchRuntime(model, GenerationConfig(), device="cuda", state_dtype=state_dtype)
+    assert (runtime.tokens_per_step, runtime.tokens_per_long_step) == steps
+    assert runtime.prefill_buckets[-1] == steps[1]
 
 
 def test_prompts_that_share_graphs_change_no_bits(model):

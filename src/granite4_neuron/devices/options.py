@@ -31,7 +31,7 @@ DECODE_KERNEL = Option(
 PREFILL_BUCKETS = Option(
     "prefill_buckets",
     "for --backend torch and xla: tokens of the graphs for prompts; a prompt is cut into pieces of these, of which the "
-    "last is padded (default: 128 512, on a CPU or GPU also 2048)",
+    "last is padded (default: 128 512, on a CPU or GPU also 2048, on a GPU also 8192)",
     metavar="N",
     least=1,
     is_list=True,

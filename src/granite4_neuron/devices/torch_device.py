@@ -13,7 +13,7 @@ class TorchDevice:
     name: torch's, without a number.
     compiler, graphs, kv_write: defaults of the options with these names.
     communication: the backend of torch.distributed that joins several.
-    long_prompts: lengths of prompts that have graphs by default, besides those of all devices.
+    long_prompts: lengths of prompts' pieces that have graphs by default, besides those of all devices.
     formats: of quantized weights that its kernels read.
     keeps_snapshots: whether snapshots stay in its memory; otherwise they are in the host's.
     has_row_counts: whether decode, verification and commit have graphs for fewer rows than a state has slots.

@@ -24,7 +24,7 @@ def _why_missing() -> str | None:
 CUDA = TorchDevice(
     "cuda",
     communication="nccl",
-    long_prompts=(2048,),
+    long_prompts=(2048, 8192),
     formats=("fp8", "int4", "int8"),
     keeps_snapshots=True,
     has_row_counts=True,

@@ -36,6 +36,7 @@ from granite4_neuron.devices.graphs.runtime import (
     DecodedOnDevice,
     GraphRuntime,
     Tensors,
+    bucket,
     bucket_of_cache,
     buckets_up_to,
     cache_buckets,
@@ -83,6 +84,9 @@ _FEWEST_ROWS = 8
 # The longest pieces of prompts that share a graph on a GPU, and the most tokens of that graph: more tokens keep an H200
 # busy by themselves.
 _LONGEST_TOGETHER, _MOST_TOGETHER = 512, 2048
+# A step on a GPU that is not long takes the shortest pieces of prompts with at least so many tokens, which nearly fill
+# it.
+_SHORT_STEP = 2048
 # Tokens of a piece of a prompt on a GPU, whose kernels count the numbers of some tensors in 32 bits.
 _LONGEST_PIECE = 2**15
 
@@ -154,18 +158,15 @@ class TorchRuntime(GraphRuntime):
         self._draw, self._choose = operators.draw, operators.choose
         if self._choose is None:
             self.cannot = {**self.cannot, "choices": NO_CHOICES}
-        super().__init__(
-            model,
-            operators,
-            generation_config,
-            prefill_buckets or (*PREFILL_BUCKETS, *DEVICES[kind].long_prompts),
-            torch_device,
-        )
+        is_rounded = self.state_dtype != torch.float32
+        prefill_buckets = prefill_buckets or default_buckets(kind, is_rounded)
+        super().__init__(model, operators, generation_config, prefill_buckets, torch_device)
         if batch_invariant and self.fallbacks:
             raise UserError(f"batch_invariant is not for this model: {self.fallbacks[0]}")
-        is_rounded = self.state_dtype != torch.float32  # at each cut, so that all prompts need the same cuts
+        # States that are rounded at each cut need the same cuts in all prompts.
         if torch_device.type == "cuda" and not (is_rounded or any(n % CHUNK_SIZE for n in self.prefill_buckets)):
             self.prompt_cuts = Multiples(CHUNK_SIZE)
+            self.tokens_per_step = bucket(min(_SHORT_STEP, self.tokens_per_step), self.prefill_buckets)
         compiler = compiler or DEVICES[kind].compiler
         self._compiler = find_compiler(compiler)
         name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type
@@ -641,6 +642,17 @@ def _check_formats(model: HybridForCausalLM, device: str) -> None:
                 raise UserError(
                     f"{name} has {columns} columns; in {format.name} a GPU takes multiples of {WHOLE_COLUMNS}."
                 )
+
+
+def default_buckets(kind: str, is_rounded: bool) -> list[int]:
+    """Return the buckets of prompts on a kind of device.
+
+    Args:
+        is_rounded: whether states are rounded at each cut. Then prompts have no other cuts, and a prefix cache would
+            find little of those that have longer pieces than `_SHORT_STEP`.
+    """
+    long = [tokens for tokens in DEVICES[kind].long_prompts if tokens <= _SHORT_STEP or not is_rounded]
+    return [*PREFILL_BUCKETS, *long]
 
 
 def _check_pieces(buckets: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS
 from granite4_neuron.devices.torch.options import DEVICES
-from granite4_neuron.devices.torch.runtime import TorchRuntime
+from granite4_neuron.devices.torch.runtime import TorchRuntime, default_buckets
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.prompt_cuts import pieces, used_buckets
 from test.support.checkpoints import small_config
@@ -79,6 +79,8 @@ def test_default_buckets():
     assert TorchRuntime(model, GenerationConfig(), compiler="eager").prefill_buckets == [128, 512, 2048]
     assert TorchRuntime(model, GenerationConfig(), [64, 16, 64], compiler="eager").prefill_buckets == [16, 64]
     assert DEVICES["neuron"].long_prompts == () and PREFILL_BUCKETS == (128, 512)
+    assert default_buckets("cuda", is_rounded=False) == [128, 512, 2048, 8192]
+    assert default_buckets("cuda", is_rounded=True) == [128, 512, 2048], "all prompts have a cut at its multiples"
 
 
 @pytest.mark.parametrize("longest, used", [(100, [16, 64]), (16, [16]), (200, [16, 64, 512])])
