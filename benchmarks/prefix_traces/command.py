@@ -31,6 +31,7 @@ from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, config_from_file
+from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS
 from granite4_neuron.generation import bundled_checkpoint
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(_savings(traces, sets, config, options))
     if options.cuts:
         print_table(_by_cuts(traces, config))
+        print_table(_by_steps(traces, sets, config, options))
     if not options.measure and not options.compare:
         return 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -94,6 +96,28 @@ def _by_cuts(traces: dict[str, list[Turn]], config: GraniteMoeHybridConfig) -> T
     for name, turns in traces.items():
         found = [savings(turns, OURS, config, None, cuts, PREFILL_BUCKETS) for cuts in ways.values()]
         table.add_row(name, *(f"{100 * each.hit_rate:.1f} / {each.work / found[0].work:.2f}" for each in found))
+    return table
+
+
+def _by_steps(
+    traces: dict[str, list[Turn]], sets: dict[str, int], config: ModelConfig, options: argparse.Namespace
+) -> Table:
+    """Compare lengths of steps on a GPU: tokens found, and work left to run."""
+    *buckets, long = (*PREFILL_BUCKETS, *CUDA.long_prompts)
+    cuts, chunk = Multiples(CHUNK_SIZE), buckets[-1]
+    ways = {
+        f"{chunk:,}": (cuts, buckets),
+        f"{long:,}": (cuts, (*buckets, long)),
+        f"{long:,} where a prompt fills them, and {chunk:,}": (cuts, (*buckets, long), chunk),
+    }
+    title = "on a GPU, by the tokens of a step: tokens found, % / work before first tokens, beside that of the first"
+    table = Table("", "memory", *ways, title=title, title_justify="left")
+    for name, turns in traces.items():
+        for percent in options.budgets:
+            found = [savings(turns, OURS, config, _limit(sets[name], percent), *way) for way in ways.values()]
+            cells = [f"{100 * each.hit_rate:.1f} / {each.work / found[0].work:.2f}" for each in found]
+            table.add_row(name, _memory(sets[name], percent), *cells)
+        table.add_section()
     return table
 
 
@@ -182,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         "--measure", action="store_true", help="time first tokens at the smallest and the largest of these"
     )
     parser.add_argument(
-        "--cuts", action="store_true", help="also compare runtimes by where they may cut prompts without a difference"
+        "--cuts",
+        action="store_true",
+        help="also compare runtimes by where they may cut prompts without a difference, and by their steps",
     )
     parser.add_argument(
         "--repeats", type=at_least(1), default=3, help="repeats of each measurement (default: %(default)s)"

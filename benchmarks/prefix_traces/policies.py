@@ -35,17 +35,25 @@ class SizesOnly:
     Args:
         cuts: where prompts may be cut; by default as the fused kernels allow.
         buckets: sizes of prompts' pieces in tokens; None for steps of any size.
+        chunk: tokens of a step, unless it is long; None for the largest bucket.
     """
 
     cannot: Mapping[str, str] = {}
     dtype, state_dtype = torch.bfloat16, torch.float32
     fingerprint = Fingerprint.parse("")
 
-    def __init__(self, config: ModelConfig, cuts: PromptCuts = ANYWHERE, buckets: Sequence[int] | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        cuts: PromptCuts = ANYWHERE,
+        buckets: Sequence[int] | None = None,
+        chunk: int | None = None,
+    ):
         self.config = config
         self.prompt_cuts = cuts
         self.buckets = buckets
-        self.tokens_per_step = buckets[-1] if buckets else CPURuntime.tokens_per_step
+        self.tokens_per_long_step = buckets[-1] if buckets else CPURuntime.tokens_per_step
+        self.tokens_per_step = chunk or self.tokens_per_long_step
         self.logits = torch.empty(config.vocab_size, device="meta")
         self._recurrent = _bytes(sequence_bytes(config, self.dtype.itemsize))
         self._token_bytes = token_bytes(config, self.dtype.itemsize)
@@ -200,13 +208,14 @@ def savings(
     max_bytes: int | None,
     cuts: PromptCuts = ANYWHERE,
     buckets: Sequence[int] | None = None,
+    chunk: int | None = None,
 ) -> Savings:
     """Replay a trace with a policy. Answers are random, the same for each policy.
 
     Args:
-        cuts, buckets: as of `SizesOnly`.
+        cuts, buckets, chunk: as of `SizesOnly`.
     """
-    runtime = SizesOnly(config, cuts, buckets)
+    runtime = SizesOnly(config, cuts, buckets, chunk)
     cache, total = POLICIES[policy](runtime, max_bytes), Savings()
     generator = torch.Generator().manual_seed(0)
 
@@ -242,7 +251,8 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     sequence.cut_at(cache.new_cuts(prompt, sequence.is_cut_point))
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:
-        before, sequence.stored = sequence.stored, sequence.next_cut(runtime.tokens_per_step)
+        cut = max(sequence.next_cut(runtime.tokens_per_step), sequence.long_cut(runtime.tokens_per_long_step))
+        before, sequence.stored = sequence.stored, cut
         if runtime.buckets is not None:
             work += cost(pieces(sequence.stored - before, runtime.buckets))
         if sequence.is_kept(cache.interval):

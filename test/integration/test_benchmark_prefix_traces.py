@@ -13,6 +13,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.runtime.prompt_cuts import Multiples
 from test.support.llama_server import write_llama_server
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-350m")
@@ -96,7 +97,19 @@ def test_bad_input_is_refused(options, capsys):
 
 def test_table(capsys):
     before = torch.get_num_threads()
-    assert prefix_traces.main(["--sessions", "6", "--lengths", "0.1", "--budgets", "5", "100"]) == 0
+    assert prefix_traces.main(["--sessions", "6", "--lengths", "0.1", "--budgets", "5", "100", "--cuts"]) == 0
     assert torch.get_num_threads() == before
     rows = re.findall(r"│ (\S+) +│ (\d+) %, [\d,]+ MiB +(?:│ [\d.]+ / [\d.]+ +){3}│", capsys.readouterr().out)
-    assert rows == [(name, percent) for name in TRACES for percent in ("5", "100")]
+    assert rows == 2 * [(name, percent) for name in TRACES for percent in ("5", "100")], "by policies and by steps"
+
+
+def test_long_steps_cost_no_hits():
+    """Conversations of up to 11,000 tokens, with memory for a tenth of what they need."""
+    turns = trace("conversations", Sizes(20, 1.0, None, 1000), seed=0)
+    most, cuts = savings(turns, MARCONI, CONFIG, None).num_bytes, Multiples(128)
+    buckets, long = (128, 512, 2048), (128, 512, 2048, 8192)
+    short, all_long, both = (
+        savings(turns, OURS, CONFIG, most // 10, cuts, *each) for each in ((buckets,), (long,), (long, 2048))
+    )
+    assert max(short.hit_rate - 0.02, all_long.hit_rate + 0.1) < both.hit_rate
+    assert both.work < 1.02 * short.work
