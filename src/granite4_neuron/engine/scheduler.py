@@ -6,7 +6,7 @@ little, and the weights are read once for all.
 
 Elsewhere, and with a drafter, a step is either a chunk of prompts or decode, which may have drafts: a chunk beside
 single tokens would be padded to a rectangle. The two alternate; several chunks may run in a row if there is time. A
-step may be long (`Runtime.tokens_per_long_step`) if no others wait for their next tokens, or if there is time for it.
+step may be long (`Runtime.tokens_per_long_step`) if no others wait for their next tokens.
 
 A short prompt does not wait behind a long one: every other step of prompts begins with the one that has the fewest
 tokens left, and the others with the one that came first, which so has half of the steps at least.
@@ -121,7 +121,7 @@ class Scheduler:
             return self._plan_mixed(others, prompts)
         if prompts and (self._prompts_are_next or self._prefill_budget.has_time_for(chunk)):
             self._prompts_are_next = False
-            return self._plan_prefill(prompts, self._most_tokens())
+            return self._plan_prefill(prompts, self._prefill_budget.prompt_tokens(chunk))
         self._prompts_are_next = True
         return self._plan_decode(others)
 
@@ -173,7 +173,7 @@ class Scheduler:
     def _plan_mixed(self, others: Sequence[RunningSequence], prompts: Sequence[RunningSequence]) -> ScheduledStep:
         decode = self._plan_decode(others)
         prompts = list(itertools.takewhile(self._may_mix, prompts))
-        prefill = self._plan_prefill(prompts, self._most_tokens())
+        prefill = self._plan_prefill(prompts, self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step))
         sequences, rows = [*decode.sequences, *prefill.sequences], [*decode.rows, *prefill.rows]
         return ScheduledStep(sequences, rows, prefill.prompt_rows)
 
@@ -203,13 +203,6 @@ class Scheduler:
             rows.append(sequence.next_row(cut))
         all_logits = any(sequence.reports_prompt for sequence in chosen)
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
-
-    def _most_tokens(self) -> int:
-        """Return how many tokens of prompts a step may have while others wait for their next tokens."""
-        long = self._runtime.tokens_per_long_step
-        if self._prefill_budget.has_time_for(long):
-            return long
-        return self._prefill_budget.prompt_tokens(self._runtime.tokens_per_step)
 
     def _cut(self, sequence: RunningSequence, room: int, prompts: Sequence[RunningSequence]) -> int:
         """Return where a prompt's next row ends, in a step that has room for so many more tokens.
