@@ -413,6 +413,7 @@ class Engine:
         """
         launched = self._ahead or self._launch(self._with_draws(step))
         is_sound = self._launch_following(step)
+        self._prefixes.add_taken()  # while the device runs
         tokens, reports, rows = launched.decoded.tokens(), launched.decoded.reports(), launched.rows()
         undecided = frozenset(each.id for each in step.sequences if tokens[rows[each.id]] == UNDECIDED)
         if self._ahead is not None:

@@ -101,7 +101,7 @@ class LiveSequences:
 
     def keep_due(self) -> None:
         """Keep the snapshots that are due since the last step. An interrupted call may be repeated."""
-        self._prefixes.keep_due([*self.ended, *self.running.values()])
+        self._prefixes.keep_due(self.ended, self.running.values())
         for sequence in self.ended:
             self._prefixes.release(sequence)
         self.ended.clear()

@@ -183,6 +183,7 @@ class Scheduler:
         Args:
             most: the most tokens. A runtime that does not pack rows takes at least a whole chunk.
         """
+        self._prefixes.add_taken()  # prompts are looked up
         chosen: list[RunningSequence] = []
         rows: list[Row] = []
         begun = [sequence for sequence in prompts if sequence.has_begun]  # which run soon, if not in this step
@@ -200,7 +201,8 @@ class Scheduler:
             if cut - sequence.stored > room:
                 break
             chosen.append(sequence)
-            rows.append(sequence.next_row(cut))
+            is_kept = self._prefixes.is_due(sequence, more=cut - sequence.stored)
+            rows.append(sequence.next_row(cut, is_kept=is_kept))
         all_logits = any(sequence.reports_prompt for sequence in chosen)
         return ScheduledStep(chosen, rows, prompt_rows=len(rows), all_logits=all_logits)
 

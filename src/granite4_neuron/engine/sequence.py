@@ -167,11 +167,11 @@ class RunningSequence:
             length = self._cut_after(length, chunk)
         return length
 
-    def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
-        """Return the tokens to run next, up to `stop`, followed by drafts."""
+    def next_row(self, stop: int, drafts: Sequence[int] = (), is_kept: bool = False) -> Row:
+        """Return the tokens to run next, up to `stop`, followed by drafts; for `is_kept` see `Row`."""
         tokens = [*self.tokens[self.stored : stop], *drafts]
         adapter = self.adapter.at(self.stored)
-        return Row(self.slot, self.stored, tokens, adapter, is_prompt=self.is_prompt, sequence=self.id)
+        return Row(self.slot, self.stored, tokens, adapter, is_prompt=self.is_prompt, sequence=self.id, is_kept=is_kept)
 
     def with_draw(self, row: Row, vocab_size: int) -> Row:
         """Return a `next_row` of decode with the description of how a device chooses the token after it, if it may. It
@@ -339,6 +339,7 @@ class RunningSequence:
         return min((len(self.tokens), *(cut for cut in self.cuts if cut > length)))
 
     def _is_kept_at(self, length: int, interval: int | None) -> bool:
+        if not self.is_as_prompt(length):  # first: it is asked for every token of an answer
+            return False
         is_multiple = interval is not None and length % interval == 0
-        is_wanted = is_multiple or length == len(self.request.tokens) or length in self.cuts
-        return is_wanted and self.is_as_prompt(length)
+        return is_multiple or length == len(self.request.tokens) or length in self.cuts

@@ -70,6 +70,11 @@ class BoundModel:
         return self.config.max_position_embeddings
 
     @property
+    def begins_snapshots(self) -> bool:
+        """Whether `step` begins the snapshots of rows that are kept."""
+        return False
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations and of the cache."""
         return self.model.dtype

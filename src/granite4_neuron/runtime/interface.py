@@ -47,6 +47,8 @@ class Row:
     counts: returns tokens and counts of its penalties, for the tokens before the row's own; None without penalties.
     is_prompt: whether the tokens are a prompt or a piece of one, which may be a single token.
     sequence: a number of at least 0 that no other sequence has; -1 for none.
+    is_kept: whether `Runtime.snapshot` is likely to be called after the step, with positions from `start` on, so that
+        `step` may copy the state while the host waits for logits.
     """
 
     slot: int
@@ -58,6 +60,7 @@ class Row:
     counts: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
     is_prompt: bool = False
     sequence: int = -1
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,10 @@ class Runtime(Protocol[State]):
     @property
     def max_length(self) -> int:
         """The most tokens of a sequence: the model's limit, or the most that it was compiled for."""
+
+    @property
+    def begins_snapshots(self) -> bool:
+        """Whether `step` begins the snapshots of rows that are kept, see `Row`; then `snapshot` only returns them."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -107,6 +107,13 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
+    def starting_at(self, start: int) -> Snapshot:
+        """Return one that has the keys and values from a later position on, in memory of their own."""
+        if start == self.start:
+            return self
+        tensors = cut_keys_and_values(self.tensors, start - self.start, self.length - self.start)
+        return replace(self, start=start, tensors=tensors)
+
     def check(self, model: Model) -> None:
         """Check that it is a snapshot of this model, with all of a sequence's state and nothing else.
 

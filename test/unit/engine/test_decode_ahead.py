@@ -5,6 +5,7 @@ import math
 from contextlib import suppress
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from benchmarks.engine.decoding_stand_in import ChoosingRuntime, DecodingRuntime, _Decoded
@@ -13,7 +14,18 @@ from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.scheduler import Scheduler
 from granite4_neuron.runtime.interface import MOST_STOPS
-from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
+from test.support.engines import (
+    CHUNK,
+    VOCAB,
+    ChunkRuntime,
+    PoisonedPrefixCache,
+    cached_bytes,
+    engine_model,
+    generate_one,
+    poison_engine,
+    run,
+    tokens_of,
+)
 from test.support.stepping import random_tokens
 from test.unit.engine.test_constraint import Ladder
 from test.unit.engine.test_failures import Interrupt
@@ -204,6 +216,133 @@ def test_no_step_goes_ahead_of_a_due_snapshot(model, alone):
         hits, further = cache.stats.hit_tokens, Request([*text[:length], 7, 8], NEW)
         assert generate_one(engine, further) == alone(further)
         assert cache.stats.hit_tokens - hits == length
+
+
+class Beginning(Runtime):
+    """A runtime whose steps begin snapshots. It records the calls."""
+
+    begins_snapshots = True
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.calls = []
+
+    def decode(self, state, rows):
+        self.calls.append("decode")
+        return _RecordingDecoded(self.calls, super().decode(state, rows))
+
+    def snapshot(self, state, slot, length, start=0):
+        self.calls.append(f"snapshot of {length}")
+        return super().snapshot(state, slot, length, start)
+
+
+class _RecordingDecoded:
+    def __init__(self, calls, decoded):
+        self._calls, self._decoded = calls, decoded
+
+    def tokens(self):
+        self._calls.append("tokens")
+        return self._decoded.tokens()
+
+    def __getattr__(self, name):
+        return getattr(self._decoded, name)
+
+
+class RecordingCache(PoisonedPrefixCache):
+    def _add(self, node, tokens, snapshot, logits):
+        self._runtime.calls.append(f"entry of {snapshot.length}")
+        super()._add(node, tokens, snapshot, logits)
+
+
+class TestSnapshotsThatAStepBegins:
+    @pytest.mark.parametrize(
+        ("options", "calls"),
+        [
+            ({}, "decode, decode, entry of 20, tokens, decode, tokens, tokens"),
+            (dict(logprobs=1), "entry of 20"),  # the host chooses
+        ],
+        ids=["ahead", "with reports"],
+    )
+    def test_they_enter_the_cache_while_the_device_runs(self, model, alone, options, calls):
+        """The end of a text is kept at once, because its slot may be free. Between other steps nothing else waits."""
+        runtime = Beginning(model)
+        cache = RecordingCache(runtime, None, CHUNK)
+        request = Request(PROMPTS[1], 4, **options)
+        assert generate_one(Engine(runtime, 1, prefix_cache=cache), request) == alone(request)
+        before, after = "snapshot of 16, entry of 16, snapshot of 20", "snapshot of 23, entry of 23"
+        assert runtime.calls == f"{before}, {calls}, {after}".split(", ")
+
+    def test_a_prompt_finds_those_of_the_step_before(self, model, alone):
+        cache = PrefixCache(Beginning(model), None, CHUNK)
+        engine = Engine(cache._runtime, 2, prefix_cache=cache)
+        text = random_tokens(VOCAB, 60, seed=2).tolist()
+        requests = [Request(text, NEW), Request([*text[:20], 1, 2, 3], NEW)]
+        ids = [engine.add(request) for request in requests]
+        outputs = run(engine)
+        assert [tokens_of(outputs[id]) for id in ids] == [alone(request) for request in requests]
+        assert cache.stats.hit_tokens == CHUNK
+
+    @pytest.mark.parametrize(("num_sequences", "budget"), [(1, None), (3, None), (3, 3)])
+    def test_later_prompts_find_them(self, model, alone, num_sequences, budget):
+        """Hits are those of a runtime whose snapshots enter the cache at once, and each entry has the same bits."""
+        text = random_tokens(VOCAB, 60, seed=2).tolist()
+        others = [random_tokens(VOCAB, 20, seed=seed).tolist() for seed in range(3, 9)]
+        cuts = (33, 33, 20, 47, 33, 20)
+        short = random_tokens(VOCAB, 6, seed=9).tolist()  # two that begin with it share a step
+        prompts = [
+            [*short, 1, 2],
+            [*short, 3, 4],
+            *PROMPTS,
+            *(text[:cut] + other for cut, other in zip(cuts, others, strict=True)),
+            text,
+            text,
+        ]
+        caches = []
+        for kind in (Runtime, Beginning):
+            runtime = kind(model)
+            max_bytes = None if budget is None else budget * runtime.snapshot(runtime.allocate(1, 80), 1, 80).num_bytes
+            cache = PoisonedPrefixCache(runtime, max_bytes, CHUNK, at_branches=True)
+            engine = Engine(runtime, num_sequences, prefix_cache=cache)
+            ids = [engine.add(Request(prompt, NEW)) for prompt in prompts]
+            outputs = run(engine, lambda engine=engine: poison_engine(engine))
+            assert [tokens_of(outputs[id]) for id in ids] == [alone(Request(prompt, NEW)) for prompt in prompts]
+            assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
+            caches.append(cache)
+        at_once, later = caches
+        assert at_once.stats.hit_tokens > 100 and (budget is None or later.stats.evictions)
+        if budget is None:
+            assert at_once.stats == later.stats
+            for prompt in prompts:
+                for length in range(1, len(prompt) + 1):
+                    some, other = (cache.export(prompt[:length]) for cache in caches)
+                    assert (some is None) == (other is None)
+                    if some is not None:
+                        assert some.tensors.keys() == other.tensors.keys()
+                        assert all(torch.equal(some.tensors[name], other.tensors[name]) for name in some.tensors)
+
+    def test_one_whose_beginning_was_evicted_meanwhile_is_dropped(self, model):
+        runtime = Beginning(model)
+        cache = PrefixCache(runtime, None, None)
+        state, logits = runtime.allocate(1, 40), torch.zeros(VOCAB)
+        cache.insert(PROMPTS[2][:10], state, 1, logits)
+        add = cache.take(PROMPTS[2], state, 1, logits)
+        cache._forget()
+        add()
+        assert cached_bytes(cache) == (0, 0) == (cache.stats.num_bytes, cache.stats.snapshots)
+
+    def test_logits_that_are_not_finite_leave_nothing(self, model, monkeypatch):
+        runtime = Beginning(model)
+        cache = PrefixCache(runtime, None, CHUNK)
+        step = CPURuntime.step
+
+        def failing(self, state, rows, all_logits=False):
+            return step(self, state, rows, all_logits) * math.nan
+
+        monkeypatch.setattr(CPURuntime, "step", failing)
+        engine = Engine(runtime, 1, prefix_cache=cache)
+        id = engine.add(Request(PROMPTS[1], NEW))
+        assert [output.finish_reason for output in run(engine)[id]] == ["error"]
+        assert cache.stats.snapshots == 0 and runtime.calls == ["snapshot of 16"]
 
 
 class TestFailures:

@@ -352,7 +352,9 @@ class TestCachesAndDrafts:
     @pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), UserError("no.")], ids=repr)
     @pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
     @pytest.mark.parametrize("method", ["snapshot", "restore", "prepare_snapshot"])
-    def test_without_a_snapshot_texts_go_on(self, model, alone, monkeypatch, caplog, method, error, is_late):
+    @pytest.mark.parametrize("begins", [False, True], ids=["", "begun in a step"])
+    def test_without_a_snapshot_texts_go_on(self, model, alone, monkeypatch, caplog, method, error, is_late, begins):
+        monkeypatch.setattr(ChunkRuntime, "begins_snapshots", begins)
         runtime = ChunkRuntime(model)
         engine = engine_of(runtime)
         works, calls = getattr(runtime, method), itertools.count()
@@ -504,7 +506,9 @@ class TestInterrupts:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("first", [0, *(pytest.param(line, marks=pytest.mark.exhaustive) for line in (3, 6))])
-    def test_at_each_line_of_the_prefix_cache(self, runtime, alone, first):
+    @pytest.mark.parametrize("begins", [False, True], ids=["", "begun in a step"])
+    def test_at_each_line_of_the_prefix_cache(self, runtime, alone, first, begins, monkeypatch):
+        monkeypatch.setattr(ChunkRuntime, "begins_snapshots", begins)
         code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")] + [Node.split]
         interrupted = 0
         for line in range(first, 400, 9):

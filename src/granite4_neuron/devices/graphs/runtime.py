@@ -161,9 +161,11 @@ class GraphRuntime(BoundModel, ABC):
             logits = [next(of_decoding) if _is_decode(row) else self._all_logits(state, row) for row in rows]
             return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True)
         numbers = [number for number, row in enumerate(rows) if _is_decode(row)]
-        outputs = [(numbers, self._launch_decode(state, decoding))] if decoding else []
+        outputs: list[_Output] = [(numbers, self._launch_decode(state, decoding))] if decoding else []
         prompts = {number: row for number, row in enumerate(rows) if not _is_decode(row)}
-        return _joined([*outputs, *self._launch_prefill(state, prompts)], len(rows))
+        outputs += self._launch_prefill(state, prompts)
+        self._begin_snapshots(state, [row for row in prompts.values() if row.is_kept])
+        return _joined(outputs, len(rows))
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
@@ -284,6 +286,9 @@ class GraphRuntime(BoundModel, ABC):
                     logits = self._run_prefill(state, graph_inputs(group, tokens), bucket_of_cache(group, state), False)
                     outputs.append((numbers, self._start_copy(logits)))
         return outputs
+
+    def _begin_snapshots(self, state: HybridState, rows: Sequence[Row]) -> None:
+        """Begin to copy the states after these rows of a step, which has been launched; a device may do nothing."""
 
     def _all_logits(self, state: HybridState, row: Row) -> torch.Tensor:
         """Prefill a row's tokens in pieces; return the logits of each token, [tokens, vocab_size]."""

@@ -10,6 +10,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -243,15 +244,38 @@ class TorchRuntime(GraphRuntime):
         self._memories.clear()
         self._graphs.clear()
 
+    @property
+    def begins_snapshots(self) -> bool:
+        """A device runs the step meanwhile: otherwise it would wait for the host between this step and the next."""
+        return self._keeps_snapshots
+
     @torch.no_grad()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """The call does not wait for the copies of a snapshot that stays on the device."""
+        """The call does not wait for the copies of a snapshot that stays on the device, nor make them if the last step
+        did.
+        """
         if not self._keeps_snapshots:
             return super().snapshot(state, slot, length, start)
         memory = self._memory(state)
+        begun = memory.begun.pop(slot, None)
+        if begun is None or begun.length != length or begun.start > start:
+            return self._copy_slot(memory, slot, length, start)
+        return begun.starting_at(start)
+
+    @torch.no_grad()
+    def _begin_snapshots(self, state: HybridState, rows: Sequence[Row]) -> None:
+        if not self._keeps_snapshots:
+            return
+        memory = self._memory(state)
+        # Without room `snapshot` will fail, and the step must not.
+        with suppress(torch.OutOfMemoryError):
+            for row in rows:
+                memory.begun[row.slot] = self._copy_slot(memory, row.slot, row.start + len(row.tokens), row.start)
+
+    def _copy_slot(self, memory: _Memory, slot: int, length: int, start: int) -> Snapshot:
         views = views_of_positions(memory.slot_views(slot), start, length)
         tensors: dict[str, torch.Tensor] = {}
-        for names in memory.alike:  # an allocation and a launch each: the device may be idle meanwhile
+        for names in memory.alike:  # an allocation and a launch each
             tensors.update(zip(names, torch.stack([views[name] for name in names]).unbind(), strict=True))
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 
@@ -261,7 +285,9 @@ class TorchRuntime(GraphRuntime):
         if not self._keeps_snapshots:
             return super().restore(state, snapshots, slot)
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
-        slot_views = self._memory(state).slot_views(slot)
+        memory = self._memory(state)
+        memory.begun.pop(slot, None)
+        slot_views = memory.slot_views(slot)
         for one in snapshots:
             views = views_of_positions(slot_views, one.start, one.length)
             for names in _alike(one.tensors):
@@ -448,6 +474,7 @@ class TorchRuntime(GraphRuntime):
         return {name: view.clone() for name, view in state.slot_views(slot).items()}
 
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
+        self._memory(state).begun.pop(slot, None)
         for name, view in state.slot_views(slot).items():
             view.copy_(tensors[name])
 
@@ -468,6 +495,7 @@ class TorchRuntime(GraphRuntime):
             kept_inputs: for `run_advance`.
         """
         memory = self._memory(state)
+        memory.begun.clear()
         chosen = memory.chosen
         joins_layers = key.chooses or key.verifies or function is run_advance  # a prompt's graphs are of single layers
 
@@ -562,6 +590,7 @@ class _Memory:
     chosen: [num_sequences] in int32, the token that was last chosen for each slot.
     tables: of how tokens are chosen, if the device does that.
     user: returns the state that has the tensors now, or None.
+    begun: by slot, snapshots that the last call made, if it was a step.
     """
 
     state: HybridState
@@ -570,6 +599,7 @@ class _Memory:
     user: Callable[[], HybridState | None] = lambda: None
     captured: dict[tuple, CudaGraph] = field(default_factory=dict)
     views: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)  # `slot_views` by slot
+    begun: dict[int, Snapshot] = field(default_factory=dict)
 
     def slot_views(self, slot: int) -> Mapping[str, torch.Tensor]:
         """Return the state's `slot_views`, which are made once."""
@@ -587,6 +617,7 @@ class _Memory:
         return self.state.num_sequences, self.state.max_length
 
     def acquire(self) -> HybridState:
+        self.begun.clear()
         state = copy.copy(self.state)
         self.user = weakref.ref(state)
         return state

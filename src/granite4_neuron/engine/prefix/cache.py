@@ -26,7 +26,6 @@ from granite4_neuron.state.hybrid_state import HybridState, copy_of
 from granite4_neuron.state.snapshot import (
     LOGITS,
     Snapshot,
-    cut_keys_and_values,
     keys_and_values,
     padded_keys_and_values,
     recurrent_state,
@@ -189,9 +188,28 @@ class PrefixCache:
             tokens: all tokens that the slot has seen.
             logits: [vocab_size], float32, after the last of them.
         """
-        self._insert(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
-        if self._folder is not None:
-            self._write(self._longest(tokens), tokens)
+        self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
+
+    def take(
+        self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor
+    ) -> Callable[[], None] | None:
+        """Do the part of `insert` that needs the slot. Return a function that does the rest; None if there is none.
+
+        So a device need not wait for the rest. Unlike `insert`, this makes the snapshot before it evicts others.
+        """
+        self._check_tree()
+        node, _, shared = self._descend(tokens)
+        if node.length == len(tokens) and node.entry is not None:
+            self._entries.touch(node)
+            return None
+        snapshot = self._runtime.snapshot(state, slot, len(tokens), node.length + shared)
+        return partial(self._add_taken, tokens, snapshot, logits)
+
+    def _add_taken(self, tokens: Sequence[int], snapshot: Snapshot, logits: torch.Tensor) -> None:
+        self._check_tree()
+        node, _, shared = self._descend(tokens)
+        if node.length + shared >= snapshot.start:  # nothing before it has been evicted
+            self._keep(tokens, snapshot.starting_at, logits)
 
     def make_ready(self) -> None:
         """Preallocate memory for the next snapshot while there is room, because the first token of a prompt may wait
@@ -205,8 +223,14 @@ class PrefixCache:
             snapshots = self._snapshots(node, node.entry)
             self._folder.keep(tuple(tokens[: node.length]), snapshots, node.entry.logits)
 
+    def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
+        """Insert a snapshot, and write it to the folder too."""
+        self._insert(tokens, take, logits)
+        if self._folder is not None:
+            self._write(self._longest(tokens), tokens)
+
     def _insert(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
-        """Keep a snapshot as `insert` does; `take(start)` makes it, with the keys and values from `start` on."""
+        """Keep a snapshot in memory; `take(start)` makes it, with the keys and values from `start` on."""
         self._check_tree()
         self._is_changing = True
         self._change(tokens, take, logits)
@@ -244,11 +268,7 @@ class PrefixCache:
     def _load(self, snapshot: Snapshot) -> None:
         tensors = dict(snapshot.tensors)
         logits = tensors.pop(LOGITS)
-
-        def take(start: int) -> Snapshot:
-            return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
-
-        self._insert(snapshot.tokens, take, logits)
+        self._insert(snapshot.tokens, replace(snapshot, tensors=tensors).starting_at, logits)
         if not self._has_room_for_state:  # the snapshot came with memory of its own
             self._runtime.prepare_snapshot(False)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from granite4_neuron.engine.best_effort import BestEffort
+from granite4_neuron.engine.prefix.cache import PrefixCache
 from granite4_neuron.engine.prefix.interface import AnyPrefixCache
 from granite4_neuron.engine.request import GenerationStats
 from granite4_neuron.engine.sampling import are_finite
@@ -30,6 +33,10 @@ class PrefixReuse:
         self._slots = slots
         self._stats = stats
         self._best_effort = BestEffort("The prefix cache")
+        self._adds_later: PrefixCache | None = None
+        if isinstance(cache, PrefixCache) and runtime.begins_snapshots:
+            self._adds_later = cache
+        self._taken: list[tuple[torch.Tensor, Callable[[], None]]] = []  # logits, and what `PrefixCache.take` returns
 
     @property
     def interval(self) -> int | None:
@@ -78,12 +85,22 @@ class PrefixReuse:
         """Return whether a snapshot of a sequence is due when its state has seen `more` more tokens than now."""
         return self.cache is not None and sequence.is_kept(self.cache.interval, more)
 
-    def keep_due(self, sequences: Iterable[RunningSequence]) -> None:
-        """Keep the snapshots that are due since the last step."""
-        for sequence in sequences:
+    def keep_due(self, ended: Iterable[RunningSequence], running: Iterable[RunningSequence]) -> None:
+        """Keep the snapshots that are due since the last step. If steps begin snapshots, those of running sequences are
+        only taken here, because the device waits; `add_taken` does the rest.
+        """
+        self.add_taken()
+        for sequence in ended:
             if sequence.is_due:
                 sequence.is_due = False
                 self.keep(sequence)
+        for sequence in running:
+            if sequence.is_due:
+                sequence.is_due = False
+                if self._adds_later is not None and isinstance(sequence.logits, torch.Tensor):
+                    self._take(self._adds_later, sequence, sequence.logits)
+                else:
+                    self.keep(sequence)
 
     def keep(self, sequence: RunningSequence) -> None:
         """Keep a snapshot of a sequence that has run tokens, if its logits are finite."""
@@ -98,6 +115,22 @@ class PrefixReuse:
             self.cache.insert(keys, self._slots.state, sequence.slot, sequence.logits)
             if not sequence.is_prompt:
                 self.cache.make_ready()
+
+    def _take(self, cache: PrefixCache, sequence: RunningSequence, logits: torch.Tensor) -> None:
+        if sequence.is_as_prompt(sequence.stored):
+            with self._best_effort:
+                keys = sequence.keys[: sequence.stored]
+                add = cache.take(keys, self._slots.state, sequence.slot, logits)
+                if add is not None:
+                    self._taken.append((logits, add))
+
+    def add_taken(self) -> None:
+        """Add to the cache what `keep_due` has taken, if its logits are finite. Call it before all look-ups."""
+        while self._taken:
+            logits, add = self._taken.pop(0)
+            with self._best_effort:
+                if are_finite(logits):
+                    add()
 
     def release(self, sequence: RunningSequence) -> None:
         """Release the prefix from which a sequence started."""

@@ -92,7 +92,7 @@ class SimulatedSequence(RunningSequence):
         """
         self.left = self.most_drafts(self.limit, interval) + 1
 
-    def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
+    def next_row(self, stop: int, drafts: Sequence[int] = (), is_kept: bool = False) -> Row:
         """Return a row with the right number of tokens."""
         return cast(Row, _Row(self.stored, range(stop - self.stored)))
 

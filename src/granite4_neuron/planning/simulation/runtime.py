@@ -88,6 +88,7 @@ class SimulatedRuntime:
     adapters: Mapping[str, Adapter] = {}
     tokens_per_verification = 1
     is_quantized = False
+    begins_snapshots = False
     fallbacks = ()
     sampling = cast(ModuleType, _FirstToken)
 

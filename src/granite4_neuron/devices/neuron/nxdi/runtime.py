@@ -38,6 +38,7 @@ class NeuronRuntime:
 
     rows_per_step = 1
     packs_rows = False
+    begins_snapshots = False
     sampling = None
     prompt_cuts = Anywhere(is_exact=False)
     adapters: Mapping[str, Adapter] = {}
