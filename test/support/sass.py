@@ -39,12 +39,53 @@ def reads_of_unwritten_registers(cubin, folder):
     return found
 
 
+def overwritten_operands(cubin, folder):
+    """Return the instructions that write registers of which tensor cores may not have read their left operand yet.
+
+    A product (wgmma) runs beside later instructions until the warp waits for it. In a loop these are the next round's,
+    too. The arguments are those of `spills`.
+    """
+    instructions, found = [], []
+    begins = {}
+    for line in _listing(cubin, folder).splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            begins[label[1]] = len(instructions)
+        elif instruction := _INSTRUCTION.search(line):
+            instructions.append(instruction.groups())
+            target = re.search(r"`\((\.L_\w+)\)", instruction[2])
+            if instruction[1] == "BRA" and target and target[1] in begins:
+                found += _writes_beside_products(instructions[begins[target[1]] :] * 2)
+    return [*found, *_writes_beside_products(instructions)]
+
+
+def _writes_beside_products(instructions):
+    found, unfinished, latest = [], [], set()  # registers of groups of products, and of the group that has no end yet
+    for name, text in instructions:
+        operands = [each.strip() for each in text.split(",")]
+        if "HGMMA" in name:
+            if left := re.match(r"R(\d+)", operands[1]):
+                latest |= set(range(int(left[1]), int(left[1]) + 4))
+            if "gsb0" in operands:
+                unfinished, latest = [*unfinished, latest], set()
+        elif name == "WARPGROUP.DEPBAR.LE":
+            left_running = int(operands[1], 16)
+            unfinished = unfinished[len(unfinished) - left_running :] if left_running < len(unfinished) else unfinished
+        elif (result := re.match(r"R(\d+)", operands[0])) and not name.startswith(("ST", "RED", "LDGSTS")):
+            size = 4 if "128" in name or "M88.4" in name else 2 if "64" in name or "WIDE" in name else 1
+            if not latest.union(*unfinished).isdisjoint(range(int(result[1]), int(result[1]) + size)):
+                found.append(f"{name} {text}")
+    return found
+
+
 def _instructions(cubin, folder):
     """Return the name and the operands of each instruction, in the order of the code."""
+    return _INSTRUCTION.findall(_listing(cubin, folder))
+
+
+def _listing(cubin, folder):
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-    listing = subprocess.run([_DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
-    return _INSTRUCTION.findall(listing)
+    return subprocess.run([_DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
 
 
 def _uniform_registers(name, sources):

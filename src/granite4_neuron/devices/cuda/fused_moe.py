@@ -6,6 +6,8 @@ expert, and a token's choices are added in their order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from granite4_neuron.devices.cuda.operator import operator, register_launch
@@ -18,7 +20,24 @@ from granite4_neuron.devices.cuda.products import (
     tile_options,
 )
 from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
-from granite4_neuron.devices.cuda.weights import dense, load_numbers, parts_of, rows_from, stored, width_of
+from granite4_neuron.devices.cuda.weights import (
+    BLOCK_OF_CODES,
+    code_order,
+    convert_codes,
+    dense,
+    finished,
+    format_of,
+    in_code_order,
+    load_numbers,
+    parts_of,
+    rows_from,
+    scale_outputs,
+    scale_ptrs_of,
+    stored,
+    wait_for_tensor_cores,
+    width_of,
+    words_of,
+)
 from granite4_neuron.ops import Weight, moe
 
 _BLOCK_OF_CHOICES = 4096
@@ -26,8 +45,8 @@ _BLOCK_OF_SUMS = 1024
 # (BLOCK_M, rows of weights, num_warps, num_stages), as in `products`. The first two were the fastest on an H200 with
 # 2,048 and 8,192 tokens of h-tiny, and with 512; the large one is for experts that have enough choices on average.
 _LARGE_TILE, _TILE, _TILE_OF_FLOAT32 = (128, 256, 8, 4), (64, 256, 4, 4), (64, 64, 4, 2)
-# With eight warps Triton 3.6 computes other numbers where a product takes its left operand from registers.
 _TILE_OF_QUANTIZED = 64, 128, 4, 3
+_LEAST_CHOICES = tl.constexpr(64)  # in a tile: with fewer, Triton uses another instruction
 
 
 def fused_experts(
@@ -78,38 +97,13 @@ def _launch_multiply_by_experts(
     )
     activated = x.new_empty(topk_ids.numel(), width)
     y = x.new_empty(topk_ids.numel(), hidden)
-    first_is_gated = w1.shape[1] != width
-    for rows, weight, scales, outputs, is_gated in (
-        (x, w1, w1_scales, activated, first_is_gated),
-        (activated, w2, w2_scales, y, False),
-    ):
-        if rows is activated and not first_is_gated:
-            activated.copy_(moe.relu2(activated))
-        num_weights = 1 + is_gated
-        options = tile_options(x, *_tile(x, topk_ids.numel() / num_experts, scales is not None), num_weights)
-        # At least as many blocks of choices as the experts can need.
-        blocks = topk_ids.numel() // options["BLOCK_M"] + min(num_experts, topk_ids.numel())
-        tiles_n = triton.cdiv(outputs.shape[1], options["BLOCK_N"])
-        matrices = stored(weight.contiguous(), scales)[0].view(num_experts * num_weights, *outputs.shape[1:], -1)
-        if by_descriptors := scales is None and has_descriptors(matrices):
-            matrices = TensorDescriptor.from_tensor(matrices, [num_weights, options["BLOCK_N"], options["BLOCK_K"]])
-        _multiply_choices_kernel[blocks * tiles_n,](
-            rows,
-            matrices,
-            scales,
-            counts,
-            choices,
-            outputs,
-            tokens,
-            CHOICES_PER_ROW=top_k if rows is x else 1,
-            EXPERTS=num_experts,
-            N=outputs.shape[1],
-            K=rows.shape[1],
-            NUM_WEIGHTS=num_weights,
-            BLOCK_E=triton.next_power_of_2(num_experts),
-            BY_DESCRIPTORS=by_descriptors,
-            **options,
-        )
+    is_gated = w1.shape[1] != width
+    has_codes = w1_scales is not None and _converts_codes(x, w1, width, w2)
+    launch = _launch_multiply_codes if has_codes else _launch_multiply_choices
+    launch(in_code_order(x) if has_codes else x, w1, w1_scales, counts, choices, activated, True, is_gated)
+    if not is_gated:
+        activated.copy_(moe.relu2(activated))
+    launch(activated, w2, w2_scales, counts, choices, y, False, False)
     output = torch.empty_like(x)
     block_h = min(_BLOCK_OF_SUMS, triton.next_power_of_2(hidden))
     _add_choices_kernel[tokens, triton.cdiv(hidden, block_h)](
@@ -121,12 +115,102 @@ def _launch_multiply_by_experts(
 register_launch(multiply_by_experts, _launch_multiply_by_experts)
 
 
+def _launch_multiply_choices(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    counts: torch.Tensor,
+    choices: torch.Tensor,
+    outputs: torch.Tensor,
+    is_first: bool,
+    is_gated: bool,
+) -> None:
+    num_experts, tokens, num_weights = *choices.shape, 1 + is_gated
+    options = tile_options(rows, *_tile(rows, len(outputs) / num_experts, scales is not None), num_weights)
+    matrices = stored(weight.contiguous(), scales)[0].view(num_experts * num_weights, *outputs.shape[1:], -1)
+    if by_descriptors := scales is None and has_descriptors(matrices):
+        matrices = TensorDescriptor.from_tensor(matrices, [num_weights, options["BLOCK_N"], options["BLOCK_K"]])
+    _multiply_choices_kernel[_grid(outputs, num_experts, options),](
+        rows,
+        matrices,
+        scales,
+        counts,
+        choices,
+        outputs,
+        tokens,
+        CHOICES_PER_ROW=len(outputs) // len(rows),
+        EXPERTS=num_experts,
+        N=outputs.shape[1],
+        K=rows.shape[1],
+        NUM_WEIGHTS=num_weights,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BY_DESCRIPTORS=by_descriptors,
+        **options,
+    )
+
+
+def _grid(outputs: torch.Tensor, num_experts: int, options: dict[str, Any]) -> int:
+    """Return the number of programs, for at least as many blocks of choices as the experts can need."""
+    num_choices, n = outputs.shape
+    return (num_choices // options["BLOCK_M"] + min(num_experts, num_choices)) * triton.cdiv(n, options["BLOCK_N"])
+
+
+def _converts_codes(x: torch.Tensor, w1: torch.Tensor, width: int, w2: torch.Tensor) -> bool:
+    """Return whether tensor cores take codes as `weights.convert_codes` converts them: in bfloat16, in whole blocks."""
+    return (
+        x.dtype == torch.bfloat16
+        and all(columns % BLOCK_OF_CODES == 0 for columns in (x.shape[1], width))
+        and has_descriptors(*(words_of(each) for each in (w1, w2)))
+    )
+
+
+def _launch_multiply_codes(
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    counts: torch.Tensor,
+    choices: torch.Tensor,
+    outputs: torch.Tensor,
+    is_first: bool,
+    is_gated: bool,
+) -> None:
+    num_experts, tokens, num_weights = *choices.shape, 1 + is_gated
+    tile = _tile_of_codes(values, len(outputs) / num_experts, is_gated)
+    options = tile_options(rows, *tile, num_weights)
+    words = words_of(values.contiguous()).view(num_experts * num_weights, outputs.shape[1], -1)
+    block = [num_weights, options["BLOCK_N"], BLOCK_OF_CODES // 4]
+    _multiply_codes_kernel[_grid(outputs, num_experts, options),](
+        rows,
+        TensorDescriptor.from_tensor(words, block),
+        scales.contiguous(),
+        counts,
+        choices,
+        outputs,
+        tokens,
+        FORMAT=format_of(values),
+        CHOICES_PER_ROW=len(outputs) // len(rows),
+        EXPERTS=num_experts,
+        N=outputs.shape[1],
+        K=rows.shape[1],
+        NUM_WEIGHTS=num_weights,
+        IN_CODE_ORDER=is_first,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        **options,
+    )
+
+
 def _tile(x: torch.Tensor, choices_per_expert: float, is_quantized: bool) -> tuple[int, int, int, int]:
     if x.itemsize > 2:
         return _TILE_OF_FLOAT32
     if is_quantized:
         return _TILE_OF_QUANTIZED
     return _LARGE_TILE if choices_per_expert >= _LARGE_TILE[0] else _TILE
+
+
+def _tile_of_codes(values: torch.Tensor, choices_per_expert: float, is_gated: bool) -> tuple[int, int, int, int]:
+    if values.dtype == torch.int8 or not is_gated or choices_per_expert < 128:
+        return 64, 256, 4, 4
+    return 128, 128, 4, 4
 
 
 @triton.jit(do_not_specialize=["num_choices", "tokens"])
@@ -185,17 +269,9 @@ def _multiply_choices_kernel(
         counts, choices: as `_sort_choices_kernel` writes them.
         y: [choices, N].
     """
-    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    pid_m, pid_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
-    offs_e = tl.arange(0, BLOCK_E)
-    of_experts = tl.load(counts + offs_e, offs_e < EXPERTS, 0)
-    blocks = tl.cdiv(of_experts, BLOCK_M)
-    ends = tl.cumsum(blocks, 0)
-    expert = tl.sum((ends <= pid_m).to(tl.int32), 0)
+    expert, pid_n, first, count = _find_block(counts, EXPERTS, N, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert < EXPERTS:
-        first = tl.max(tl.where(ends <= pid_m, ends, 0), 0)
-        count = tl.sum(tl.where(offs_e == expert, of_experts, 0), 0)
-        offs_m = (pid_m - first) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_m = first + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_m = offs_m < count
         choice = tl.load(choices + expert.to(tl.int64) * tokens + offs_m, mask_m, 0).to(tl.int64)
@@ -218,6 +294,122 @@ def _multiply_choices_kernel(
         output = outputs_of(acc, NUM_WEIGHTS, y.dtype.element_ty)
         mask = mask_m[:, None] & (offs_n < N)[None]
         tl.store(y + choice[:, None] * N + offs_n[None], output.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _find_block(
+    counts, EXPERTS: tl.constexpr, N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return a program's expert, or EXPERTS at least, its block of outputs, its first choice, and the expert's number
+    of choices.
+    """
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    pid_m, pid_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
+    offs_e = tl.arange(0, BLOCK_E)
+    of_experts = tl.load(counts + offs_e, offs_e < EXPERTS, 0)
+    ends = tl.cumsum(tl.cdiv(of_experts, BLOCK_M), 0)
+    expert = tl.sum((ends <= pid_m).to(tl.int32), 0)
+    first = pid_m - tl.max(tl.where(ends <= pid_m, ends, 0), 0)
+    return expert, pid_n, first * BLOCK_M, tl.sum(tl.where(offs_e == expert, of_experts, 0), 0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _multiply_codes_kernel(
+    rows,
+    words,
+    scales,
+    counts,
+    choices,
+    y,
+    tokens,
+    FORMAT: tl.constexpr,
+    CHOICES_PER_ROW: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    IN_CODE_ORDER: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Do the same as `_multiply_choices_kernel` in bfloat16 with a quantized weight, which `weights.convert_codes`
+    converts. At most half as many choices as a large tile has take one half as large.
+
+    Args:
+        rows: in the order of `weights.in_code_order`.
+        words: a tensor descriptor of `weights.words_of`, [EXPERTS * NUM_WEIGHTS, N, K / 4].
+        IN_CODE_ORDER: write the outputs in this order too.
+    """
+    expert, pid_n, first, count = _find_block(counts, EXPERTS, N, BLOCK_E, BLOCK_M, BLOCK_N)
+    if expert < EXPERTS:
+        choices += expert.to(tl.int64) * tokens
+        where = expert, pid_n, first, count
+        if BLOCK_M >= 2 * _LEAST_CHOICES:
+            if count - first > BLOCK_M // 2:
+                _multiply_codes(
+                    rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
+                    BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+                )  # fmt: skip
+            else:
+                _multiply_codes(
+                    rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
+                    BLOCK_M // 2, BLOCK_N, BLOCK_K, PRECISION
+                )  # fmt: skip
+        else:
+            _multiply_codes(
+                rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
+                BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply_codes(
+    rows,
+    words,
+    scales,
+    choices,
+    y,
+    where,
+    FORMAT: tl.constexpr,
+    CHOICES_PER_ROW: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    IN_CODE_ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of BLOCK_M choices.
+
+    Args:
+        choices: of the expert.
+        where: what `_find_block` returns.
+    """
+    expert, pid_n, first, count = where
+    ROWS: tl.constexpr = NUM_WEIGHTS * BLOCK_N
+    offs_m, offs_n = first + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = offs_m < count
+    choice = tl.load(choices + offs_m, mask_m, 0).to(tl.int64)
+    x_ptrs = rows + (choice // CHOICES_PER_ROW)[:, None] * K + tl.arange(0, BLOCK_K)[None]
+    row = expert.to(tl.int64) * (NUM_WEIGHTS * N) + rows_of_weights(pid_n * BLOCK_N, N, NUM_WEIGHTS, BLOCK_N)
+    scale_ptrs = scale_ptrs_of(scales, row, K, FORMAT)
+    acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        codes = words.load([expert * NUM_WEIGHTS, pid_n * BLOCK_N, start // 4])
+        weights = convert_codes(tl.reshape(codes, [ROWS, BLOCK_K // 4]), scale_ptrs, start, FORMAT)
+        acc = tl.dot(weights, tl.trans(tl.load(x_ptrs + start)), acc, input_precision=PRECISION)
+        wait_for_tensor_cores(start)
+    acc = tl.trans(scale_outputs(acc, scale_ptrs, FORMAT))
+    output = outputs_of(acc, NUM_WEIGHTS, y.dtype.element_ty).to(y.dtype.element_ty)
+    if IN_CODE_ORDER:
+        output = code_order(output)
+    choice = tl.load(choices + offs_m, mask_m, 0).to(tl.int64)  # once more, not kept in registers until here
+    tl.store(y + choice[:, None] * N + offs_n[None], output, mask_m[:, None] & (offs_n < N)[None])
 
 
 @triton.jit
@@ -244,6 +436,8 @@ def _multiply_quantized_tile(
         tile = load_columns(rows + offs_k[None], start, offs_k[None], K, BLOCK_K)
         weights = load_numbers(weight, row, None, start, K, BLOCK_K, tile.dtype)
         acc = tl.dot(weights, tl.trans(tile), acc, input_precision=PRECISION)
+        if tile.dtype != tl.float32:
+            acc = finished(acc)
     return tl.trans(acc)
 
 

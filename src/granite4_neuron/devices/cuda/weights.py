@@ -30,6 +30,7 @@ WHOLE_COLUMNS = 4
 NUM_WARPS_OF_VECTOR, _COLUMNS_OF_VECTOR = 8, 512
 _GROUP = tl.constexpr(INT4_GROUP)  # columns with one scale in int4: those of 16 bytes
 _GROUP_OF_FP8 = tl.constexpr(FP8_GROUP)
+_GROUPS_OF_PROGRAM = 128  # of 16 columns
 _FORMATS = {torch.int8: FORMATS["int8"], torch.uint8: FORMATS["int4"], torch.float8_e4m3fn: FP8}
 
 
@@ -502,6 +503,244 @@ def select_bits(words, MASK: tl.constexpr, BITS: tl.constexpr):
     """Return (words & MASK) ^ BITS in one instruction: of two constants a compiler makes two."""
     return tl.inline_asm_elementwise(
         f"lop3.b32 $0, $1, {MASK}, {BITS}, 0x6A;", "=r,r", [words], tl.int32, is_pure=True, pack=1
+    )
+
+
+# -- products on tensor cores in bfloat16, whose left operand is converted in registers
+
+# Of 16 columns that tensor cores multiply at a time, a thread holds four of a row: 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
+# for a t from 0 to 3. Here they are 4 t, 4 t + 2, 4 t + 1 and 4 t + 3: those of a word, in the order in which it takes
+# the fewest instructions to convert them. The right operand has its columns in the same order (`in_code_order`). A sum
+# of 16 columns has the same bits in any order.
+
+BLOCK_OF_CODES = 64  # columns of a tile; there are whole ones only
+
+
+def format_of(values: torch.Tensor) -> str:
+    """Return the name of a quantized matrix's format, a kernel's constant."""
+    return {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}[values.dtype]
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the codes of a quantized matrix, four in a word: [.., rows, columns / 4] in int32, of int4 in int16."""
+    return values.view(torch.int16 if values.dtype == torch.uint8 else torch.int32)
+
+
+def in_code_order(x: torch.Tensor) -> torch.Tensor:
+    """Return x, [rows, columns] contiguous in bfloat16, with each 16 columns in the order of `convert_codes`."""
+    y = torch.empty_like(x)
+    groups = x.numel() // 16
+    _order_columns_kernel[triton.cdiv(groups, _GROUPS_OF_PROGRAM),](
+        x.view(torch.int32), y.view(torch.int32), groups, BLOCK=_GROUPS_OF_PROGRAM, num_warps=4
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _order_columns_kernel(x, y, groups, BLOCK: tl.constexpr):
+    """Put the columns of BLOCK groups of 16 into the order of `convert_codes`.
+
+    Grid: (cdiv(groups, BLOCK),).
+
+    Args:
+        x, y: [groups, 8] in int32, of which each is two numbers.
+    """
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    offs, mask = group * 8 + tl.arange(0, 4)[None], group < groups
+    first_ptrs = x + offs + tl.arange(0, 4)[None]
+    first, second = tl.load(first_ptrs, mask, 0), tl.load(first_ptrs + 1, mask, 0)
+    tl.store(y + offs, (first & 0xFFFF) | (second << 16), mask)
+    tl.store(y + offs + 4, ((first >> 16) & 0xFFFF) | (second & -0x10000), mask)
+
+
+@triton.jit
+def code_order(x):
+    """Put the columns of x [M, N] into the order of `convert_codes`."""
+    parts = tl.reshape(x, [x.shape[0], x.shape[1] // 16, 4, 2, 2])
+    return tl.reshape(tl.permute(parts, [0, 1, 4, 2, 3]), [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def scale_ptrs_of(scales, row, K: tl.constexpr, FORMAT: tl.constexpr):
+    """Return pointers to the first scales of rows, [ROWS, 1]; in int4 to two of them, in int32."""
+    if FORMAT == "int8":
+        ptrs = scales + row
+    elif FORMAT == "int4":
+        ptrs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // (2 * _GROUP))
+    else:
+        ptrs = scales + row * ((K + _GROUP_OF_FP8 - 1) // _GROUP_OF_FP8)
+    return ptrs[:, None]
+
+
+@triton.jit
+def convert_codes(words, scale_ptrs, start, FORMAT: tl.constexpr):
+    """Return columns of rows of a quantized matrix, from the column `start` on, as tensor cores' left operand:
+    [ROWS, BLOCK_K] in bfloat16, in the order above.
+
+    Numbers of int4 are rounded as `Format.dequantize` rounds them. In int8 the scale is left to `scale_outputs`. In FP8
+    it is the sum of two numbers of bfloat16, and the product is rounded once; it is 2^-56 of the number.
+
+    Args:
+        words: [ROWS, BLOCK_K / 4], `words_of`.
+        scale_ptrs: `scale_ptrs_of`.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    BLOCK_K: tl.constexpr = 4 * words.shape[1]
+    if FORMAT == "int8":
+        n0, n1, n2, n3 = codes_of_int8(words)
+    elif FORMAT == "int4":
+        scales = tl.load(scale_ptrs + start // (2 * _GROUP))
+        low, high = (scales & 0xFFFF).to(tl.int16), (scales >> 16).to(tl.int16)
+        scales = tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
+        scales = tl.broadcast_to(tl.reshape(scales, [ROWS, 2, 1]), [ROWS, 2, _GROUP // 4])
+        n0, n1, n2, n3 = numbers_of_int4(words, tl.reshape(scales, words.shape))
+    else:
+        high, low = two_parts(tl.load(scale_ptrs + start // _GROUP_OF_FP8) * 2.0**64)
+        n0, n1, n2, n3 = numbers_of_fp8(words, tl.broadcast_to(high, words.shape), tl.broadcast_to(low, words.shape))
+    pairs = tl.reshape(tl.join(tl.join(n0, n2), tl.join(n1, n3)), [ROWS, BLOCK_K // 16, 4, 2, 2])
+    return tl.reshape(tl.permute(pairs, [0, 1, 3, 2, 4]), [ROWS, BLOCK_K])
+
+
+@triton.jit
+def scale_outputs(acc, scale_ptrs, FORMAT: tl.constexpr):
+    """Multiply sums of products with `convert_codes`, [ROWS, BLOCK_M], with what is left to the end."""
+    if FORMAT == "int8":
+        acc *= tl.load(scale_ptrs)
+    elif FORMAT == "fp8":
+        acc *= 2.0**56
+    return acc
+
+
+@triton.jit
+def codes_of_int8(words):
+    """Return the codes of words: the first, third, second and fourth. With their bits 128 + the lower seven and 128 or
+    256 are numbers of bfloat16.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, odd;
+        shr.u32 odd, $4, 8;
+        lop3.b32 a, $4, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 b, $4, 0x00800080, 0x43004300, 0xEA;
+        lop3.b32 c, odd, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 d, odd, 0x00800080, 0x43004300, 0xEA;
+        sub.rn.bf16x2 a, a, b;
+        sub.rn.bf16x2 c, c, d;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, c;
+        }""",
+        "=h,=h,=h,=h,r",
+        [words],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def numbers_of_int4(words, scales):
+    """Return the numbers of words: the first, third, second and fourth. With its bits 128 + a code is a number of
+    bfloat16; the product is rounded once.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, c, scales, zeros;
+        mov.b32 scales, {$5, $5};
+        mov.b32 zeros, 0x43084308;
+        mov.b32 a, {$4, $4};
+        prmt.b32 a, a, 0, 0x4140;
+        shr.u32 c, a, 4;
+        lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        sub.rn.bf16x2 a, a, zeros;
+        sub.rn.bf16x2 c, c, zeros;
+        mul.rn.bf16x2 a, a, scales;
+        mul.rn.bf16x2 c, c, scales;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, c;
+        }""",
+        "=h,=h,=h,=h,h,h",
+        [words, scales],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def numbers_of_fp8(words, high, low):
+    """Return the numbers of words times high + low and 2^-120: the first, third, second and fourth. Without their signs
+    these codes are the upper bits of such numbers of bfloat16.
+
+    Args:
+        high, low: `two_parts`.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, signs, sizes, places;
+        mov.b32 places, 0x07F007F0;
+        and.b32 signs, $4, 0x80808080;
+        shr.u32 sizes, $4, 4;
+        lop3.b32 c, places, sizes, signs, 0xCA;
+        shl.b32 sizes, $4, 4;
+        shl.b32 signs, signs, 8;
+        lop3.b32 a, places, sizes, signs, 0xCA;
+        mul.rn.bf16x2 b, a, $6;
+        mul.rn.bf16x2 d, c, $6;
+        fma.rn.bf16x2 a, a, $5, b;
+        fma.rn.bf16x2 c, c, $5, d;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, c;
+        }""",
+        "=h,=h,=h,=h,r,r,r",
+        [words, high, low],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def two_parts(x):
+    """Return two numbers of bfloat16 of which x is the sum but for its last bits, each twice in a word of int32."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 high;
+        .reg .f32 rest;
+        cvt.rn.bf16x2.f32 high, $2, $2;
+        and.b32 $1, high, 0xFFFF0000;
+        mov.b32 rest, $1;
+        sub.f32 rest, $2, rest;
+        cvt.rn.bf16x2.f32 $1, rest, rest;
+        mov.b32 $0, high;
+        }""",
+        "=&r,=&r,f",
+        [x],
+        (tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def finished(acc):
+    """Return sums of products in float32 as they are, after tensor cores have finished them.
+
+    Without it a loop's next round may write registers of an operand that wgmma has not read yet: Triton lets several
+    run on, whether or not their operands lie in registers.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def wait_for_tensor_cores(start):
+    """Do the same for all products before it, so that tensor cores may begin with one while the next is converted.
+
+    Args:
+        start: any integer.
+    """
+    tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [start], tl.int32, is_pure=False, pack=1
     )
 
 

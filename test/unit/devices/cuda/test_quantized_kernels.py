@@ -142,19 +142,51 @@ def test_experts_of_prompts(is_gated, format, dtype):
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "ungated"])
 @pytest.mark.parametrize("format", GPU_FORMATS)
 def test_experts_of_prompts_have_the_bits_of_dequantized_weights(format, is_gated, width, columns):
-    """Of any number of tokens, though weights are another operand of the tensor cores' instruction."""
+    """Of any number of tokens, though weights are another operand of the tensor cores' instruction. Where codes fill
+    tiles, int8 and FP8 have bits of their own in bfloat16.
+    """
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    experts, tokens = 4, 150
+    (x, *others), (w1, w2), quantized = experts_of_prompt(format, is_gated, width, columns, dtype)
+    exact = LAUNCHES[multiply_by_experts](x, w1, w2, *others)
+    has_its_bits = dtype == torch.float32 or format == "int4" or width == 72
+    whole = exact if has_its_bits else launch_quantized(x, others, quantized)
+    for part in (slice(0, 150), slice(0, 70), slice(70, 150)):
+        y = launch_quantized(x[part], [each[part] for each in others], quantized)
+        assert torch.equal(y, whole[part])
+
+
+@pytest.mark.parametrize(("is_gated", "top_k"), [(True, 2), (False, 1)], ids=["gated", "ungated"])
+@pytest.mark.parametrize("format", GPU_FORMATS)
+def test_experts_of_prompts_are_as_exact_as_dequantized_weights(format, is_gated, top_k):
+    """Where tensor cores take codes that are converted to bfloat16 in registers. An expert has several blocks of
+    choices, of both sizes.
+    """
+    (x, *others), dense, quantized = experts_of_prompt(format, is_gated, 128, 192, torch.bfloat16, tokens=300)
+    topk_weights, ids = (each[:, :top_k].contiguous() for each in others)
+    numbers = [each.dequantize(torch.float32).double() for each in quantized]
+    expected = multiply_by_experts(x.cpu().double(), *numbers, topk_weights.cpu(), ids.cpu())
+    ours = launch_quantized(x, (topk_weights, ids), quantized)
+    theirs = LAUNCHES[multiply_by_experts](x, *dense, topk_weights, ids)
+    error, other_error = ((each.cpu().double() - expected).norm() / expected.norm() for each in (ours, theirs))
+    assert error <= 1.02 * other_error <= TOLERANCE[torch.bfloat16]
+
+
+def experts_of_prompt(format, is_gated, width, columns, dtype, experts=4, tokens=150):
+    """Return arguments of `multiply_by_experts` but for the weights, these in dtype, and as they are quantized."""
     shapes = (experts, (1 + is_gated) * width, columns), (experts, columns, width)
     quantized = [GPU_FORMATS[format].quantize(random(*shape) / shape[-1] ** 0.5) for shape in shapes]
-    w1, w2 = (copied(each.dequantize(dtype), DEVICE) for each in quantized)
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).int()
+    others = random(tokens, columns, dtype=dtype), random(tokens, 2), ids
+    return (
+        [copied(each, DEVICE) for each in others],
+        [copied(each.dequantize(dtype), DEVICE) for each in quantized],
+        quantized,
+    )
+
+
+def launch_quantized(x, others, quantized):
     (v1, s1), (v2, s2) = ((copied(each.values, DEVICE), copied(each.scales, DEVICE)) for each in quantized)
-    x, topk_weights = copied(random(tokens, columns, dtype=dtype), DEVICE), copied(random(tokens, 2), DEVICE)
-    ids = copied(torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).int(), DEVICE)
-    exact = LAUNCHES[multiply_by_experts](x, w1, w2, topk_weights, ids)
-    for part in (slice(0, tokens), slice(0, 70), slice(70, tokens)):
-        y = LAUNCHES[multiply_by_experts](x[part], v1, v2, topk_weights[part], ids[part], s1, s2)
-        assert torch.equal(y, exact[part])
+    return LAUNCHES[multiply_by_experts](x, v1, v2, *others, s1, s2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

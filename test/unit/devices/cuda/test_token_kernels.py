@@ -1,15 +1,16 @@
 """The Triton kernels of a token of each sequence against their definitions, as in test_kernels.py."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from granite4_neuron.devices.cuda import gemv
-from granite4_neuron.devices.cuda import weights as weights_of_kernels
 from granite4_neuron.devices.cuda.head import score_tokens
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
+from test.support import inline_ptx
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_kernels import DEVICE, DTYPES, copied, random, seed
 
@@ -62,7 +63,7 @@ def products_of_bfloat16(monkeypatch):
     """
     if DEVICE == "cuda":
         return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
     def values(handle):
         if handle.dtype.scalar != tl.bfloat16:
@@ -82,14 +83,14 @@ def products_of_bfloat16(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
 
-    def dot4(codes, bytes, acc, signed):
-        for shift in (0, 8, 16, 24):
-            byte = bytes << (24 - shift) >> 24 if signed else (bytes >> shift) & 0xFF
-            acc += (codes << (24 - shift) >> 24) * byte
-        return acc
+    def create_inline_asm(self, assembly, constraints, handles, types, is_pure, pack):
+        types = [each.scalar for each in types]
+        dtypes = [_get_np_dtype(each) for each in types]
+        outputs = inline_ptx.run(assembly, constraints, [each.data for each in handles], dtypes)
+        outputs = [TensorHandle(*each) for each in zip(outputs, types, strict=True)]
+        return SimpleNamespace(get_result=outputs.__getitem__)
 
-    monkeypatch.setattr(weights_of_kernels, "dot4", dot4)
-    monkeypatch.setattr(weights_of_kernels, "select_bits", lambda words, mask, bits: (words & mask) ^ bits)
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
 
 
 def lengths_of(batch, length):
