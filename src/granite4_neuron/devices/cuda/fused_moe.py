@@ -46,7 +46,9 @@ _BLOCK_OF_SUMS = 1024
 # 2,048 and 8,192 tokens of h-tiny, and with 512; the large one is for experts that have enough choices on average.
 _LARGE_TILE, _TILE, _TILE_OF_FLOAT32 = (128, 256, 8, 4), (64, 256, 4, 4), (64, 64, 4, 2)
 _TILE_OF_QUANTIZED = 64, 128, 4, 3
-_LEAST_CHOICES = tl.constexpr(64)  # in a tile: with fewer, Triton uses another instruction
+# Where codes are converted: in int8 and in the second product, and in the first one of formats that take more
+# instructions. They were the fastest on an H200 with 512 and with 2,048 tokens of h-small.
+_TILE_OF_INT8, _TILE_OF_CODES = (64, 256, 4, 4), (128, 128, 4, 4)
 
 
 def fused_experts(
@@ -167,16 +169,16 @@ def _converts_codes(x: torch.Tensor, w1: torch.Tensor, width: int, w2: torch.Ten
 def _launch_multiply_codes(
     rows: torch.Tensor,
     values: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     counts: torch.Tensor,
     choices: torch.Tensor,
     outputs: torch.Tensor,
     is_first: bool,
     is_gated: bool,
 ) -> None:
+    assert scales is not None
     num_experts, tokens, num_weights = *choices.shape, 1 + is_gated
-    tile = _tile_of_codes(values, len(outputs) / num_experts, is_gated)
-    options = tile_options(rows, *tile, num_weights)
+    options = tile_options(rows, *_tile_of_codes(values, is_gated), num_weights)
     words = words_of(values.contiguous()).view(num_experts * num_weights, outputs.shape[1], -1)
     block = [num_weights, options["BLOCK_N"], BLOCK_OF_CODES // 4]
     _multiply_codes_kernel[_grid(outputs, num_experts, options),](
@@ -207,10 +209,8 @@ def _tile(x: torch.Tensor, choices_per_expert: float, is_quantized: bool) -> tup
     return _LARGE_TILE if choices_per_expert >= _LARGE_TILE[0] else _TILE
 
 
-def _tile_of_codes(values: torch.Tensor, choices_per_expert: float, is_gated: bool) -> tuple[int, int, int, int]:
-    if values.dtype == torch.int8 or not is_gated or choices_per_expert < 128:
-        return 64, 256, 4, 4
-    return 128, 128, 4, 4
+def _tile_of_codes(values: torch.Tensor, is_gated: bool) -> tuple[int, int, int, int]:
+    return _TILE_OF_CODES if is_gated and values.dtype != torch.int8 else _TILE_OF_INT8
 
 
 @triton.jit(do_not_specialize=["num_choices", "tokens"])
@@ -336,7 +336,7 @@ def _multiply_codes_kernel(
     PRECISION: tl.constexpr,
 ):
     """Do the same as `_multiply_choices_kernel` in bfloat16 with a quantized weight, which `weights.convert_codes`
-    converts. At most half as many choices as a large tile has take one half as large.
+    converts. If at most half a tile's choices are left, they take half a tile.
 
     Args:
         rows: in the order of `weights.in_code_order`.
@@ -347,21 +347,15 @@ def _multiply_codes_kernel(
     if expert < EXPERTS:
         choices += expert.to(tl.int64) * tokens
         where = expert, pid_n, first, count
-        if BLOCK_M >= 2 * _LEAST_CHOICES:
-            if count - first > BLOCK_M // 2:
-                _multiply_codes(
-                    rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
-                    BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-                )  # fmt: skip
-            else:
-                _multiply_codes(
-                    rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
-                    BLOCK_M // 2, BLOCK_N, BLOCK_K, PRECISION
-                )  # fmt: skip
-        else:
+        if count - first > BLOCK_M // 2:
             _multiply_codes(
                 rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
                 BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )  # fmt: skip
+        else:
+            _multiply_codes(
+                rows, words, scales, choices, y, where, FORMAT, CHOICES_PER_ROW, N, K, NUM_WEIGHTS, IN_CODE_ORDER,
+                BLOCK_M // 2, BLOCK_N, BLOCK_K, PRECISION
             )  # fmt: skip
 
 
