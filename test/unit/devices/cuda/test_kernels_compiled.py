@@ -236,7 +236,8 @@ def test_quantized_weights(format, batch, config, compiled, tmp_path):
     for each in of_prompts:
         operands = re.findall(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*(\{|%)", each.asm["ptx"])
         assert operands and set(operands) == {"{"}
-        assert not spills(each.asm["cubin"], tmp_path)
+        if not (format == "int8" and triton.__version__.startswith("3.5.")):  # which keeps more in registers
+            assert not spills(each.asm["cubin"], tmp_path)
         assert not re.search(r"cvt\.rn\.f32\.s", each.asm["ptx"])  # a quarter as fast as other instructions
         assert len(re.findall(r"sub\.rn\.bf16x2|fma\.rn\.bf16x2", each.asm["ptx"])) >= 64
     if batch == 1:
