@@ -578,7 +578,8 @@ def convert_codes(words, scale_ptrs, start, FORMAT: tl.constexpr):
     [ROWS, BLOCK_K] in bfloat16, in the order above.
 
     Numbers of int4 are rounded as `Format.dequantize` rounds them. In int8 the scale is left to `scale_outputs`. In FP8
-    it is the sum of two numbers of bfloat16, and the product is rounded once; it is 2^-56 of the number.
+    it is the sum of two numbers of bfloat16, and the product is rounded once; it is 2^-56 of the number, so scales are
+    from 2^-61 to 2^63.
 
     Args:
         words: [ROWS, BLOCK_K / 4], `words_of`.
