@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+import re
 
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("starlette", reason="granite4-neuron[serve] is not installed
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from benchmarks.serving import command as benchmark
+from benchmarks.serving import processor_time
 from benchmarks.serving.load import Answer, Lengths, Run, moments, questions
 from granite4_neuron import UserError, load
 from granite4_neuron.engine import Engine
@@ -42,6 +45,21 @@ def test_two_servers_in_turns(server, tmp_path, capsys):
         assert 0 < a[name][1] <= a[name][2] <= a[name][3]
     assert a["requests_per_second"] == a["goodput_requests_per_second"] > 0
     assert "time to first token, p90, ms" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processor cores are needed")
+def test_processor_time_beyond_the_engine(capsys):
+    cores = os.sched_getaffinity(0)
+    assert processor_time.main(["--clients", "1", "3", "--tokens", "50", "--turns", "1"]) == 0
+    assert os.sched_getaffinity(0) == cores
+    rows = re.findall(r"^│ (\d+) +│ (.*) │$", capsys.readouterr().out, re.MULTILINE)
+    assert [clients for clients, _ in rows] == ["1", "3"]
+    for _, row in rows:
+        alone, engine, front_end, beyond, rate = map(float, row.split("│"))
+        assert beyond == pytest.approx(engine + front_end - alone, abs=0.2)
+        # Two processes on two cores, and an engine that steps for all clients at a time.
+        assert min(alone, engine, front_end, rate) > 0 and engine + front_end < 2 * 1e6 / rate
 
 
 @pytest.mark.slow

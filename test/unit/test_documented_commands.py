@@ -14,6 +14,7 @@ from benchmarks.first_run.command import parser as first_run_parser
 from benchmarks.latency import options as latency_options
 from benchmarks.probe.command import parser as probe_parser
 from benchmarks.serving import command as serving
+from benchmarks.serving import processor_time
 from granite4_neuron import UserError
 from granite4_neuron.commands import cli
 
@@ -22,6 +23,7 @@ PARSERS = {
     "granite4-neuron": cli.parser,
     "benchmark_latency.py": lambda: latency_options.parser(""),
     "benchmarks.serving": serving._parser,
+    "benchmarks.serving.processor_time": processor_time._parser,
     "benchmarks.probe": probe_parser,
     "benchmarks.first_run": first_run_parser,
 }
