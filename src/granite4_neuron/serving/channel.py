@@ -8,39 +8,41 @@ import socket
 import struct
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
-_READ_BYTES = 2**16  # at a time
+_READ_BYTES = 2**13  # at a time, for which each call finds memory
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array("i").itemsize)  # a message has at most one socket
 
 
 class Channel:
-    """One end of two connected sockets.
+    """One end of a connection.
 
     A message is anything that can be pickled. A socket in it arrives as another one of the same connection. One thread
     may send while another receives.
 
+    Each direction has a pair of sockets of its own. With one for both, a thread that waits for messages would wake each
+    time the other end reads one.
+
     Args:
-        connection: from `socket.socketpair`.
+        incoming, outgoing: each from a `socket.socketpair` of its own.
     """
 
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._unsent: deque[tuple[memoryview, list[socket.socket]]] = deque()
+    def __init__(self, incoming: socket.socket, outgoing: socket.socket):
+        self.incoming = incoming
+        self.outgoing = outgoing
+        self._unsent: deque[tuple[bytes | memoryview, Sequence[socket.socket]]] = deque()
         self._received = bytearray()
         self._descriptors: deque[int] = deque()
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Return both ends of a new channel."""
-        ours, theirs = socket.socketpair()
-        return cls(ours), cls(theirs)
-
-    def fileno(self) -> int:
-        """Return the descriptor, on which something to receive shows."""
-        return self._connection.fileno()
+        to_us, from_them = socket.socketpair()
+        to_them, from_us = socket.socketpair()
+        return cls(to_us, from_us), cls(to_them, from_them)
 
     def send(self, message: Any, waits: bool = False) -> bool:
         """Send a message behind those before it; return whether nothing is left to send.
@@ -49,10 +51,10 @@ class Channel:
             waits: for room; otherwise the next call sends what there is no room for.
         """
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
         pickler.dump(message)
-        content = buffer.getbuffer()
-        self._unsent.append((memoryview(_LENGTH.pack(len(content)) + content), pickler.sockets))
+        content = buffer.getvalue()
+        self._unsent.append((_LENGTH.pack(len(content)) + content, pickler.sockets))
         return self.flush(waits)
 
     def flush(self, waits: bool = False) -> bool:
@@ -62,11 +64,12 @@ class Channel:
             while self._unsent:
                 data, sockets = self._unsent[0]
                 rights = array("i", [each.fileno() for each in sockets])
-                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if sockets else []
-                sent = self._connection.sendmsg([data], ancillary, flags)
-                self._unsent[0] = data[sent:], []
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if sockets else ()
+                sent = self.outgoing.sendmsg([data], ancillary, flags)
                 if sent == len(data):
                     self._unsent.popleft()
+                else:
+                    self._unsent[0] = memoryview(data)[sent:], ()
         except BlockingIOError:
             return False
         except OSError:
@@ -86,7 +89,7 @@ class Channel:
         messages: list[Any] = []
         try:
             while not messages:
-                data, ancillary, _, _ = self._connection.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
+                data, ancillary, _, _ = self.incoming.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, flags)
                 if not data:
                     raise EOFError
                 self._received += data
@@ -101,13 +104,15 @@ class Channel:
 
     def close(self) -> None:
         """Close this end in this process."""
-        self._connection.close()
+        for each in (self.incoming, self.outgoing):
+            each.close()
 
     def end(self) -> None:
         """Close this end in all processes and threads. What has been sent still arrives."""
-        with suppress(OSError):  # the other end is closed
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        for each in (self.incoming, self.outgoing):
+            with suppress(OSError):  # the other end is closed
+                each.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def _whole(self) -> list[Any]:
         """Return the messages that have come to their end."""
@@ -117,8 +122,12 @@ class Channel:
             end = start + _LENGTH.size + length
             if end > len(self._received):
                 break
-            content = bytes(self._received[start + _LENGTH.size : end])
-            messages.append(_Unpickler(content, self._descriptors).load())
+            content = self._received[start + _LENGTH.size : end]
+            # The sockets of a message come with its first bytes.
+            if self._descriptors:
+                messages.append(_Unpickler(content, self._descriptors).load())
+            else:
+                messages.append(pickle.loads(content))
             start = end
         del self._received[:start]
         return messages
@@ -127,19 +136,17 @@ class Channel:
 class _Pickler(pickle.Pickler):
     """Keeps the sockets of a message."""
 
-    def __init__(self, buffer: io.BytesIO):
-        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self.sockets: list[socket.socket] = []
+    sockets: Sequence[socket.socket] = ()
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, socket.socket):
             return NotImplemented
-        self.sockets.append(value)
+        self.sockets = *self.sockets, value
         return _next_socket, ()
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, descriptors: deque[int]):
+    def __init__(self, content: bytearray, descriptors: deque[int]):
         super().__init__(io.BytesIO(content))
         self._descriptors = descriptors
 

@@ -12,7 +12,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import CompiledGrammar
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.serving.channel import Channel
-from granite4_neuron.serving.engine_loop import CLOSE
+from granite4_neuron.serving.engine_loop import CLOSE, EngineFacts
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
@@ -131,7 +131,7 @@ class EngineClient:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._channel, self._receive)
+        self._loop.add_reader(self._channel.incoming, self._receive)
 
     def started(self, port: int) -> None:
         """Say that clients can connect."""
@@ -215,11 +215,11 @@ class EngineClient:
 
     def _send(self, *message: object) -> None:
         if self.is_alive and not self._channel.send(message):
-            self._loop.add_writer(self._channel, self._flush)
+            self._loop.add_writer(self._channel.outgoing, self._flush)
 
     def _flush(self) -> None:
         if self._channel.flush():
-            self._loop.remove_writer(self._channel)
+            self._loop.remove_writer(self._channel.outgoing)
 
     async def _change(self, how: str, name: str, *adapter: Adapter) -> None:
         done = self._changing[name] = self._loop.create_future()
@@ -236,8 +236,8 @@ class EngineClient:
         batches: dict[Generation, Batch] = {}
         for kind, *values in messages:
             if kind == "outputs":
-                rows, step_tokens, facts = values
-                self._metrics.stepped(step_tokens, facts)
+                rows, step_tokens, *facts = values
+                self._metrics.stepped(step_tokens, EngineFacts(*facts))
                 self._sort_in(batches, rows, now)
             elif kind == "adapter":
                 name, error, self.adapters = values
@@ -296,8 +296,8 @@ class EngineClient:
 
     def _ended(self) -> None:
         self.is_alive = False
-        self._loop.remove_reader(self._channel)
-        self._loop.remove_writer(self._channel)
+        self._loop.remove_reader(self._channel.incoming)
+        self._loop.remove_writer(self._channel.outgoing)
         self._channel.close()
         for done in self._changing.values():
             _settle(done, _engine_has_stopped())

@@ -170,20 +170,20 @@ class EngineLoop:
 
     def _tell(self, rows: Sequence[tuple], step_tokens: int | None) -> None:
         self._told = EngineFacts.of(self._engine, self._cache)
-        self._channel.send(("outputs", rows, step_tokens, self._told))
+        self._channel.send(("outputs", rows, step_tokens, *self._told))
 
     def _take_in(self) -> bool:
         """Run the commands that have come in, waiting for one if there is no work; false if the loop is to end."""
         while True:
             self._unload_unused()
-            if not self._engine.has_work:
+            if self._engine.has_work:
+                if self._inbox.empty():
+                    return True
+            else:
                 if self._told != EngineFacts.of(self._engine, self._cache):
                     self._tell([], None)
                 self._channel.flush(waits=True)
-            try:
-                command = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
+            command = self._inbox.get()
             if command is _GONE:
                 _LOGGER.error("The process that talks to clients has ended.")
                 return False

@@ -1,9 +1,11 @@
 """Messages between two processes."""
 
 import os
+import re
 import socket
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -72,8 +74,16 @@ def test_the_end_comes_behind_the_messages(ends, close):
     assert theirs.send("x" * 2**20, waits=True), "nobody reads it, and nothing is left"
 
 
-def test_an_end_wakes_a_thread_that_waits(ends):
-    ours, _ = ends
+def times_slept(thread):
+    """Return how often a thread has gone to sleep so far, once it sleeps."""
+    while True:
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        if "State:\tS" in status:
+            return int(re.search(r"^voluntary_ctxt_switches:\t(\d+)", status, re.MULTILINE)[1])
+
+
+def test_an_end_wakes_a_thread_that_waits_and_what_the_other_side_reads_does_not(ends):
+    ours, theirs = ends
     woken = threading.Event()
 
     def wait():
@@ -83,8 +93,11 @@ def test_an_end_wakes_a_thread_that_waits(ends):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not thread.is_alive():
-        pass
+    before = times_slept(thread)
+    for number in range(1000):
+        ours.send(number)
+        assert theirs.receive() == [number]
+    assert times_slept(thread) - before < 20
     ours.end()
     thread.join(60)
     assert woken.is_set()

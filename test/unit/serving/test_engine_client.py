@@ -73,7 +73,7 @@ async def client_of_engine():
 
 def send_steps(channel, *steps):
     for rows in steps:
-        channel.send(("outputs", rows, len(rows), FACTS))
+        channel.send(("outputs", rows, len(rows), *FACTS))
 
 
 def submit(client):
