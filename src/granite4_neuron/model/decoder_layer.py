@@ -77,17 +77,23 @@ class DecoderLayer(Module):
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the new hidden_states, [batch, tokens, hidden_size]; a Mamba layer also returns `advance`'s inputs."""
-        inputs = None
-        if self.has_mixer:
-            mixed, inputs = self.mix(self.input_layernorm(hidden_states), step, state, rotary)
-            hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
-        return self.add_feed_forward(hidden_states, step), inputs
+        normed = self.input_layernorm(hidden_states)
+        if not self.has_mixer:
+            return self.add_feed_forward(hidden_states, normed, step), None
+        mixed, inputs = self.mix(normed, step, state, rotary)
+        if not self.has_feed_forward:
+            return self.operators.residual_add(hidden_states, mixed, self.residual_multiplier), inputs
+        return self.add_feed_forward(*self.add_mixed(hidden_states, mixed), step), inputs
 
-    def add_feed_forward(self, hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
-        """Apply the layer's second half to [batch, tokens, hidden_size], if it has one."""
-        if self.has_feed_forward:
-            for output in self.feed_forward(self.feed_forward_norm(hidden_states), step):
-                hidden_states = self.operators.residual_add(hidden_states, output, self.residual_multiplier)
+    def add_mixed(self, hidden_states: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the mixer's output to [batch, tokens, hidden_size]; also return the input of the feed-forward part."""
+        hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
+        return hidden_states, self.feed_forward_norm(hidden_states)
+
+    def add_feed_forward(self, hidden_states: torch.Tensor, normed: torch.Tensor, step: Step) -> torch.Tensor:
+        """Apply MLP and experts to the normalised hidden_states; all are [batch, tokens, hidden_size]."""
+        for output in self.feed_forward(normed, step):
+            hidden_states = self.operators.residual_add(hidden_states, output, self.residual_multiplier)
         return hidden_states
 
     def mix(

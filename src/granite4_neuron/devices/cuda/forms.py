@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from granite4_neuron.devices.cuda.norms import add_and_normalize
 from granite4_neuron.devices.cuda.token_operators import TokenOperators
 from granite4_neuron.devices.cuda.weights import parts_of
 from granite4_neuron.model.attention import RotaryTables
@@ -59,12 +60,19 @@ class TokenLayer(DecoderLayer):
         elif isinstance(state, KeyValueState):
             x = self._attention(operators, x, step, state, rotary)
         if not self._are_few(step):
-            return self.add_feed_forward(x.view(hidden_states.shape), step), inputs
+            x = x.view(hidden_states.shape)
+            return (self.add_feed_forward(x, self.feed_forward_norm(x), step) if self.has_feed_forward else x), inputs
         if self.has_feed_forward:
             lengths = step.is_real.flatten().to(step.lengths.dtype) if step.verifies else step.lengths
             is_gated = self.shared_mlp.is_gated
             x = self._feed_forward(operators, x, lengths) if is_gated else self._ungated_feed_forward(operators, x)
         return x.view(hidden_states.shape), inputs
+
+    def add_mixed(self, hidden_states: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, terms = self.feed_forward_norm, (hidden_states.flatten(0, 1), mixed.flatten(0, 1))
+        results = add_and_normalize(*terms, self.residual_multiplier, norm.weight, norm.eps)
+        total, normed = (each.view(hidden_states.shape) for each in results)
+        return total, normed
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         if not (self._are_few(step) or self._is_rounded(state)):

@@ -1,4 +1,6 @@
-"""RMS norms of tokens, plain and gated. A program normalises one token, so its bits do not depend on other tokens."""
+"""RMS norms of tokens: plain, gated, and of the residual stream after a sum. A program normalises one token, so its
+bits do not depend on other tokens.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def _launch_normalize(
         CHANNELS=channels,
         WIDTH=width,
         BLOCK=block,
-        num_warps=4 if block <= 2048 else 8,
+        num_warps=4 if block <= 4096 else 8,
     )
     return y
 
@@ -81,3 +83,68 @@ def _normalize_kernel(
         values = values * (gate * tl.sigmoid(gate))
     rstd = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
     tl.store(y + token * CHANNELS + offs, (values * rstd * weights).to(y.dtype.element_ty), mask)
+
+
+@operator()
+def add_and_normalize(
+    x: torch.Tensor, y: torch.Tensor, alpha: float, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `ops.residual_add` of x, [tokens, channels] in float32, and y, and `ops.rms_norm` of it."""
+    total = norm.residual_add(x, y, alpha)
+    return total, norm.rms_norm(total, weight, eps)
+
+
+@add_and_normalize.register_fake
+def _(x, y, alpha, weight, eps):
+    return x.new_empty(x.shape), weight.new_empty(x.shape)
+
+
+def _launch_add_and_normalize(
+    x: torch.Tensor, y: torch.Tensor, alpha: float, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total, normed = x.new_empty(x.shape), weight.new_empty(x.shape)
+    tokens, channels = x.shape
+    block = triton.next_power_of_2(channels)
+    _add_and_normalize_kernel[tokens,](
+        x,
+        y,
+        weight,
+        total,
+        normed,
+        x.stride(0),
+        y.stride(0),
+        alpha,
+        eps,
+        CHANNELS=channels,
+        BLOCK=block,
+        num_warps=4 if block <= 4096 else 8,
+    )
+    return total, normed
+
+
+register_launch(add_and_normalize, _launch_add_and_normalize)
+
+
+@triton.jit
+def _add_and_normalize_kernel(
+    x, y, weight, total, normed, stride_x, stride_y, alpha, eps, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add alpha * y to x for one token, and normalise the sum.
+
+    Grid: (tokens,).
+
+    Args:
+        x: [tokens, CHANNELS] in float32. y: [tokens, CHANNELS]; both with their strides.
+        weight: [CHANNELS].
+        total: [tokens, CHANNELS] in float32.
+        normed: [tokens, CHANNELS] in weight's dtype.
+    """
+    token, offs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = offs < CHANNELS
+    values = tl.load(x + token * stride_x + offs, mask, 0.0)
+    added = tl.load(y + token * stride_y + offs, mask, 0.0).to(tl.float32)
+    weights = tl.load(weight + offs, mask, 0.0).to(tl.float32)
+    values += alpha * added
+    tl.store(total + token * CHANNELS + offs, values, mask)
+    rstd = tl.rsqrt(tl.sum(values * values, 0) / CHANNELS + eps)
+    tl.store(normed + token * CHANNELS + offs, (values * rstd * weights).to(normed.dtype.element_ty), mask)

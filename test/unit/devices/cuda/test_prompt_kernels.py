@@ -12,7 +12,7 @@ from granite4_neuron.devices.cuda import flash_attention, fused_moe, products, s
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
 from granite4_neuron.devices.cuda.flash_attention import attend_prompt
 from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
-from granite4_neuron.devices.cuda.norms import normalize
+from granite4_neuron.devices.cuda.norms import add_and_normalize, normalize
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
@@ -125,6 +125,20 @@ def test_norms(is_gated, groups, dtype):
     assert relative_error(output, normalize(*exact(x, z, weight), 1e-5, groups)) <= TOLERANCE[dtype]
     alone = launch(normalize, x[3:4], None if z is None else z[3:4], weight, 1e-5, groups)
     assert same_bits(alone, output[3:4])
+
+
+@DTYPES
+def test_sum_and_norm(dtype):
+    """Rows of both terms are parts of wider tensors."""
+    x, y = random(5, 90)[:, 3:83], random(5, 90, dtype=dtype)[:, 3:83]
+    weight = 1 + random(80, dtype=dtype)
+    total, normed = launch(add_and_normalize, x, y, 0.22, weight, 1e-5)
+    assert total.dtype == torch.float32 and normed.dtype == dtype
+    expected, expected_normed = add_and_normalize(*exact(x, y), 0.22, *exact(weight), 1e-5)
+    assert relative_error(total, expected) <= 2e-7
+    assert relative_error(normed, expected_normed) <= TOLERANCE[dtype]
+    alone = launch(add_and_normalize, x[3:4], y[3:4], 0.22, weight, 1e-5)
+    assert all(same_bits(one, other[3:4]) for one, other in zip(alone, (total, normed), strict=True))
 
 
 class TestConvolution:
