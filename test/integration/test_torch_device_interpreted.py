@@ -14,16 +14,15 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cuda.attention import attend_tokens
-from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
 from granite4_neuron.devices.cuda.flash_attention import attend_prompt
 from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
 from granite4_neuron.devices.cuda.head import score_tokens
-from granite4_neuron.devices.cuda.norms import normalize
+from granite4_neuron.devices.cuda.norms import add_and_normalize, normalize
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
 from granite4_neuron.devices.cuda.products import multiply_tokens
+from granite4_neuron.devices.cuda.prompt_mixer import convolve_prompt, scan_prompt
 from granite4_neuron.devices.cuda.sampling import choose_tokens
-from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
 from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.devices.torch.options import DEVICES
@@ -88,8 +87,8 @@ def test_logits(family, sequences, kernels):
     mixers = {operators.mixer_inputs, operators.advance_mixer, operators.project_heads, attend_tokens}
     experts = {operators.route}
     if family == "granite":
-        experts |= {operators.activate_experts, operators.add_feed_forward}
-    prompts = {multiply_tokens, normalize, convolve_tokens, scan_chunks, attend_prompt, multiply_by_experts}
+        experts |= {operators.activate_experts, operators.add_feed_forward, add_and_normalize}
+    prompts = {multiply_tokens, normalize, convolve_prompt, scan_prompt, attend_prompt, multiply_by_experts}
     assert mixers | experts | prompts | {operators.add_product, score_tokens} <= kernels
 
 
@@ -204,4 +203,4 @@ def test_prompts_that_share_graphs_have_the_bits_of_one_alone(family, dtype, ker
     assert torch.equal(runtime.step(state, rows), expected)
     assert shapes == [(2, 16), (1, 32), (1, 16)]
     assert all(map(torch.equal, held(runtime, state), expected_state))
-    assert {scan_chunks, convolve_tokens, attend_prompt, multiply_tokens, score_tokens} <= kernels
+    assert {scan_prompt, convolve_prompt, attend_prompt, multiply_tokens, score_tokens} <= kernels

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from granite4_neuron.devices.cuda.mamba import CHUNKED
 from granite4_neuron.devices.cuda.norms import add_and_normalize
+from granite4_neuron.devices.cuda.prompt_mixer import convolve_prompt, scan_prompt
 from granite4_neuron.devices.cuda.token_operators import TokenOperators
 from granite4_neuron.devices.cuda.weights import parts_of
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
-from granite4_neuron.model.step import Step
+from granite4_neuron.model.step import DenseStep, Step
 from granite4_neuron.ops import Weight, format_of
 from granite4_neuron.ops.layer_weights import MambaWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
@@ -67,6 +69,27 @@ class TokenLayer(DecoderLayer):
             is_gated = self.shared_mlp.is_gated
             x = self._feed_forward(operators, x, lengths) if is_gated else self._ungated_feed_forward(operators, x)
         return x.view(hidden_states.shape), inputs
+
+    def mix(
+        self, x: torch.Tensor, step: Step, state: LayerState, rotary: RotaryTables | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute `DecoderLayer.mix`. Prompts of Mamba layers read and write a state in float32 where it is."""
+        if not (isinstance(state, MambaState) and self._takes_prompts(step, state)):
+            return super().mix(x, step, state, rotary)
+        mamba, mixer = self.mamba, self.mamba_weights().mixer
+        z, xBC_dt = mamba.project(x)
+        xBC, dt = xBC_dt[..., : mamba.conv_dim], xBC_dt[..., mamba.conv_dim :]
+        index = step.starts, step.lengths, step.looked_up
+        xBC = convolve_prompt(xBC, mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, *index)
+        head_params, limits = (mixer.dt_bias, mixer.A_log, mixer.D), mixer.time_step_limit
+        y = scan_prompt(xBC, dt, *head_params, state.ssm_state, *index, *limits)
+        return mamba.out_proj(y, z, mamba.norm), xBC_dt
+
+    def _takes_prompts(self, step: Step, state: MambaState) -> bool:
+        """Return whether the operators of `prompt_mixer` support a step."""
+        is_prompt = step.positions.shape[1] > 1 and not step.verifies
+        has_rows = isinstance(step, DenseStep) and (step.sequences is None or step.looked_up is not None)
+        return is_prompt and has_rows and not self._is_rounded(state) and self.operators.mamba_prefill is CHUNKED
 
     def add_mixed(self, hidden_states: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         norm, terms = self.feed_forward_norm, (hidden_states.flatten(0, 1), mixed.flatten(0, 1))

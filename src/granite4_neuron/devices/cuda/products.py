@@ -367,13 +367,21 @@ def dot_of_weights(left, right, acc, PRECISION: tl.constexpr):
     Then the weights are the sum of two such numbers, to keep 16 of their digits.
     """
     if left.dtype == tl.bfloat16 and right.dtype == tl.float32:
-        high = right.to(tl.bfloat16)
+        high, low = in_two(right)
         acc = tl.dot(left, high, acc)
-        acc = tl.dot(left, (right - high.to(tl.float32)).to(tl.bfloat16), acc)
+        acc = tl.dot(left, low, acc)
     elif left.dtype == tl.float32 and right.dtype == tl.bfloat16:
-        high = left.to(tl.bfloat16)
+        high, low = in_two(left)
         acc = tl.dot(high, right, acc)
-        acc = tl.dot((left - high.to(tl.float32)).to(tl.bfloat16), right, acc)
+        acc = tl.dot(low, right, acc)
     else:
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def in_two(values):
+    """Return two numbers of bfloat16 for each finite one of float32, whose sum has 16 of its digits."""
+    # Integers round, because a GPU converts two numbers at once only where nothing but tensor cores reads them.
+    high = ((values.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (values - high).to(tl.bfloat16)

@@ -22,6 +22,7 @@ from granite4_neuron.devices.cuda.mamba import (
 from granite4_neuron.devices.cuda.operator import operator, register_launch, register_launches
 from granite4_neuron.devices.cuda.rounding import FEWEST_COLUMNS, FEWEST_ROWS, round_state
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
+from granite4_neuron.devices.cuda.time_step import time_step
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor, load_tile, prepare, stored
 from granite4_neuron.ops import norm
@@ -516,7 +517,7 @@ def _recurrence_kernel(
         ptrs += D_INNER
         b = tl.load(ptrs + offs_group, mask_n, 0.0)
         c = tl.load(ptrs + GROUP_WIDTH + offs_group, mask_n, 0.0)
-        dt = _time_step(tl.load(ptrs + 2 * GROUP_WIDTH + pid_h) + bias, lowest_dt, highest_dt)
+        dt = time_step(tl.load(ptrs + 2 * GROUP_WIDTH + pid_h) + bias, lowest_dt, highest_dt)
         state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
         if y is not None:
             outputs = (sum_of_pairs(state * c[None]) + x * skip) * gate * tl.sigmoid(gate)
@@ -527,16 +528,3 @@ def _recurrence_kernel(
             state = round_state(state, pid_h, tl.program_id(1), position, tl.load(stream), HEAD_DIM, D_STATE, DTYPE)
     if WRITES_STATE:
         tl.store(ssm_state + offs, state.to(ssm_state.dtype.element_ty), mask)
-
-
-@triton.jit
-def _time_step(dt, lowest_dt, highest_dt):
-    """Return dt after softplus and clamping."""
-    # log(1 + exp(dt)), without losing the digits of exp(dt) in the sum with 1.
-    e = tl.exp(tl.minimum(dt, 20.0))
-    one_plus_e = 1.0 + e
-    softplus = tl.where(
-        one_plus_e == 1.0, e, tl.log(one_plus_e) * e / tl.where(one_plus_e == 1.0, 1.0, one_plus_e - 1.0)
-    )
-    dt = tl.where(dt <= 20.0, softplus, dt)
-    return tl.minimum(tl.maximum(dt, lowest_dt, tl.PropagateNan.ALL), highest_dt, tl.PropagateNan.ALL)

@@ -29,8 +29,9 @@ from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens  # noqa: 
 from granite4_neuron.devices.cuda.experts import choose_experts  # noqa: E402
 from granite4_neuron.devices.cuda.flash_attention import attend_prompt  # noqa: E402
 from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts  # noqa: E402
-from granite4_neuron.devices.cuda.norms import normalize  # noqa: E402
+from granite4_neuron.devices.cuda.norms import add_and_normalize, normalize  # noqa: E402
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
+from granite4_neuron.devices.cuda.prompt_mixer import convolve_prompt, scan_prompt  # noqa: E402
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E402
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
@@ -383,10 +384,19 @@ def test_prompts(tokens, dtype, config, compiled):
     LAUNCHES[scan_chunks](x, step, A, B, C, D, state)
     scan = compiled[1:]
     assert len(scan) == 5
+    # In place, with the time steps.
+    states, index = (
+        (convolution[0], empty(1, heads, head_dim, d_state, dtype=torch.float32)),
+        (int32(1), int32(1), int32(1)),
+    )
+    convolved = LAUNCHES[convolve_prompt](projected, *convolution[1:], states[0], *index)
+    raw = empty(1, tokens, inner + channels + heads, dtype=dtype)[..., inner + channels :]
+    LAUNCHES[scan_prompt](convolved, raw, *[empty(heads) for _ in range(3)], states[1], *index, 0.0, float("inf"))
     caches = [empty(2, config.num_key_value_heads, 4096, config.head_dim, dtype=dtype) for _ in range(2)]
     query = empty(1, tokens, config.num_attention_heads, config.head_dim, dtype=dtype)
     LAUNCHES[attend_prompt](query, *caches, int32(1, tokens), int32(1), int32(1), 0.1)
     LAUNCHES[normalize](empty(tokens, inner, dtype=dtype), empty(tokens, inner, dtype=dtype), empty(inner), 1e-5, 1)
+    LAUNCHES[add_and_normalize](float32(tokens, hidden), empty(tokens, hidden, dtype=dtype), 0.22, empty(hidden), 1e-5)
     LAUNCHES[products.multiply_tokens](
         empty(tokens, hidden, dtype=dtype), empty(256, hidden, dtype=dtype), None, True, False
     )
@@ -400,11 +410,13 @@ def test_prompts(tokens, dtype, config, compiled):
 
 
 @pytest.mark.parametrize(("head_dim", "d_state"), [(16, 128), (24, 40), (32, 64), (32, 128)])
+@pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("tokens", [40, 150])
-def test_scan_of_small_heads(tokens, head_dim, d_state, compiled):
+def test_scan_of_small_heads(tokens, heads, head_dim, d_state, compiled):
     """With tiles as narrow as these heads, the assembler of CUDA 12.8 reads registers that nothing has written."""
-    x, groups = empty(1, tokens, 4, head_dim), [empty(1, tokens, 2, d_state) for _ in range(2)]
-    LAUNCHES[scan_chunks](x, float32(1, tokens, 4), float32(4), *groups, empty(4), float32(1, 4, head_dim, d_state))
+    x, groups = empty(1, tokens, heads, head_dim), [empty(1, tokens, 2, d_state) for _ in range(2)]
+    rates = float32(1, tokens, heads), float32(heads)
+    LAUNCHES[scan_chunks](x, *rates, *groups, empty(heads), float32(1, heads, head_dim, d_state))
     assert len(compiled) == 5
 
 

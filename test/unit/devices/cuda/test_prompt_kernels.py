@@ -15,6 +15,7 @@ from granite4_neuron.devices.cuda.fused_moe import multiply_by_experts
 from granite4_neuron.devices.cuda.norms import add_and_normalize, normalize
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.products import multiply_tokens
+from granite4_neuron.devices.cuda.prompt_mixer import convolve_prompt, scan_prompt
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from test.support.oracles import relative_error, ssm_recurrence
@@ -230,6 +231,44 @@ class TestScan:
         arguments[1].zero_()
         _, last = launch(scan_chunks, *arguments, state)
         assert same_bits(last, state)
+
+
+@pytest.mark.parametrize("slots", [[2, 1, 4], None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def test_mixer_in_place(slots, dtype, monkeypatch):
+    """The first sequence begins, whatever its entries held. The second has no tokens, and keeps its entries bit by bit.
+    The third goes on for longer than a part.
+    """
+    monkeypatch.setattr(ssd_chunk_scan, "_MOST_TOKENS", CHUNK_SIZE)
+    heads, head_dim, d_state, tokens = 2, 32, 16, 150
+    channels = heads * head_dim + 2 * d_state
+    xBC_dt = random(3, tokens, channels + heads, dtype=dtype)
+    xBC, dt = xBC_dt[..., :channels], xBC_dt[..., channels:]
+    states = random(4, channels, 3, dtype=dtype), random(4, heads, head_dim, d_state)
+    index = torch.tensor([0, 0, 384]), torch.tensor([90, 0, 150], dtype=torch.int32)
+    index = *index, None if slots is None else torch.tensor(slots, dtype=torch.int32)
+    entries = [0, 1, 2] if slots is None else [slot - 1 for slot in slots]
+    for state in states:
+        state[entries[0]] = math.nan
+    convolution = xBC, random(channels, 4, dtype=dtype), random(channels, dtype=dtype)
+    others, limits = (random(heads), torch.rand(heads), random(heads)), (0.01, 2.0)
+    results = []
+    for convolve, scan in ((convolve_prompt, scan_prompt), map(LAUNCHES.get, (convolve_prompt, scan_prompt))):
+        device = "cpu" if convolve is convolve_prompt else DEVICE
+        conv_state, ssm_state = (copied(state[: len(states[0]) if slots else 3], device) for state in states)
+        there = [copied(each, device) for each in index]
+        y = convolve(*(copied(each, device) for each in convolution), conv_state, *there)
+        outputs = scan(y, copied(dt, device), *(copied(each, device) for each in others), ssm_state, *there, *limits)
+        results.append([each.cpu() for each in (y, outputs, conv_state, ssm_state)])
+    (y, outputs, conv_state, ssm_state), (our_y, our_outputs, our_conv_state, our_ssm_state) = results
+    for row, length in enumerate((90, 0, 150)):
+        for ours, theirs in ((our_y, y), (our_outputs, outputs)):
+            assert length == 0 or relative_error(ours[row, :length], theirs[row, :length]) <= TOLERANCE[dtype]
+    assert same_bits(our_conv_state, conv_state)
+    assert relative_error(our_ssm_state, ssm_state) <= TOLERANCE[dtype]
+    for ours, before in ((our_conv_state, states[0]), (our_ssm_state, states[1])):
+        for entry in {*range(len(ours))} - {entries[0], entries[2]}:
+            assert same_bits(ours[entry], before[entry])
 
 
 class TestAttention:
