@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
 from granite4_neuron.devices.cuda.gemv import gemv_config, load_vector
-from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.mamba import (
     advance_token,
     convolve_channels,
@@ -20,16 +20,18 @@ from granite4_neuron.devices.cuda.mamba import (
     shift_window,
 )
 from granite4_neuron.devices.cuda.operator import operator, register_launch, register_launches
-from granite4_neuron.devices.cuda.rounding import FEWEST_COLUMNS, FEWEST_ROWS, round_state
+from granite4_neuron.devices.cuda.rounding import FEWEST_COLUMNS, round_state
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.devices.cuda.time_step import time_step
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor, load_tile, prepare, stored
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
+from granite4_neuron.ops.stochastic_rounding import SHARED_ROWS, Rounding, stochastic_round
 
-# Rows of a head's state per program, and of one that is rounded: more rows have fewer instructions each.
-_BLOCK_D, _BLOCK_D_OF_ROUNDED = 16, 32
+# (most rows of a head's state per program, num_warps), and those of a state that is rounded: more rows have fewer
+# instructions each.
+_BLOCK, _BLOCK_OF_ROUNDED = (16, 4), (32, 4)
+_ROWS = tl.constexpr(SHARED_ROWS)  # of a group, which a thread has together
 
 # -- norm, projection and convolution
 
@@ -401,10 +403,11 @@ def launch_recurrence(
     batch, (num_heads, head_dim, d_state) = len(lengths), ssm_state.shape[1:]
     d_inner = num_heads * head_dim
     group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
-    most_d = _BLOCK_D if stream is None else _BLOCK_D_OF_ROUNDED
-    block_d, block_dstate = min(most_d, triton.next_power_of_2(head_dim)), triton.next_power_of_2(d_state)
+    most_d, num_warps = _BLOCK if stream is None else _BLOCK_OF_ROUNDED
+    block_d = max(SHARED_ROWS, min(most_d, triton.next_power_of_2(head_dim)))
+    block_dstate = triton.next_power_of_2(d_state)
     if stream is not None:
-        block_d, block_dstate = max(block_d, FEWEST_ROWS), max(block_dstate, FEWEST_COLUMNS)
+        block_dstate = max(block_dstate, FEWEST_COLUMNS)
     _recurrence_kernel[num_heads, triton.cdiv(head_dim, block_d), batch](
         inputs,
         dt_bias,
@@ -429,7 +432,7 @@ def launch_recurrence(
         BLOCK_DSTATE=block_dstate,
         ARE_BEGUN=are_begun,
         WRITES_STATE=writes_state,
-        **launch_options(inputs, NUM_WARPS_SMALL),
+        **launch_options(inputs, num_warps),
         **EXACT_PRODUCTS,
     )
 
@@ -485,13 +488,17 @@ def _recurrence_kernel(
     D_INNER: tl.constexpr = NUM_HEADS * HEAD_DIM
     GROUP_WIDTH: tl.constexpr = NUM_HEADS // HEADS_PER_GROUP * D_STATE
     COLUMNS: tl.constexpr = (D_INNER if y is None else 2 * D_INNER) + 2 * GROUP_WIDTH + NUM_HEADS
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # A state is [groups, rows of a group, columns].
+    GROUPS: tl.constexpr = BLOCK_D // _ROWS
+    DTYPE: tl.constexpr = ssm_state.dtype.element_ty
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, GROUPS)[:, None] * _ROWS + tl.arange(0, _ROWS)[None]
     offs_n = tl.arange(0, BLOCK_DSTATE)
     mask_d, mask_n = offs_d < HEAD_DIM, offs_n < D_STATE
     offs_inner = pid_h * HEAD_DIM + offs_d
-    offs = offs_inner[:, None] * D_STATE + offs_n[None]
+    offs = offs_inner[:, :, None] * D_STATE + offs_n[None, None]
     length = tl.load(lengths + pid_b * stride_lengths)
-    mask = mask_d[:, None] & mask_n[None] & (length > 0)  # an idle sequence's state is neither read nor written
+    # An idle sequence's state is neither read nor written.
+    mask = mask_d[:, :, None] & mask_n[None, None] & (length > 0)
     has_state = mask
     if not ARE_BEGUN:
         gdc_wait(USE_GDC)
@@ -500,14 +507,17 @@ def _recurrence_kernel(
     if slots is not None:
         entry = tl.load(slots + pid_b * stride_slots).to(tl.int64) - 1
     ssm_state += entry * D_INNER * D_STATE
-    state = tl.load(ssm_state + offs, has_state, 0.0).to(tl.float32)
+    # A written state is not needed again before the other layers' states, so weights and activations stay in the cache.
+    EVICTION: tl.constexpr = "evict_first" if WRITES_STATE else ""
+    state = tl.load(ssm_state + offs, has_state, 0.0, eviction_policy=EVICTION).to(tl.float32)
     bias, A = tl.load(dt_bias + pid_h).to(tl.float32), -tl.exp(tl.load(A_log + pid_h).to(tl.float32))
     skip = tl.load(D + pid_h).to(tl.float32)
     offs_group = (pid_h // HEADS_PER_GROUP) * D_STATE + offs_n
     if ARE_BEGUN:
         gdc_wait(USE_GDC)
 
-    for token in range(0, length if y is None else tokens):
+    count = length if y is None else tokens
+    for token in range(0, count):
         row = pid_b * tokens + token
         ptrs = inputs + row * COLUMNS
         if y is not None:
@@ -518,13 +528,17 @@ def _recurrence_kernel(
         b = tl.load(ptrs + offs_group, mask_n, 0.0)
         c = tl.load(ptrs + GROUP_WIDTH + offs_group, mask_n, 0.0)
         dt = time_step(tl.load(ptrs + 2 * GROUP_WIDTH + pid_h) + bias, lowest_dt, highest_dt)
-        state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
+        state = state * tl.exp(dt * A) + (dt * x)[:, :, None] * b[None, None]
         if y is not None:
-            outputs = (sum_of_pairs(state * c[None]) + x * skip) * gate * tl.sigmoid(gate)
+            sums = sum_of_pairs(tl.reshape(state * c[None, None], [BLOCK_D, BLOCK_DSTATE]))
+            outputs = (tl.reshape(sums, [GROUPS, _ROWS]) + x * skip) * gate * tl.sigmoid(gate)
             tl.store(y + row * D_INNER + offs_inner, outputs, mask_d)
-        if stream is not None:
+        if stream is not None and token + 1 < count:
             position = tl.load(starts + pid_b * stride_starts) + token
-            DTYPE: tl.constexpr = ssm_state.dtype.element_ty
             state = round_state(state, pid_h, tl.program_id(1), position, tl.load(stream), HEAD_DIM, D_STATE, DTYPE)
+            state = state.to(tl.float32)
     if WRITES_STATE:
-        tl.store(ssm_state + offs, state.to(ssm_state.dtype.element_ty), mask)
+        if stream is not None:
+            position = tl.load(starts + pid_b * stride_starts) + count - 1
+            state = round_state(state, pid_h, tl.program_id(1), position, tl.load(stream), HEAD_DIM, D_STATE, DTYPE)
+        tl.store(ssm_state + offs, state.to(DTYPE), mask, eviction_policy=EVICTION)

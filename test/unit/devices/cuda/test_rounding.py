@@ -21,7 +21,8 @@ __all__ = ["seed"]  # a fixture
 def _round_block(values, rounded, position, stream, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, BLOCK: tl.constexpr):
     """Round BLOCK rows of a head's state, [HEAD_DIM, D_STATE]. Grid: (heads, cdiv(HEAD_DIM, BLOCK))."""
     head, block = tl.program_id(0), tl.program_id(1)
-    rows, columns = block * BLOCK + tl.arange(0, BLOCK)[:, None], tl.arange(0, 128)[None]
+    rows = block * BLOCK + tl.reshape(tl.arange(0, BLOCK), [BLOCK // 4, 4, 1])
+    columns = tl.arange(0, 128)[None, None]
     mask = (rows < HEAD_DIM) & (columns < D_STATE)
     offs = (head * HEAD_DIM + rows) * D_STATE + columns
     state = tl.load(values + offs, mask, 0.0)
