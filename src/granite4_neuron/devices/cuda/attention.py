@@ -21,6 +21,7 @@ _BLOCK_KV = 16
 _SMALLEST_SPLIT = 32
 _MAX_SPLITS = 128
 _SPLITS_AT_ONCE = 16  # combined at once
+_MOST_PROGRAMS = 4096  # that attend to splits; with more sequences a program takes several, many of which may be empty
 # Of each sequence; a step of more is a piece of a prompt.
 _MOST_TOKENS = 16
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -87,7 +88,8 @@ def _launch_attend_tokens(
     partial = query.new_empty(most_splits, rows, num_heads, head_dim + 2, dtype=torch.float32)
     output = torch.empty_like(query)
     index = positions.contiguous(), lengths
-    _attend_to_split_kernel[num_kv_heads, rows, most_splits](
+    splits_at_once = max(1, min(most_splits, _MOST_PROGRAMS // (num_kv_heads * rows)))
+    _attend_to_split_kernel[num_kv_heads, rows, splits_at_once](
         query,
         key_cache,
         value_cache,
@@ -153,9 +155,9 @@ def _attend_to_split_kernel(
     SMALLEST_SPLIT: tl.constexpr,
     USE_GDC: tl.constexpr,
 ):
-    """Attend with the heads that share a key and value head to one split of a token's part of the cache.
+    """Attend with the heads that share a key and value head to splits of a token's part of the cache.
 
-    Grid: (kv heads, batch * tokens, most splits of a token).
+    Grid: (kv heads, batch * tokens, splits at once): a program takes each split after so many others.
 
     Args:
         query: [batch, tokens, heads, HEAD_DIM].
@@ -170,9 +172,9 @@ def _attend_to_split_kernel(
     gdc_wait(USE_GDC)
     row, num_kv_heads = tl.program_id(1), tl.num_programs(0)
     visible, split_size = _visible(positions, lengths, row, tokens, MAX_SPLITS, SMALLEST_SPLIT)
-    start = tl.program_id(2) * split_size
-    entries = tl.minimum(split_size, visible - start)
-    if entries > 0:
+    for split in range(tl.program_id(2), tl.cdiv(visible, tl.maximum(split_size, 1)), tl.num_programs(2)):
+        start = split * split_size
+        entries = tl.minimum(split_size, visible - start)
         offs_h, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
         mask_h, mask_d = offs_h < HEADS_PER_KV_HEAD, offs_d < HEAD_DIM
         head = (row.to(tl.int64) * num_kv_heads + tl.program_id(0)) * HEADS_PER_KV_HEAD + offs_h
@@ -201,7 +203,7 @@ def _attend_to_split_kernel(
             acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
             m_i = m_new
         num_rows = tl.num_programs(1).to(tl.int64)
-        ptrs = partial + (tl.program_id(2) * num_rows * num_kv_heads * HEADS_PER_KV_HEAD + head) * (HEAD_DIM + 2)
+        ptrs = partial + (split * num_rows * num_kv_heads * HEADS_PER_KV_HEAD + head) * (HEAD_DIM + 2)
         tl.store(ptrs[:, None] + offs_d[None], acc, mask)
         tl.store(ptrs + HEAD_DIM, l_i, mask_h)
         tl.store(ptrs + HEAD_DIM + 1, m_i, mask_h)
