@@ -41,6 +41,7 @@ def test_rounding(head_dim, d_state, dtype):
         [0.0, -0.0, math.inf, -math.inf, math.nan, 65504.0, 65519.0, 1e9, 3.3e38, 2.0**-14, 2.0**-25]
     )
     values[0, 0, : len(special)] = special
+    values[0, 1, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a GPU's NaN
     position, stream = torch.tensor(2**20 + 5, dtype=torch.int32), torch.tensor(37)
     rounded = torch.empty(values.shape, dtype=dtype, device=DEVICE)
     given = (each.to(DEVICE) for each in (position, stream))
