@@ -93,8 +93,13 @@ class HybridForCausalLM(BindableModel, ABC):
         return self.model(input_ids, step, state)
 
     @abstractmethod
-    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute logits: [..., hidden_size] to [..., vocab_size], float32."""
+    def head(self, hidden_states: torch.Tensor, of_decode: bool = False) -> torch.Tensor:
+        """Compute logits: [..., hidden_size] to [..., vocab_size], float32.
+
+        Args:
+            of_decode: whether hidden_states are of one token of each sequence, for which a device may have another
+                operator.
+        """
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance recurrent state by the first tokens of a step that verified; only the Mamba layers' recurrences run.

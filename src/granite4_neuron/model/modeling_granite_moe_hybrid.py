@@ -84,7 +84,8 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
         experts = SparseMoe(config, parallel) if parts.has_experts else None
         return DecoderLayer(config, parallel, mixer, SharedMLP(config, parallel, parts.mlp_width), experts)
 
-    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute logits: [..., hidden_size] to [..., vocab_size], float32."""
-        part = self.operators.logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
+    def head(self, hidden_states: torch.Tensor, of_decode: bool = False) -> torch.Tensor:
+        """Compute `HybridForCausalLM.head`."""
+        logits = (of_decode and self.operators.decode_logits) or self.operators.logits
+        part = logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
         return self.parallel.all_gather(part)

@@ -67,7 +67,9 @@ class Operators:
         use the same operators as other steps.
     one_row_operators: of the same class, faster for decode of one sequence, where they add up in another order; None if
         it uses the same operators as several sequences.
-    layer_form: then the form of layers that calls both, a `model.decoder_layer.DecoderLayer` with `why_not`.
+    many_rows_operators: of the same class, for decode of more sequences; None if token_operators are for any number.
+    decode_logits: takes the place of logits in decode; or None.
+    layer_form: then the form of layers that calls these, a `model.decoder_layer.DecoderLayer` with `why_not`.
     mixer_form: the form of Mamba layers that calls the fused mixers, a `model.mamba2.Mamba2`; or None.
     launch_parameters: how Mamba layers divide a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: quantizes matrices when weights are loaded.
@@ -102,6 +104,8 @@ class Operators:
     stack_form: type | None = None
     token_operators: FunctionSet | None = None
     one_row_operators: FunctionSet | None = None
+    many_rows_operators: FunctionSet | None = None
+    decode_logits: Operator | None = None
     layer_form: type | None = None
     mixer_form: type | None = None
     launch_parameters: LaunchParameters = HEURISTIC

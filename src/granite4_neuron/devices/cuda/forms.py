@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from granite4_neuron.devices.cuda.mamba import CHUNKED
 from granite4_neuron.devices.cuda.norms import add_and_normalize
 from granite4_neuron.devices.cuda.prompt_mixer import convolve_prompt, scan_prompt
-from granite4_neuron.devices.cuda.token_operators import TokenOperators
+from granite4_neuron.devices.cuda.token_operators import ManyRowsOperators, TokenOperators
 from granite4_neuron.devices.cuda.weights import parts_of
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
@@ -20,11 +21,23 @@ from granite4_neuron.ops.layer_weights import MambaWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
 
 
+class _Mixed(NamedTuple):
+    """What a mixer returns before its last product, [rows, columns]; with the arguments of `add_product`."""
+
+    values: torch.Tensor
+    norm: torch.Tensor | None
+    weight: Weight
+    alpha: float
+    eps: float
+
+
 class TokenLayer(DecoderLayer):
     """A layer that uses `TokenOperators` in decode and verification, up to the number of sequences that they are for.
-    For more, only Mamba layers' mixers with a rounded state use them: other operators would copy the state.
 
-    A verified token gets the same bits as in decode of several sequences.
+    For more, decode uses `ManyRowsOperators`, but for experts and where a matrix is quantized. Otherwise only mixers of
+    Mamba layers with a rounded state use `TokenOperators`: other operators would copy the state.
+
+    A verified token gets the same bits as in decode of several sequences, up to the same number.
     """
 
     @staticmethod
@@ -53,14 +66,18 @@ class TokenLayer(DecoderLayer):
         operators = self._operators_of(step, state)
         if operators is None:
             return super().forward(hidden_states, step, state, rotary)
-        x, inputs = hidden_states.flatten(0, 1), None  # a row for each token
+        x, mixed, inputs = hidden_states.flatten(0, 1), None, None  # a row for each token
         if isinstance(state, MambaState):
             if step.verifies:
-                x, inputs = self._verified_mamba(operators, x, step, state)
+                mixed, inputs = self._verified_mamba(operators, x, step, state)
             else:
-                x = self._mamba(operators, x, step, state)
+                mixed = self._mamba(operators, x, step, state)
         elif isinstance(state, KeyValueState):
-            x = self._attention(operators, x, step, state, rotary)
+            mixed = self._attention(operators, x, step, state, rotary)
+        if mixed is not None and isinstance(operators, ManyRowsOperators) and self._has_only_mlp:
+            return self._add_with_mlp(operators, x, mixed).view(hidden_states.shape), inputs
+        if mixed is not None:
+            x = self._add(operators, x, mixed)
         if not self._are_few(step):
             x = x.view(hidden_states.shape)
             return (self.add_feed_forward(x, self.feed_forward_norm(x), step) if self.has_feed_forward else x), inputs
@@ -120,15 +137,44 @@ class TokenLayer(DecoderLayer):
 
     def _operators_of(self, step: Step, state: LayerState) -> TokenOperators | None:
         """Return the operators for a kind of step, or None if they do not support it."""
-        if not (step.is_decode or step.verifies) or not (self._are_few(step) or self._is_rounded(state)):
+        if not (step.is_decode or step.verifies):
             return None
+        if not self._are_few(step):
+            return self._operators_of_many(step, state)
         of_one_row = self.operators.one_row_operators
         if of_one_row is None or len(step.lengths) > 1 or step.verifies or step.looked_up is not None:
             return self._token_operators
         assert isinstance(of_one_row, TokenOperators)
         return of_one_row
 
-    def _mamba(self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+    def _operators_of_many(self, step: Step, state: LayerState) -> TokenOperators | None:
+        """Do the same as `_operators_of` for more sequences than are few."""
+        if step.is_decode and all([format_of(matrix) is None for matrix in self._matrices()]):
+            of_many = self.operators.many_rows_operators
+            assert isinstance(of_many, ManyRowsOperators)
+            return of_many
+        return self._token_operators if self._is_rounded(state) else None
+
+    def _matrices(self) -> list[Weight]:
+        """Return the matrices that token operators multiply, but those of experts."""
+        matrices: list[Weight] = []
+        if self.is_mamba:
+            mamba = self.mamba_weights()
+            matrices += [mamba.in_proj, mamba.out_proj]
+        elif self.has_mixer:
+            attention = self.attention_weights()
+            matrices += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        if self._has_only_mlp:
+            weights = self.feed_forward_weights()
+            matrices += [weights.input, weights.output]
+        return matrices
+
+    @property
+    def _has_only_mlp(self) -> bool:
+        """Whether the layer's second half is a gated MLP without experts."""
+        return self.has_feed_forward and self.block_sparse_moe is None and self.shared_mlp.is_gated
+
+    def _mamba(self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState) -> _Mixed:
         weights = self.mamba_weights()
         mixer = weights.mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths, step.looked_up
@@ -138,11 +184,11 @@ class TokenLayer(DecoderLayer):
         head_params = mixer.dt_bias, mixer.A_log, mixer.D
         recurrence = *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit, step.looked_up
         gated = operators.advance_mixer(inputs, *recurrence, step.starts, self._stream(state))
-        return self._add_mixed(operators, x, gated, weights)
+        return self._gated(gated, weights)
 
     def _verified_mamba(
         self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[_Mixed, torch.Tensor]:
         """Return the results of `_mamba` for one token after another, and the inputs of `advance`; keep the state
         unchanged.
         """
@@ -156,7 +202,7 @@ class TokenLayer(DecoderLayer):
         head_params, index = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
         recurrence = *head_params, state.ssm_state, *index, *mixer.time_step_limit, step.looked_up
         gated = operators.scan_verified(inputs, *recurrence, self._stream(state))
-        return self._add_mixed(operators, x, gated, weights), projected[..., gated.shape[1] :]
+        return self._gated(gated, weights), projected[..., gated.shape[1] :]
 
     @staticmethod
     def _is_rounded(state: LayerState) -> bool:
@@ -166,15 +212,25 @@ class TokenLayer(DecoderLayer):
         """Return the stream of the state's rounding; None if it is not rounded."""
         return self.mamba.stream if self._is_rounded(state) else None
 
-    def _add_mixed(
-        self, operators: TokenOperators, x: torch.Tensor, gated: torch.Tensor, weights: MambaWeights
-    ) -> torch.Tensor:
-        """Normalise a mixer's gated output, project it and add it to x. Only one group is normalised by the product."""
+    def _gated(self, gated: torch.Tensor, weights: MambaWeights) -> _Mixed:
+        """Return a mixer's gated output; a product normalises it, but only if it is one group."""
         norm: torch.Tensor | None = weights.gated_norm
         if (groups := weights.mixer.n_groups) > 1:
             gated, norm = self.operators.rms_norm(gated, weights.gated_norm, weights.eps, groups), None
-        values, scales = parts_of(weights.out_proj)
-        return operators.add_product(x, gated, norm, values, weights.residual_multiplier, weights.eps, scales)
+        return _Mixed(gated, norm, weights.out_proj, weights.residual_multiplier, weights.eps)
+
+    def _add(self, operators: TokenOperators, x: torch.Tensor, mixed: _Mixed) -> torch.Tensor:
+        """Add the product of what a mixer returned."""
+        values, scales = parts_of(mixed.weight)
+        return operators.add_product(x, mixed.values, mixed.norm, values, mixed.alpha, mixed.eps, scales)
+
+    def _add_with_mlp(self, operators: ManyRowsOperators, x: torch.Tensor, mixed: _Mixed) -> torch.Tensor:
+        """Do the same as `_add` and `_feed_forward`, where no matrix is quantized."""
+        mlp = self.feed_forward_weights()
+        output, first, second = [parts_of(weight)[0] for weight in (mixed.weight, mlp.input, mlp.output)]
+        return operators.add_product_and_mlp(
+            x, mixed.values, mixed.norm, output, mlp.norm, first, second, mixed.alpha, mixed.eps
+        )
 
     def _attention(
         self,
@@ -183,7 +239,7 @@ class TokenLayer(DecoderLayer):
         step: Step,
         state: KeyValueState,
         rotary: RotaryTables | None,
-    ) -> torch.Tensor:
+    ) -> _Mixed:
         weights = self.attention_weights()
         matrices = weights.q_proj, weights.k_proj, weights.v_proj
         widths = [matrix.shape[0] for matrix in matrices]
@@ -192,9 +248,7 @@ class TokenLayer(DecoderLayer):
         projected = operators.project_heads(x, weights.norm, query, key, value, weights.eps, *scales)
         parts = projected.view(*step.positions.shape, -1).split(widths, 2)
         output = self.self_attn.attend(parts, step, state, rotary)
-        output_values, output_scales = parts_of(weights.o_proj)
-        product = None, output_values, weights.residual_multiplier, weights.eps, output_scales
-        return operators.add_product(x, output.flatten(0, 1), *product)
+        return _Mixed(output.flatten(0, 1), None, weights.o_proj, weights.residual_multiplier, weights.eps)
 
     def _feed_forward(self, operators: TokenOperators, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         weights = self.feed_forward_weights()

@@ -73,12 +73,19 @@ def register_launches(
     def launch_row(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         return launch(True, *arguments, **options)
 
-    definition, mutates = _DEFINITIONS[operator]
-    of_one: Operator[Arguments, Result] = _operator(f"{definition.__name__}_of_one", definition, mutates)
-    of_one.register_fake(lambda *arguments, **options: operator(*arguments, **options))
     register_launch(operator, launch_rows)
-    register_launch(of_one, launch_row)
-    return of_one
+    return register_form(operator, "of_one", launch_row)
+
+
+def register_form(
+    operator: Operator[Arguments, Result], name: str, launch: Callable[Arguments, Result]
+) -> Operator[Arguments, Result]:
+    """Return another operator with the same definition and other Triton kernels, whose name ends with `name`."""
+    definition, mutates = _DEFINITIONS[operator]
+    form: Operator[Arguments, Result] = _operator(f"{definition.__name__}_{name}", definition, mutates)
+    form.register_fake(lambda *arguments, **options: operator(*arguments, **options))
+    register_launch(form, launch)
+    return form
 
 
 def _operator(

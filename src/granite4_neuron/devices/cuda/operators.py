@@ -16,9 +16,15 @@ from granite4_neuron.devices.cuda import (
     norms,
     products,
     sampling,
+    token_many,
 )
 from granite4_neuron.devices.cuda.forms import TokenLayer
-from granite4_neuron.devices.cuda.token_operators import InvariantOperators, OneRowOperators, TokenOperators
+from granite4_neuron.devices.cuda.token_operators import (
+    InvariantOperators,
+    ManyRowsOperators,
+    OneRowOperators,
+    TokenOperators,
+)
 from granite4_neuron.devices.graphs.operators import XLA
 
 GPU = replace(
@@ -38,6 +44,8 @@ GPU = replace(
     choose=sampling.choose_tokens,
     token_operators=TokenOperators(),
     one_row_operators=OneRowOperators(),
+    many_rows_operators=ManyRowsOperators(),
+    decode_logits=token_many.logits,
     layer_form=TokenLayer,
 )
 
@@ -49,6 +57,8 @@ GPU_BATCH_INVARIANT = replace(
     fused_experts=fused_moe.fused_experts,
     token_operators=InvariantOperators(),
     one_row_operators=None,
+    many_rows_operators=None,
+    decode_logits=None,
 )
 
 __all__ = ["GPU", "GPU_BATCH_INVARIANT"]

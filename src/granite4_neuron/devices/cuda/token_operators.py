@@ -10,6 +10,7 @@ import sys
 from granite4_neuron.devices.cuda import (
     token_experts,
     token_feed_forward,
+    token_many,
     token_mixer,
     token_mlp,
     token_projections,
@@ -22,7 +23,7 @@ from granite4_neuron.ops.operators import FunctionSet
 class TokenOperators(FunctionSet):
     """Those for any number of rows: a row's bits do not depend on this number, nor on its place among the rows."""
 
-    MOST_SEQUENCES = 32  # up to so many they are faster than a compiler's kernels for a layer
+    MOST_SEQUENCES = token_many.FEWEST_ROWS - 1
 
     mixer_inputs = token_mixer.mixer_inputs
     advance_mixer = token_mixer.advance_mixer
@@ -44,6 +45,18 @@ class InvariantOperators(TokenOperators):
     """Those for any number of sequences too, so that it does not change a row's bits."""
 
     MOST_SEQUENCES = sys.maxsize
+
+
+class ManyRowsOperators(TokenOperators):
+    """Those for more sequences than `TokenOperators.MOST_SEQUENCES`, which add up in another order; not for quantized
+    weights.
+    """
+
+    mixer_inputs = token_many.mixer_inputs
+    project_heads = token_many.project_heads
+    add_product = token_many.add_product
+    activate = token_many.activate
+    add_product_and_mlp = token_many.add_product_and_mlp
 
 
 class OneRowOperators(TokenOperators):

@@ -73,7 +73,7 @@ def run_step(
     hidden_states, index, kept_inputs = run_layers(call, model, key, inputs, tensors, layers_per_graph)
     if key.chooses:
         logits, tokens = call(
-            choosing_head, model, GraphKey(0, looks_up=key.looks_up), hidden_states, *index, tensors[0]
+            choosing_head, model, GraphKey(0, looks_up=key.looks_up, chooses=True), hidden_states, *index, tensors[0]
         )
         return logits, tokens, index[2], kept_inputs
     return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *index), kept_inputs
@@ -263,7 +263,8 @@ def advance_layer(
 def head(model: HybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
     """Return the logits."""
     hidden_states = model.model.norm(hidden_states)
-    return model.head(hidden_states if key.all_logits else _step(key, *index).last_tokens(hidden_states))
+    given = hidden_states if key.all_logits else _step(key, *index).last_tokens(hidden_states)
+    return model.head(given, of_decode=key.chooses)
 
 
 def choosing_head(

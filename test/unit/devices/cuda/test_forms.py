@@ -6,6 +6,7 @@ import torch
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.devices.cuda.forms import TokenLayer
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
+from granite4_neuron.devices.cuda.token_operators import InvariantOperators, ManyRowsOperators, TokenOperators
 from granite4_neuron.devices.graphs.runtime import graph_inputs
 from granite4_neuron.devices.torch.step_functions import GraphKey, call_inline, run_step, state_tensors
 from granite4_neuron.model.families import model_of
@@ -42,11 +43,11 @@ def taken(monkeypatch):
     return layers
 
 
-def decode(model, operators, tokens):
+def decode(model, operators, tokens, state_dtype=torch.float32):
     """Return the logits of each sequence's last token, and the state; an idle step comes before it."""
     model = model.bind(operators) if operators else model
     batch, length = tokens.shape
-    state = HybridState.allocate(model.config, batch, 64, model.dtype, has_null_slot=False)
+    state = HybridState.allocate(model.config, batch, 64, model.dtype, has_null_slot=False, state_dtype=state_dtype)
     for tensor in state.tensors():
         tensor.zero_()
 
@@ -155,15 +156,39 @@ def test_weights_of_one_kernel_have_one_format():
     assert "in several formats" in TokenLayer.why_not(experts)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["moe", "dense"])
 @pytest.mark.parametrize(
-    ("batch", "operators", "is_taken"),
-    [(32, GPU, True), (33, GPU, False), (33, GPU_BATCH_INVARIANT, True)],
-    ids=["few", "many", "batch-invariant"],
+    ("batch", "operators", "format", "taken"),
+    [
+        (32, GPU, None, TokenOperators),
+        (33, GPU, None, ManyRowsOperators),
+        (33, GPU, "int8", None),
+        (33, GPU_BATCH_INVARIANT, None, InvariantOperators),
+    ],
+    ids=["few", "many", "many, quantized", "batch-invariant"],
 )
-def test_few_sequences(batch, operators, is_taken, taken):
-    model = random_model(CASES[0].config())
-    decode(model, operators, random_tokens(model.config.vocab_size, batch, 2))
-    assert bool(taken) == is_taken
+def test_operators_by_sequences(batch, operators, format, taken, case, state_dtype, monkeypatch):
+    """Token operators have mixers of a rounded state in any case: others would copy the state."""
+    model = random_model(next(each for each in CASES if each.name == case).config())
+    if format is not None:
+        quantize_model(model, format)
+    chosen, choose = [], TokenLayer._operators_of
+
+    def noted(layer, step, state):
+        found = choose(layer, step, state)
+        if step.is_decode and isinstance(state, MambaState):
+            chosen.append(None if found is None else type(found))
+        return found
+
+    monkeypatch.setattr(TokenLayer, "_operators_of", noted)
+    tokens = random_tokens(model.config.vocab_size, batch, 2)
+    (expected, states), (logits, ours) = (decode(model, each, tokens, state_dtype) for each in (None, operators))
+    taken = TokenOperators if taken is None and state_dtype != torch.float32 else taken
+    assert set(chosen) == {taken}
+    is_exact = state_dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 if is_exact else 1e-2)
+    torch.testing.assert_close(ours, states, rtol=1e-5 if is_exact else 2.0**-7, atol=1e-5 if is_exact else 1e-3)
 
 
 REASONS = {

@@ -23,6 +23,7 @@ from granite4_neuron.devices.cuda import (  # noqa: E402
     mamba,
     products,
     sampling,
+    token_many,
     weights,
 )
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens  # noqa: E402
@@ -33,7 +34,7 @@ from granite4_neuron.devices.cuda.norms import add_and_normalize, normalize  # n
 from granite4_neuron.devices.cuda.operator import LAUNCHES  # noqa: E402
 from granite4_neuron.devices.cuda.prompt_mixer import convolve_prompt, scan_prompt  # noqa: E402
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E402
-from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators  # noqa: E402
+from granite4_neuron.devices.cuda.token_operators import ManyRowsOperators, OneRowOperators, TokenOperators  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 from test.support.quantizing import GPU_FORMATS  # noqa: E402
 from test.support.sass import overwritten_operands, reads_of_unwritten_registers, spills  # noqa: E402
@@ -128,6 +129,7 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
     monkeypatch.setattr(launch, "supports_gdc", lambda x: True)
     monkeypatch.setattr(weights, "supports_gdc", lambda x: True)
+    monkeypatch.setattr(token_many, "supports_gdc", lambda x: True)
     yield compiled
     assert not [each.metadata.name for each in compiled if each.metadata.shared > 227 * 1024]
     for each in compiled:
@@ -142,11 +144,18 @@ def config(request):
 
 
 @pytest.mark.parametrize(
-    ("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14), (128, 10, 14)], ids=str
+    ("batch", "operators", "kernels"),
+    [
+        (1, OneRowOperators, 6),
+        (8, TokenOperators, 10),
+        (32, TokenOperators, 10),
+        (128, TokenOperators, 10),
+        (128, ManyRowsOperators, 22),
+    ],
+    ids=str,
 )
-def test_decode(batch, kernels, expert_kernels, config, compiled):
+def test_decode(batch, operators, kernels, config, compiled, tmp_path):
     """128 rows look up their state, which has 16 bits."""
-    operators = OneRowOperators if batch == 1 else TokenOperators
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
@@ -167,6 +176,10 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
         x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS
     )
     LAUNCHES[operators.activate](x, norm, empty(2 * shared, hidden), EPS)
+    if operators is ManyRowsOperators:
+        mlp = empty(hidden), empty(2 * shared, hidden), empty(hidden, shared)
+        LAUNCHES[operators.add_product_and_mlp](x, y, empty(inner), empty(hidden, inner), *mlp, 0.22, EPS)
+        LAUNCHES[token_many.score_tokens](empty(batch, hidden), empty(config.vocab_size, hidden), 6.0)
     if experts := config.num_local_experts:
         width, top_k = config.intermediate_size, config.num_experts_per_tok
         normed, logits = LAUNCHES[operators.route](x, norm, empty(experts, hidden), EPS)
@@ -174,7 +187,11 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
         first, second = empty(2 * shared, hidden), empty(hidden, shared)
         activated, expert_activated = LAUNCHES[operators.activate_experts](normed, first, w1, logits, lengths, top_k)
         LAUNCHES[operators.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
-    assert len(compiled) == (expert_kernels if experts else kernels)
+        kernels += 3 if batch == 1 else 4
+    assert len(compiled) == kernels
+    of_many = [each for each in compiled if each.metadata.name == "_multiply_kernel"]
+    assert bool(of_many) == (operators is ManyRowsOperators)
+    assert all("wgmma.mma" in each.asm["ptx"] and not spills(each.asm["cubin"], tmp_path) for each in of_many)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
     reads = reads_before_waiting(compiled)
     names = {name for name, _ in reads}

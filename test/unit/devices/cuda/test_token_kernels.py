@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from granite4_neuron.devices.cuda import gemv
+from granite4_neuron.devices.cuda import gemv, token_many
 from granite4_neuron.devices.cuda.head import score_tokens
 from granite4_neuron.devices.cuda.operator import LAUNCHES
-from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
+from granite4_neuron.devices.cuda.token_operators import ManyRowsOperators, OneRowOperators, TokenOperators
 from test.support import inline_ptx
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.devices.cuda.test_kernels import DEVICE, DTYPES, copied, random, seed
@@ -32,6 +32,7 @@ BATCHES = {
     "one of any number": (1, TokenOperators, 1),
     "twenty": (20, TokenOperators, 1),
     "forty": (40, TokenOperators, 1),
+    "forty, which are many": (40, ManyRowsOperators, 1),
 }
 if DEVICE != "cuda":  # the interpreter is slow
     del BATCHES["one of any number"], BATCHES["twenty"]
@@ -216,6 +217,29 @@ def test_sum_with_a_product(has_norm, columns, dtype, batch, operators):
 def test_mlp(columns, dtype, batch, operators):
     arguments = random(batch, columns), 1 + random(columns, dtype=dtype), weights(44, columns, dtype=dtype)
     compare(operators.activate, *arguments, EPS, dtype=dtype)
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+def test_sum_with_a_product_and_an_mlp(has_norm, columns, dtype, monkeypatch):
+    """Products are cut into parts; the last one may be shorter."""
+    monkeypatch.setattr(token_many, "_PART_COLUMNS", 192)
+    rows, hidden, width = 40, 208, 208
+    x, norm = random(rows, columns, dtype=dtype), None
+    if has_norm:
+        x, norm = 3 * random(rows, columns), 1 + random(columns, dtype=dtype)
+    shapes = (hidden, columns), (2 * width, hidden), (hidden, width)
+    output, first, second = (weights(*shape, dtype=dtype) for shape in shapes)
+    arguments = random(rows, hidden), x, norm, output, 1 + random(hidden, dtype=dtype), first, second
+    compare(ManyRowsOperators.add_product_and_mlp, *arguments, 0.22, EPS, dtype=dtype)
+
+
+@DTYPES
+@SIZES
+def test_logits_of_many(columns, dtype):
+    x, weight = random(40, columns, dtype=dtype), weights(75, columns, dtype=dtype)
+    compare(token_many.score_tokens, x, weight, 3.0, dtype=dtype)
 
 
 @pytest.mark.parametrize(
