@@ -368,7 +368,7 @@ class Fuzz:
         self._target: type[CPURuntime] = TargetOnDevice if on_device else TargetRuntime
         self._runtime = self._target(model, defaults, adapters=adapters)
         self._host = TargetRuntime(model, defaults, adapters=adapters)
-        self._drafters: list[UnreliableDrafter] = []
+        self._drafters: list[UnreliableDrafter | None] = []
         if mtp:
             layers = MTPDrafter(self._runtime, NUM_SEQUENCES, MAX_LENGTH)
             self._drafters.append(UnreliableMTPDrafter(layers, self._chance, self._faults))
@@ -376,6 +376,7 @@ class Fuzz:
             draft_model = DraftModel(DraftRuntime(model, defaults), model.config.vocab_size, NUM_SEQUENCES, MAX_LENGTH)
             for each in (NgramDrafter(1, 3), draft_model):
                 self._drafters.append(UnreliableDrafter(each, self._chance, self._faults))
+            self._drafters.append(None)  # without one, pieces of prompts and single tokens share steps
         self._folder = PrefixFolder(folder, _FOLDER_BYTES, self._runtime)
         self._cache = PrefixCache(self._runtime, _CACHE_BYTES, 16, at_branches=True, folder=self._folder)
         vocab_size = model.config.vocab_size
@@ -447,8 +448,7 @@ class Fuzz:
             max_length=MAX_LENGTH,
             tokenizer=self._tokenizer,
             prefix_cache=self._cache,
-            # Without one, pieces of prompts and single tokens share steps.
-            drafter=None if self._on_device else self._chance.choice([*self._drafters, None]),
+            drafter=None if self._on_device else self._chance.choice(self._drafters),
             draft_tokens=self._chance.randrange(1, 6),
         )
 

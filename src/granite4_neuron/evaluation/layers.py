@@ -144,7 +144,7 @@ def _with_layers(runtime: BoundRuntime, layers: slice, operators: Operators) -> 
     bound = model.bind(operators)
     bound.model.embed_tokens.operators = whole.operators
     bound.model.norm.operators = replace(whole.operators, rms_norm=lambda x, weight, eps: x)
-    bound.operators = replace(whole.operators, logits=lambda x, weight, scaling: x)
+    bound.operators = replace(whole.operators, logits=lambda x, weight, scaling: x, decode_logits=None)
     return runtime.with_model(bound)
 
 
