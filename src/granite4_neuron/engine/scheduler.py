@@ -128,8 +128,8 @@ class Scheduler:
     def record(self, step: ScheduledStep, *seconds: float) -> None:
         """Record the time of a step, or of each of several such steps in a row."""
         has_decode = len(step.rows) > step.prompt_rows
-        if step.rows:
-            prompt_tokens = step.prompt_tokens
+        prompt_tokens = step.prompt_tokens
+        if step.rows and prompt_tokens <= self._runtime.tokens_per_step:  # a token of a long step takes less time
             for each in seconds:
                 self._prefill_budget.record(prompt_tokens, has_decode, each)
         if has_decode or not self._others_wait:

@@ -159,8 +159,8 @@ class Runtime(Protocol[State]):
 
     @property
     def tokens_per_step(self) -> int:
-        """The most prompt tokens of a step, including the padding of a runtime that does not pack rows. Prompts are cut
-        at its multiples, unless a step is long.
+        """The most prompt tokens of a step that is not long, including the padding of a runtime that does not pack
+        rows. Prompts are cut at its multiples, unless a step is long.
         """
 
     @property

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
-_READ_BYTES = 2**13  # at a time, for which each call finds memory
+_READ_BYTES = 2**13  # at a time; each call allocates as much
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array("i").itemsize)  # a message has at most one socket
 
 

@@ -232,7 +232,7 @@ class EngineClient:
         except EOFError:
             return self._ended()
         now = time.perf_counter()
-        # Of all steps that have come, so that a busy loop makes one event of them.
+        # Of all steps that were read at once, so that a busy loop makes one event of them.
         batches: dict[Generation, Batch] = {}
         for kind, *values in messages:
             if kind == "outputs":

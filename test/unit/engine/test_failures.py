@@ -377,6 +377,27 @@ class TestCachesAndDrafts:
         check_goes_on(engine, alone)
         check_size(engine._prefixes.cache)
 
+    @pytest.mark.parametrize("begins", [False, True], ids=["", "begun in a step"])
+    def test_memory_that_is_full_is_made_free(self, model, monkeypatch, begins):
+        """Where there is room for three snapshots and no more, the oldest gives way to the next."""
+        monkeypatch.setattr(ChunkRuntime, "begins_snapshots", begins)
+        runtime = ChunkRuntime(model)
+        one = runtime.snapshot(runtime.allocate(1, 40), 1, CHUNK).num_bytes
+        cache = PrefixCache(runtime, 4 * one, None)
+        take = runtime.snapshot
+
+        def in_little_memory(*arguments):
+            if cache.stats.snapshots == 3:
+                raise torch.OutOfMemoryError
+            return take(*arguments)
+
+        monkeypatch.setattr(runtime, "snapshot", in_little_memory)
+        cache.max_bytes = 3 * one + one // 2
+        engine = Engine(runtime, 1, prefix_cache=cache)
+        for token in range(1, 6):
+            generate_one(engine, Request([token] * CHUNK, 2))
+        assert cache.stats.evictions > 3
+
     @pytest.mark.slow_cases
     @pytest.mark.parametrize(
         "drafts",

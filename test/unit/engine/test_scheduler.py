@@ -8,6 +8,7 @@ from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.prompt_cuts import Pieces
 from test.support.engines import CHUNK, ChunkRuntime, generate_one, run, tokens_of
 
 needs_packing = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="plain torch does not pack rows")
@@ -127,6 +128,17 @@ def test_drafts_follow_the_last_token(runtime):
     step = scheduled(engine)
     assert output.token is not None and step.has_drafts and not step.prompt_rows
     assert [row.tokens for row in step.rows] == [[7, 8, 9, 7]]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_prompt_waits_for_one_that_leaves_no_snapshots(runtime, monkeypatch, order):
+    """With cut points that depend on the length, one whose log-probabilities are asked for leaves none."""
+    monkeypatch.setattr(runtime, "prompt_cuts", Pieces((CHUNK,)))
+    engine = Engine(runtime, 2, max_length=100, prefix_cache=PrefixCache(runtime, None, CHUNK))
+    requests = [Request([3] * 20, 2), Request([4] * 40, 2, prompt_logprobs=0)]
+    ids = [engine.add(request) for request in requests[::order]]
+    outputs = run(engine)
+    assert [len(outputs[id]) for id in ids] == [2, 2]
 
 
 class SlowRuntime(ChunkRuntime):
@@ -329,6 +341,7 @@ class TestLongSteps:
         engine = Engine(long, 2, prefix_cache=cache)
         text = generate_one(engine, Request(tokens, 3, snapshots_at=cuts))
         assert shapes(long)[: len(rows)] == [[row] for row in rows]
+        assert {row.start + len(row.tokens) for [row] in long.steps if row.is_kept} >= places
         found = [cache.match_prefix(tokens[:place]) for place in range(1, length + 1)]
         assert {prefix.length for prefix in found if prefix is not None} == places
         assert text == generate_one(Engine(ChunkRuntime(long.model), 1), Request(tokens, 3))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from granite4_neuron.devices.cuda.launch import has_compute_capability
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.products import (
     has_descriptors,
@@ -158,9 +159,12 @@ def _grid(outputs: torch.Tensor, num_experts: int, options: dict[str, Any]) -> i
 
 
 def _converts_codes(x: torch.Tensor, w1: torch.Tensor, width: int, w2: torch.Tensor) -> bool:
-    """Return whether tensor cores take codes as `weights.convert_codes` converts them: in bfloat16, in whole blocks."""
+    """Return whether tensor cores take codes as `weights.convert_codes` converts them: in bfloat16, in whole blocks, by
+    wgmma, which no GPU after compute capability 9.x has.
+    """
     return (
         x.dtype == torch.bfloat16
+        and not (x.is_cuda and has_compute_capability(x, 10))
         and all(columns % BLOCK_OF_CODES == 0 for columns in (x.shape[1], width))
         and has_descriptors(*(words_of(each) for each in (w1, w2)))
     )

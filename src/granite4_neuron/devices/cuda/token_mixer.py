@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from granite4_neuron.devices.cuda.gemm import gemm, gemm_config, gemm_grid, rms_norm_rows, rows_of_program
 from granite4_neuron.devices.cuda.gemv import gemv_config, load_vector
-from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.launch import NUM_WARPS_SMALL, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.mamba import (
     advance_token,
     convolve_channels,
@@ -28,9 +28,8 @@ from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor
 from granite4_neuron.ops import norm
 from granite4_neuron.ops.stochastic_rounding import SHARED_ROWS, Rounding, stochastic_round
 
-# (most rows of a head's state per program, num_warps), and those of a state that is rounded: more rows have fewer
-# instructions each.
-_BLOCK, _BLOCK_OF_ROUNDED = (16, 4), (32, 4)
+# Most rows of a head's state per program, and of a state that is rounded: more rows have fewer instructions each.
+_BLOCK_D, _BLOCK_D_OF_ROUNDED = 16, 32
 _ROWS = tl.constexpr(SHARED_ROWS)  # of a group, which a thread has together
 
 # -- norm, projection and convolution
@@ -403,7 +402,7 @@ def launch_recurrence(
     batch, (num_heads, head_dim, d_state) = len(lengths), ssm_state.shape[1:]
     d_inner = num_heads * head_dim
     group_columns = inputs.shape[1] - (d_inner if y is None else 2 * d_inner) - num_heads
-    most_d, num_warps = _BLOCK if stream is None else _BLOCK_OF_ROUNDED
+    most_d = _BLOCK_D if stream is None else _BLOCK_D_OF_ROUNDED
     block_d = max(SHARED_ROWS, min(most_d, triton.next_power_of_2(head_dim)))
     block_dstate = triton.next_power_of_2(d_state)
     if stream is not None:
@@ -432,7 +431,7 @@ def launch_recurrence(
         BLOCK_DSTATE=block_dstate,
         ARE_BEGUN=are_begun,
         WRITES_STATE=writes_state,
-        **launch_options(inputs, num_warps),
+        **launch_options(inputs, NUM_WARPS_SMALL),
         **EXACT_PRODUCTS,
     )
 

@@ -5,7 +5,8 @@ scales of a tensor are None. A kernel takes both as one tuple, `stored`.
 
 A product with one vector takes as long as memory does, if the rows (`load_tile`) are multiplied as they are (`gemv`):
 the vector is prepared for that once, in a launch before (`prepare`). Other products read a tile as numbers in the
-activations' dtype for tensor cores (`load_numbers`), so they have the bits of a product with the dequantized matrix.
+activations' dtype for tensor cores (`load_numbers`), so they have the bits of a product with the dequantized matrix;
+but for experts of prompts in bfloat16 (`convert_codes`), where int8 and FP8 are rounded less.
 
 In a kernel, scales in float32 mean that a byte is a column: values in int8 are numbers of int8, others of FP8. GPUs of
 compute capability 9.0 and later have instructions for FP8. Elsewhere, as in Triton's interpreter, it is read by shifts,

@@ -246,8 +246,8 @@ class TorchRuntime(GraphRuntime):
 
     @property
     def begins_snapshots(self) -> bool:
-        """A device runs the step meanwhile: otherwise it would wait for the host between this step and the next."""
-        return self._keeps_snapshots
+        """On a GPU, which runs behind the host. On a CPU the first token would wait for the copy."""
+        return self._captures
 
     @torch.no_grad()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
@@ -264,7 +264,7 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def _begin_snapshots(self, state: HybridState, rows: Sequence[Row]) -> None:
-        if not self._keeps_snapshots:
+        if not self.begins_snapshots:
             return
         memory = self._memory(state)
         # Without room `snapshot` will fail, and the step must not.

@@ -49,7 +49,9 @@ class PrefixReuse:
         if self.cache is None or sequence.has_begun:
             return False
         interval, chunk = self.cache.interval, self._runtime.tokens_per_step
-        kept = ((other, other.next_kept(interval, chunk)) for other in others)
+        # A prompt whose log-probabilities are asked for may leave no snapshot at all.
+        keeping = (other for other in others if other.is_as_prompt(len(other.request.tokens)))
+        kept = ((other, other.next_kept(interval, chunk)) for other in keeping)
         return any(
             sequence.is_cut_point(length) and sequence.keys[:length] == other.keys[:length] for other, length in kept
         )
@@ -117,12 +119,14 @@ class PrefixReuse:
                 self.cache.make_ready()
 
     def _take(self, cache: PrefixCache, sequence: RunningSequence, logits: torch.Tensor) -> None:
-        if sequence.is_as_prompt(sequence.stored):
-            with self._best_effort:
-                keys = sequence.keys[: sequence.stored]
+        with self._best_effort:
+            keys = sequence.keys[: sequence.stored]
+            try:
                 add = cache.take(keys, self._slots.state, sequence.slot, logits)
-                if add is not None:
-                    self._taken.append((logits, add))
+            except (MemoryError, torch.OutOfMemoryError):  # `insert` makes room first
+                return self.keep(sequence)
+            if add is not None:
+                self._taken.append((logits, add))
 
     def add_taken(self) -> None:
         """Add to the cache what `keep_due` has taken, if its logits are finite. Call it before all look-ups."""

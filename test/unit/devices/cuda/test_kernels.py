@@ -251,6 +251,7 @@ def test_the_best_token_just_beyond_top_k_is_not_drawn():
 def test_attention(max_splits, slots, kv_length, dtype, monkeypatch):
     """Sequences have one entry, some or all; one is idle. Entries that no sequence has written are NaN."""
     monkeypatch.setattr(attention, "_MAX_SPLITS", max_splits)
+    monkeypatch.setattr(attention, "_MOST_PROGRAMS", 24)  # of 8 rows and heads: a program takes each third split
     positions = torch.tensor([[0], [257 % kv_length], [kv_length - 1], [9]], dtype=torch.int32)
     caches = 5 if slots is None else 7
     key, value = random(caches, 2, 640, 24, dtype=dtype), random(caches, 2, 640, 24, dtype=dtype)

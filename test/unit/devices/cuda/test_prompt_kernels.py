@@ -236,8 +236,8 @@ class TestScan:
 @pytest.mark.parametrize("slots", [[2, 1, 4], None], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
 def test_mixer_in_place(slots, dtype, monkeypatch):
-    """The first sequence begins, whatever its entries held. The second has no tokens, and keeps its entries bit by bit.
-    The third goes on for longer than a part.
+    """The third sequence begins, whatever its entries held. The second has no tokens, and keeps its entries bit by bit.
+    The first goes on for longer than a part. Starts are the first column of positions, as in a step.
     """
     monkeypatch.setattr(ssd_chunk_scan, "_MOST_TOKENS", CHUNK_SIZE)
     heads, head_dim, d_state, tokens = 2, 32, 16, 150
@@ -245,11 +245,12 @@ def test_mixer_in_place(slots, dtype, monkeypatch):
     xBC_dt = random(3, tokens, channels + heads, dtype=dtype)
     xBC, dt = xBC_dt[..., :channels], xBC_dt[..., channels:]
     states = random(4, channels, 3, dtype=dtype), random(4, heads, head_dim, d_state)
-    index = torch.tensor([0, 0, 384]), torch.tensor([90, 0, 150], dtype=torch.int32)
+    positions = torch.tensor([[384], [0], [0]]) + torch.arange(tokens)
+    index = positions[:, 0], torch.tensor([150, 0, 90], dtype=torch.int32)
     index = *index, None if slots is None else torch.tensor(slots, dtype=torch.int32)
     entries = [0, 1, 2] if slots is None else [slot - 1 for slot in slots]
     for state in states:
-        state[entries[0]] = math.nan
+        state[entries[2]] = math.nan
     convolution = xBC, random(channels, 4, dtype=dtype), random(channels, dtype=dtype)
     others, limits = (random(heads), torch.rand(heads), random(heads)), (0.01, 2.0)
     results = []
@@ -261,7 +262,7 @@ def test_mixer_in_place(slots, dtype, monkeypatch):
         outputs = scan(y, copied(dt, device), *(copied(each, device) for each in others), ssm_state, *there, *limits)
         results.append([each.cpu() for each in (y, outputs, conv_state, ssm_state)])
     (y, outputs, conv_state, ssm_state), (our_y, our_outputs, our_conv_state, our_ssm_state) = results
-    for row, length in enumerate((90, 0, 150)):
+    for row, length in enumerate((150, 0, 90)):
         for ours, theirs in ((our_y, y), (our_outputs, outputs)):
             assert length == 0 or relative_error(ours[row, :length], theirs[row, :length]) <= TOLERANCE[dtype]
     assert same_bits(our_conv_state, conv_state)

@@ -72,6 +72,12 @@ def test_a_chain_of_snapshots_writes_its_own_positions():
 TOKENS = random_tokens(160, 40).tolist()
 
 
+@pytest.fixture(autouse=True)
+def begins_snapshots(monkeypatch):
+    """Steps begin snapshots, as on a GPU."""
+    monkeypatch.setattr(TorchRuntime, "begins_snapshots", True)
+
+
 def eager_runtime():
     model = engine_model(layer_types=("mamba", "attention", "mamba"))
     runtime = TorchRuntime(model, GenerationConfig(), (16,), compiler="eager")
