@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.devices.cuda.operator import operator, register_launch
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.triton_utils import LOG2_E, entries_of_slots, tl, triton
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
 
 _BLOCK_T, _BLOCK_C = 16, 64  # a program's tokens and channels
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @operator()
@@ -18,16 +17,17 @@ def convolve_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `ops.causal_conv1d`; y is in bfloat16 where x is, otherwise in float32."""
     y, window = causal_conv1d(x, conv_state, weight, bias, lengths)
-    return y.to(_dtype_of_output(x)).contiguous(), window.contiguous()
+    return y.to(dtype_of_output(x)).contiguous(), window.contiguous()
 
 
-def _dtype_of_output(x: torch.Tensor) -> torch.dtype:
+def dtype_of_output(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of y."""
     return x.dtype if x.dtype == torch.bfloat16 else torch.float32
 
 
 @convolve_tokens.register_fake
 def _(x, conv_state, weight, bias, lengths):
-    return x.new_empty(x.shape, dtype=_dtype_of_output(x)), conv_state.new_empty(conv_state.shape)
+    return x.new_empty(x.shape, dtype=dtype_of_output(x)), conv_state.new_empty(conv_state.shape)
 
 
 def _launch_convolve_tokens(
@@ -57,7 +57,7 @@ def launch_convolution(
         slots: [batch], each row's entry of both windows is slot - 1; None if row i has entry i.
     """
     batch, tokens, channels = x.shape
-    y = x.new_empty(x.shape, dtype=_dtype_of_output(x))
+    y = x.new_empty(x.shape, dtype=dtype_of_output(x))
     d_conv = weight.shape[1]
     _convolve_tokens_kernel[triton.cdiv(channels, _BLOCK_C), triton.cdiv(tokens, _BLOCK_T), batch](
         x,
@@ -124,7 +124,7 @@ def _convolve_tokens_kernel(
     has_window = length >= 0
     if starts is not None:
         has_window = (tl.load(starts + pid_b * stride_starts) > 0) | (length == 0)
-    state = entry_of_row(slots, pid_b) * CHANNELS * (D_CONV - 1)
+    state = entries_of_slots(slots, pid_b, True) * CHANNELS * (D_CONV - 1)
     # Each input is loaded once, and all of them before the first use of one.
     loaded, taps = (), ()
     for i in tl.static_range(BLOCK_T + D_CONV - 1):
@@ -148,7 +148,7 @@ def _convolve_tokens_kernel(
         for tap in tl.static_range(D_CONV):
             # An explicit fma: in a sum of two products the compiler might round either product.
             total = tl.fma(inputs[i + tap], taps[tap], total)
-        output = total / (1.0 + tl.exp2(total * -_LOG2_E))  # fewer instructions than with a sigmoid
+        output = total / (1.0 + tl.exp2(total * -LOG2_E))  # fewer instructions than with a sigmoid
         ptrs = y + (pid_b * tokens + first + i) * CHANNELS + offs_c
         tl.store(ptrs, output.to(y.dtype.element_ty), mask_c & (first + i < tokens))
 
@@ -162,12 +162,3 @@ def _convolve_tokens_kernel(
         new = tl.load(x + (source - (D_CONV - 1)) * stride_x_token + offs_c[:, None], mask_w & ~is_old, 0.0)
         tl.debug_barrier()  # a thread may read a value that another thread overwrites
         tl.store(window + state + channels + offs_w, tl.where(is_old, old, new.to(old.dtype)), mask_w)
-
-
-@triton.jit
-def entry_of_row(slots, row):
-    """Return the entry of a state that a row has, in int64; slots as for `launch_convolution`."""
-    entry = row.to(tl.int64)
-    if slots is not None:
-        entry = tl.load(slots + row).to(tl.int64) - 1
-    return entry

@@ -14,13 +14,12 @@ import torch
 
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.products import has_descriptors, input_precision, shared_memory
-from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
+from granite4_neuron.devices.cuda.triton_utils import LOG2_E, TensorDescriptor, tl, triton
 from granite4_neuron.ops import attention
 
 _BLOCK_M, _BLOCK_KV = 64, 64
 _BLOCK_KV_OF_FLOAT32 = 32
 _SHARED_MEMORY = 160 * 1024  # bytes that all stages need, for head_dim up to 128
-_LOG2_E = 1.4426950408889634
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -72,7 +71,7 @@ def _launch_attend_prompt(
         lengths,
         slots,
         output,
-        scale * _LOG2_E,
+        scale * LOG2_E.value,
         tokens,
         positions.stride(0),
         max_length,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens, launch_convolution
+from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens, dtype_of_output, launch_convolution
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.ssd_chunk_scan import Rows, ScanInputs, TimeSteps, launch_scan, scan_chunks
 from granite4_neuron.devices.cuda.token_mixer import rows_of_slots, write_rows_of_slots
@@ -40,7 +40,7 @@ def convolve_prompt(
 
 @convolve_prompt.register_fake
 def _(x, weight, bias, conv_state, starts, lengths, slots):
-    return x.new_empty(x.shape, dtype=x.dtype if x.dtype == torch.bfloat16 else torch.float32)
+    return x.new_empty(x.shape, dtype=dtype_of_output(x))
 
 
 def _launch_convolve_prompt(

@@ -13,15 +13,13 @@ tokens. With luck they are few, and one program chooses among them.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from granite4_neuron.devices.cuda import choices
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.sampling_numbers import comes_before, exponentials, keys_of, log2, weights_of, word
 from granite4_neuron.devices.cuda.sampling_rows import best_before, kept_or_before, score_of_rank, weight_before
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.triton_utils import LOG2_E, tl, triton
 from granite4_neuron.devices.graphs import topk
 from granite4_neuron.ops import sampling
 from granite4_neuron.runtime.interface import UNDECIDED
@@ -32,7 +30,6 @@ _PART, _GROUP, _GROUPS, _MOST, _BLOCK = 1024, 256, 512, 1024, 4096
 _WARPS, _WARPS_OF_A_ROW = 4, 8
 _MASK, _ALLOWED = tl.constexpr(0), tl.constexpr(1)  # the two sets of bits of a slot
 _ROUNDS = tl.constexpr(sampling.ROUNDS)
-_LOG2_E = tl.constexpr(math.log2(math.e))
 _TEMPERATURE, _TOP_K, _TOP_P = map(tl.constexpr, (topk.TEMPERATURE, topk.TOP_K, topk.TOP_P))
 _SCALE, _CUTOFF, _SEED, _PLACE = map(tl.constexpr, (topk.SCALE, topk.CUTOFF, topk.SEED, topk.PLACE))
 _FREQUENCY, _PRESENCE, _REPETITION = map(tl.constexpr, (choices.FREQUENCY, choices.PRESENCE, choices.REPETITION))
@@ -401,7 +398,7 @@ def _race_kernel(
         if num_logprobs >= 0:
             slot = tl.load(columns + _SLOT).to(tl.int64)
             values = _masked(columns, logits + row * VOCAB, bits + 2 * slot * BYTES, places, VOCAB, BYTES)
-            logs = (values - tl.load(peaks + masked_row)) * _LOG2_E
+            logs = (values - tl.load(peaks + masked_row)) * LOG2_E
             tl.store(masked_sums + of_part, tl.sum(tl.where(is_token, weights_of(logs), 0)))
             if num_logprobs > 0:
                 _find(values, places, tl.load(bounds + masked_row), found + masked_row * MOST, nums + masked_row, MOST)

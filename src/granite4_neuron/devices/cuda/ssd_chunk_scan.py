@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from granite4_neuron.devices.cuda.causal_conv1d import entry_of_row
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.products import (
     dot_of_weights,
@@ -24,14 +23,13 @@ from granite4_neuron.devices.cuda.products import (
     shared_memory,
 )
 from granite4_neuron.devices.cuda.time_step import time_step
-from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, tl, triton
+from granite4_neuron.devices.cuda.triton_utils import LOG2_E, TensorDescriptor, entries_of_slots, tl, triton
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from granite4_neuron.ops.mamba_operators import chunked_scan
 
 # Tokens whose outputs a program computes; fewer if a program has less shared memory.
 _MOST_ROWS, _FEWER_ROWS, _SHARED_MEMORY = 64, 32, 160 * 1024
 _BLOCK_H = 4
-_LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers of a head's state that a program passes on, and chunks that it reads at once.
 _BLOCK_STATE, _CHUNKS_AHEAD = 512, 4
 # Columns of a tile of x. NVIDIA's assembler of CUDA 12.8 may lose the addresses of narrower ones, which are not copied
@@ -325,7 +323,7 @@ def _sum_decays_kernel(
         step, rate = tl.where(is_real, step, 0.0), -tl.exp(rate)
     tl.store(dt + (pid_b * tokens + offs_t[:, None]) * HEADS + offs_h[None], step, mask)
     log_decay = step * rate[None]
-    total = tl.cumsum(log_decay.to(tl.float64), 0) * _LOG2_E
+    total = tl.cumsum(log_decay.to(tl.float64), 0) * LOG2_E
     high = total.to(tl.float32)
     low = (total - high.to(tl.float64)).to(tl.float32)
     ptrs = sums + (pid_b * HEADS + offs_h[None]) * (2 * chunks * CHUNK) + offs_t[:, None]
@@ -492,7 +490,7 @@ def _pass_states_kernel(
     mask = offs < NUMBERS
     head = pid_b * HEADS + pid_h
     last = sums + head * (2 * chunks * CHUNK) + CHUNK - 1
-    at = (entry_of_row(slots, pid_b) * HEADS + pid_h) * NUMBERS + offs
+    at = (entries_of_slots(slots, pid_b, True) * HEADS + pid_h) * NUMBERS + offs
     has_state = mask
     if starts is not None:
         has_state &= (tl.load(starts + pid_b * stride_starts) > 0) | (tl.load(lengths + pid_b) == 0)

@@ -23,8 +23,7 @@ from granite4_neuron.devices.cuda.launch import (
 )
 from granite4_neuron.devices.cuda.operator import operator, register_form, register_launch
 from granite4_neuron.devices.cuda.products import has_descriptors, outputs_of, tile_options
-from granite4_neuron.devices.cuda.token_mixer import entries_of_slots
-from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, dtype_of, tl, triton
+from granite4_neuron.devices.cuda.triton_utils import TensorDescriptor, dtype_of, entries_of_slots, tl, triton
 from granite4_neuron.devices.cuda.weights import parts_of
 from granite4_neuron.ops import Weight
 

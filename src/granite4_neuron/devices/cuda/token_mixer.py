@@ -23,7 +23,7 @@ from granite4_neuron.devices.cuda.operator import operator, register_launch, reg
 from granite4_neuron.devices.cuda.rounding import FEWEST_COLUMNS, round_state
 from granite4_neuron.devices.cuda.sums import EXACT_PRODUCTS, sum_of_pairs
 from granite4_neuron.devices.cuda.time_step import time_step
-from granite4_neuron.devices.cuda.triton_utils import tl, triton
+from granite4_neuron.devices.cuda.triton_utils import entries_of_slots, tl, triton
 from granite4_neuron.devices.cuda.weights import dense, gemv, load_normed_factor, load_tile, prepare, stored
 from granite4_neuron.ops import norm
 from granite4_neuron.ops.stochastic_rounding import SHARED_ROWS, Rounding, stochastic_round
@@ -278,15 +278,6 @@ def _add_tap(total, values, weight, mask_c):
     factors = tl.load(weight, mask_c, 0.0).to(tl.float32)[:, None]
     values = values.to(tl.float32)
     return tl.fma(values, tl.broadcast_to(factors, values.shape), total)
-
-
-@triton.jit
-def entries_of_slots(slots, rows, mask):
-    """Return the entries of a state that some rows have, in int64."""
-    entries = rows.to(tl.int64)
-    if slots is not None:
-        entries = tl.load(slots + rows, mask, 1).to(tl.int64) - 1
-    return entries
 
 
 # -- recurrence and gate

@@ -25,7 +25,18 @@ if find_spec("triton"):
     triton, tl = import_module("triton"), import_module("triton.language")
     TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 def dtype_of(tensor: torch.Tensor) -> Any:
     """Return Triton's dtype of a tensor's numbers."""
     return getattr(tl, str(tensor.dtype).removeprefix("torch."))
+
+
+@triton.jit
+def entries_of_slots(slots, rows, mask):
+    """Return the entries of a state that some rows have, in int64: slot - 1 of each, or its number without slots."""
+    entries = rows.to(tl.int64)
+    if slots is not None:
+        entries = tl.load(slots + rows, mask, 1).to(tl.int64) - 1
+    return entries

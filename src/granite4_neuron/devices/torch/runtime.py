@@ -215,8 +215,9 @@ class TorchRuntime(GraphRuntime):
         # All steps share the head of all logits.
         lengths = cache_buckets(state.max_length)
         self._run_prefill(state, graph_inputs(nothing[:1], self.prefill_buckets[0]), lengths[0], all_logits=True)
+        buckets = used_buckets(state.max_length, self.prefill_buckets)
         for kv_length in lengths:  # the largest graphs come first, because they reserve memory for all
-            for tokens in reversed(used_buckets(state.max_length, self.prefill_buckets)):
+            for tokens in reversed(buckets):
                 for power in range(self.prompts_together(tokens).bit_length()):
                     inputs = graph_inputs(nothing[: 1 << power], tokens)
                     self._run_prefill(state, inputs, kv_length, all_logits=False)
