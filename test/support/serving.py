@@ -37,7 +37,7 @@ def serving(
     updates_adapters=False,
     **engine_options,
 ) -> Iterator[Server]:
-    """Run a server. Its address is `server.address`; it runs `server.engine` with `server.cache`."""
+    """Run a server. Its address is `server.address`; `server.loop` runs `server.engine` with `server.cache`."""
     cache = PrefixCache(runtime, 2**28, runtime.tokens_per_step, at_branches=True)
     options = dict(max_length=max_length, tokenizer=tokenizer, prefix_cache=cache, **engine_options)
     engine = engine_class(runtime, num_sequences, **options)
@@ -66,7 +66,7 @@ def serving(
         updates_adapters=updates_adapters,
         shutdown_timeout=shutdown_timeout,
     )
-    server.engine, server.cache = engine, cache
+    server.engine, server.cache, server.loop = engine, cache, loop
     threads = [
         threading.Thread(target=run, name=name)
         for name, run in (("engine", loop.run), ("server", lambda: server.run([bind("127.0.0.1", 0)])))
