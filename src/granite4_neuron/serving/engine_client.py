@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from granite4_neuron.serving.text_times import TextTimes
 
 Batch = dict[int, list[Output]]  # new outputs by the number of a sequence, from 0
 PAUSE_SECONDS = 5
+
+# How long the event loop leaves messages of the engine unread where they come faster. Nobody sees a millisecond in a
+# stream, and waking the event loop for a token takes several times as long as everything else that is done for it.
+READING_SECONDS = 0.001
 
 
 class Generation:
@@ -126,6 +131,8 @@ class EngineClient:
         self._live: set[Generation] = set()
         self._changing: dict[str, asyncio.Future[None]] = {}  # by the names of adapters that are loaded and unloaded
         self._preparing = 0
+        self._received = -math.inf  # when messages came
+        self._reading: asyncio.TimerHandle | None = None
         self.adapters = adapters  # also one that is being unloaded
         self.is_alive = True
 
@@ -232,6 +239,11 @@ class EngineClient:
         except EOFError:
             return self._ended()
         now = time.perf_counter()
+        if messages:
+            if len(messages) > 1 or now - self._received < READING_SECONDS:
+                self._loop.remove_reader(self._channel.incoming)
+                self._reading = self._loop.call_later(READING_SECONDS, self._read_on)
+            self._received = now
         # Of all steps that were read at once, so that a busy loop makes one event of them.
         batches: dict[Generation, Batch] = {}
         for kind, *values in messages:
@@ -252,6 +264,10 @@ class EngineClient:
                     tokens = [generation.times[index].tokens for index in choices if index in generation.times]
                     if tokens:
                         self._metrics.answered_prompt(tokens)
+
+    def _read_on(self) -> None:
+        self._loop.add_reader(self._channel.incoming, self._receive)
+        self._receive()
 
     def _sort_in(self, batches: dict[Generation, Batch], rows: Sequence[tuple], now: float) -> None:
         """Add the outputs of a step to those of their requests, and record their times."""
@@ -296,6 +312,8 @@ class EngineClient:
 
     def _ended(self) -> None:
         self.is_alive = False
+        if self._reading is not None:
+            self._reading.cancel()
         self._loop.remove_reader(self._channel.incoming)
         self._loop.remove_writer(self._channel.outgoing)
         self._channel.close()

@@ -126,6 +126,30 @@ def test_outputs_are_taken_while_the_iteration_waits_and_only_then():
     asyncio.run(read())
 
 
+def test_fast_steps_are_read_once_in_a_while(monkeypatch):
+    monkeypatch.setattr(engine_client, "READING_SECONDS", 1000)
+
+    async def read():
+        async with client_of_engine() as (client, channel, _):
+            generation, batches = submit(client), []
+            generation.take = lambda batch: batches.append("".join(output.text for output in batch[0])) or True
+            waiting = asyncio.ensure_future(anext(generation))
+            for number, row in enumerate([(generation.first, *FIRST), (generation.first, 6, "b")]):
+                await asyncio.sleep(0)
+                send_steps(channel, [row])
+                while len(batches) <= number:
+                    await asyncio.sleep(0.001)
+            for _ in range(2):
+                send_steps(channel, [(generation.first, 7, "c")])
+                await asyncio.sleep(0.01)
+            assert batches == ["a", "b"]
+            client._read_on()
+            assert batches == ["a", "b", "cc"]
+            waiting.cancel()
+
+    asyncio.run(read())
+
+
 def test_an_error_of_what_takes_outputs_is_its_requests_own():
     def fail(_):
         raise ValueError("a bug")
