@@ -109,11 +109,11 @@ class SlotPrefixCache:
         pinned prefixes end, and before its end (`EndCuts`).
         """
         found = self.cached_length(tokens, is_cut_point)
-        common = {kept.length: common_length(tokens, kept.tokens) for kept in self._kept.values()}
-        shared = max(common.values(), default=0)
+        common = [(kept.length, common_length(tokens, kept.tokens)) for kept in self._kept.values()]
+        shared = max((its_common for _, its_common in common), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
         branches = {shared} if shared - found >= SHORTEST_SHARED else set()
-        ends = [length for length, its_common in common.items() if its_common == shared]
+        ends = [length for length, its_common in common if its_common == shared]
         return branches | {length for length in pinned if length > found} | self._end_cuts.of(len(tokens), shared, ends)
 
     def restore(self, prefix: KeptSlot, state: HybridState | None, slot: int) -> None:

@@ -52,10 +52,13 @@ def test_the_next_turn_goes_on_from_an_answer(runtime):
 
 
 def test_a_prompt_is_cut_where_it_diverges(runtime):
-    """The second prompt is cut where it diverges from the first, and the third one goes on from there."""
-    prompts = [TOKENS[:30] + OTHERS[start : start + 10] for start in (0, 20, 40)]
+    """The third prompt is cut where it diverges from the first, and the last one goes on from there. The second one is
+    as long as the first, and shares nothing with the others.
+    """
+    branches = [TOKENS[:30] + OTHERS[start : start + 10] for start in (0, 20, 40)]
+    prompts = [branches[0], OTHERS[100:140], *branches[1:]]
     expected = [plain(runtime, prompt) for prompt in prompts]
-    engine = engine_of(runtime)
+    engine = engine_of(runtime, slots=range(3, 11))
     assert [generate_one(engine, Request(prompt, 6)) for prompt in prompts] == expected
     assert engine.stats.cached_tokens == 30
 
