@@ -151,11 +151,20 @@ class EngineClient:
             self._ended()
 
     async def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter between two steps; raise UserError if the runtime cannot."""
+        """Add an adapter between two steps.
+
+        Raises:
+            UserError: the runtime cannot.
+            RequestError: 500 if the engine has ended, or ends before.
+        """
         await self._change("load_adapter", name, adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove an adapter, once no text uses it."""
+        """Remove an adapter, once no text uses it.
+
+        Raises:
+            RequestError: 500 if the engine has ended, or ends before.
+        """
         await self._change("unload_adapter", name)
 
     @property
@@ -183,8 +192,7 @@ class EngineClient:
         Raises:
             RequestError: 429 if the queue is full; 500 if the engine has ended.
         """
-        if not self.is_alive:
-            raise _engine_has_stopped()
+        self._check_alive()
         if sum(generation.unfinished for generation in self._live) + self._preparing + sequences > self._most:
             raise too_many_requests("the queue is full; try again later.")
 
@@ -228,7 +236,12 @@ class EngineClient:
         if self._channel.flush():
             self._loop.remove_writer(self._channel.outgoing)
 
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise _engine_has_stopped()
+
     async def _change(self, how: str, name: str, *adapter: Adapter) -> None:
+        self._check_alive()
         done = self._changing[name] = self._loop.create_future()
         self._send(how, name, *adapter)
         await done

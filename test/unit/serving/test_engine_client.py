@@ -179,5 +179,7 @@ def test_the_end_of_the_engine_fails_what_runs():
                     await waiting
             with pytest.raises(RequestError, match="engine has stopped"):
                 submit(client)
+            with pytest.raises(RequestError, match="engine has stopped"):
+                await asyncio.wait_for(client.load_adapter("b", None), 1)
 
     asyncio.run(read())
