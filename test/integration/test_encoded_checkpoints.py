@@ -67,7 +67,8 @@ IN_MODELOPT = {
     "experts.": nvfp4("weight", "weight_scale_2"),
     "mixer.up_proj": fp8("weight_scale_inv", 128, 128),
 }
-# The first experts are in two encodings, and scales of queries are for 40 columns.
+# The first experts are in two encodings, scales of queries are for 40 columns, and the second of two layers with latent
+# matrices has these in FP8 and experts in another encoding.
 TO_STAY = {
     "in_proj": fp8("weight_scale", rows=1, dtype=torch.bfloat16),
     "out_proj": fp8("weight_scale"),
@@ -76,9 +77,12 @@ TO_STAY = {
     "layers.0.block_sparse_moe.input": nvfp4("weight_packed", "weight_global_scale"),
     "sparse_moe.input": fp8("weight_scale", rows=1),
     "sparse_moe.output": fp8("weight_scale", for_all=True),
+    "layers.3.mixer.experts.": nvfp4("weight_packed", "weight_global_scale"),
     "experts.": fp8("weight_scale"),
+    "latent_proj": fp8("weight_scale"),
 }
-STAY = ("in_proj", "out_proj", "k_proj", "sparse_moe.input", "sparse_moe.output", "experts.")
+STAY = ("in_proj", "out_proj", "k_proj", "sparse_moe.input", "sparse_moe.output", "experts.", "latent_proj")
+STAY_NOT = ("layers.0.block_sparse_moe", "layers.3.mixer.experts")
 
 
 @pytest.fixture
@@ -126,9 +130,15 @@ def all_equal(loaded, meaning):
     return all(torch.equal(loaded[name].view(tensor.shape).float(), tensor.float()) for name, tensor in meaning.items())
 
 
-@pytest.mark.parametrize(("case", "others"), [(GRANITE, "FP8, NVFP4"), (NEMOTRON, "FP8")], ids=["granite", "nemotron"])
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [(GRANITE, "FP8, NVFP4"), (NEMOTRON, "FP8"), (NEMOTRON_EXPERTS[1], "FP8, NVFP4")],
+    ids=["granite", "nemotron", "latent"],
+)
 def test_weights_stay_in_fp8(case, others, random_checkpoints, tmp_path):
-    """Those with other scales do not, nor experts whose second matrix does not: a line says so."""
+    """Those with other scales do not, nor experts whose second matrix does not: a line says so. The latent matrices
+    beside experts do, whatever these do.
+    """
     folder, about, remarks = tmp_path / "model", {"quantization_config": COMPRESSED_TENSORS}, []
     meaning = write_encoded(random_checkpoints(case), folder, TO_STAY, about)
     model = load_model(folder, torch.float32, keep_quantized=["fp8"], remark=remarks.append)
@@ -140,7 +150,7 @@ def test_weights_stay_in_fp8(case, others, random_checkpoints, tmp_path):
         staying |= tensors.keys() if isinstance(weight, QuantizedWeight) else set()
     assert all_equal(loaded, meaning)
     are_to_stay = {name for name in meaning if any(part in name for part in STAY) and name.endswith("weight")}
-    assert staying == {name for name in are_to_stay if "layers.0.block_sparse_moe" not in name}
+    assert staying == {name for name in are_to_stay if not any(part in name for part in STAY_NOT)}
 
 
 @pytest.mark.parametrize("shape", [(200, 320), (3, 200, 320)], ids=str)

@@ -123,28 +123,36 @@ def test_missing_metadata_has_llama_cpps_defaults(tmp_path, file):
     assert config == dataclasses.replace(before, **router)
 
 
-def test_quantized_weights_that_a_format_can_store_are_kept(tmp_path, random_checkpoints):
-    """Experts too, which have no gate."""
-    folder = random_checkpoints(NemotronCase("nemotron_wide", dict(EXPERTS.changes, intermediate_size=64)))
+EXPERTS_KEPT = {"block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"}
+LATENTS_KEPT = {"block_sparse_moe.fc1_latent_proj.weight", "block_sparse_moe.fc2_latent_proj.weight"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain", "expected"),
+    [
+        pytest.param(dict(intermediate_size=64), "gate_inp", EXPERTS_KEPT, id="experts"),
+        pytest.param(dict(moe_latent_size=64), "exps", LATENTS_KEPT, id="latent matrices alone"),
+    ],
+)
+def test_quantized_weights_that_a_format_can_store_are_kept(tmp_path, random_checkpoints, changes, plain, expected):
+    """Experts too, which have no gate, and latent matrices beside experts that are not kept."""
+    folder = random_checkpoints(NemotronCase(f"nemotron_{next(iter(changes))}", dict(EXPERTS.changes, **changes)))
 
     def one_scale_per_row(name, values):
-        if values.ndim < 2 or values.shape[-1] % 32 or "gate_inp" in name:
+        if values.ndim < 2 or values.shape[-1] % 32 or plain in name:
             return values, Type.F32
         numbers = (values / numpy.abs(values).max(-1, keepdims=True) * 127).round().astype(numpy.int8)
         blocks = numbers.reshape(*values.shape[:-1], -1, 32)
         scales = numpy.full((*blocks.shape[:-1], 1), 2**-9, numpy.float16).view(numpy.uint8)
         return numpy.concatenate([scales, blocks.view(numpy.uint8)], -1).reshape(*values.shape[:-1], -1), Type.Q8_0
 
-    plain = nemotron_file(folder, tmp_path / "plain.gguf")
+    file = nemotron_file(folder, tmp_path / "plain.gguf")
     kept = load_model(
-        rewritten(plain, tmp_path / "kept.gguf", one_scale_per_row), torch.float32, keep_quantized=QUANTIZATIONS
+        rewritten(file, tmp_path / "kept.gguf", one_scale_per_row), torch.float32, keep_quantized=QUANTIZATIONS
     )
     weights = {name: weight for name, weight in kept.named_weights() if isinstance(weight, QuantizedWeight)}
-    assert {name.removeprefix("model.").split(".", 2)[-1] for name in weights} >= {
-        "block_sparse_moe.input_linear.weight",
-        "block_sparse_moe.output_linear.weight",
-        "mamba.in_proj.weight",
-    }
+    names = {name.removeprefix("model.").split(".", 2)[-1] for name in weights}
+    assert "mamba.in_proj.weight" in names and {name for name in names if "sparse_moe" in name} == expected
     values = load_model(rewritten(tmp_path / "kept.gguf", tmp_path / "values.gguf"))
     tokens = random_tokens(values.config.vocab_size, 1, 20)
     assert (run_cuts(kept, tokens, [20]) - run_cuts(values, tokens, [20])).abs().max() <= 1e-4

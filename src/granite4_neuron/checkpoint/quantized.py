@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from granite4_neuron.checkpoint.checkpoint import StoredWeight
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.checkpoint.weight_plan import formats_for, model_format, partner
+from granite4_neuron.checkpoint.weight_plan import EXPERTS, formats_for, model_format, partner
 from granite4_neuron.config.choices import INT4_GROUP
 from granite4_neuron.config.quantization import StoredQuantization, WeightScheme
 from granite4_neuron.errors import UserError
@@ -194,10 +194,9 @@ def _stored_format(
 
 def _check_experts(formats: Mapping[str, Format], stored: StoredTensors) -> None:
     """Check that the two matrices of experts have one format: no kernel takes two."""
-    for name in formats:
-        layer, experts, which = name.partition(".block_sparse_moe.")
-        pair = [formats.get(f"{layer}{experts}{part}_linear.weight") for part in ("input", "output")]
-        if experts and "router" not in which and pair[0] is not pair[1]:
+    for name, format in formats.items():
+        if formats.get(partner(name)) is not format:
+            layer, _, _ = name.partition(EXPERTS)
             raise UserError(
                 f"the weights in {stored.folder} have two formats in the experts of {layer}; both matrices must have "
                 "the same one."

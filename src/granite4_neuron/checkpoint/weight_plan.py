@@ -15,7 +15,9 @@ from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight
 from granite4_neuron.ops.operators import Operators, Pack
 from granite4_neuron.system.large_memory import LargeMemory
 
+EXPERTS = ".block_sparse_moe."  # between the name of a layer and those of its experts' weights
 _WIDE_ROW = torch.Size([1, 2**12])
+_PARTNERS = {"input_linear.weight": "output_linear.weight", "output_linear.weight": "input_linear.weight"}
 
 
 def formats_for(model: HybridForCausalLM, quantize: str | None) -> dict[str, Format]:
@@ -50,9 +52,8 @@ def partner(name: str) -> str:
     """Return the name of the other matrix of a layer's experts, since no kernel takes two formats; otherwise the name
     itself.
     """
-    layer, experts, which = name.partition(".block_sparse_moe.")
-    other = "output" if which.startswith("input") else "input"
-    return f"{layer}{experts}{other}_linear.weight" if experts else name
+    layer, experts, which = name.partition(EXPERTS)
+    return f"{layer}{experts}{_PARTNERS.get(which, which)}"
 
 
 class WeightPlan:
