@@ -10,7 +10,7 @@ from granite4_neuron.generation.schema_references import target_of
 
 Schema = Mapping[str, Any]
 
-_MOST_TRIALS = 64
+MOST_TRIALS = 64
 _DEFINITIONS = ("$defs", "definitions")
 _LOOK_AROUND = re.compile(r"\(\?(=|!|<=|<!)")
 
@@ -20,7 +20,8 @@ def place_of_fault(schema: Schema, error: str, error_alone: Callable[[Schema], s
 
     Args:
         error: llguidance's, of the whole schema.
-        error_alone: returns its error of a part, with the definitions of the whole; None if there is none.
+        error_alone: returns its error of a part, with the definitions of the whole; None if there is none. It is called
+            up to `MOST_TRIALS` times.
     """
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     path: list[str] = []
@@ -28,14 +29,14 @@ def place_of_fault(schema: Schema, error: str, error_alone: Callable[[Schema], s
     while True:
         for name, child in _children(part, schema):
             trials += 1
-            if trials > _MOST_TRIALS:
+            if trials > MOST_TRIALS:
                 break
             if error_alone({**definitions, **child}) == error:
                 part, path = child, [*path, *name]
                 break
         else:
             break
-        if trials > _MOST_TRIALS:
+        if trials > MOST_TRIALS:
             break
     said = _in_words(part, error)
     return f"{'.'.join(path)}: {said}" if path else said

@@ -22,9 +22,10 @@ from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.closed_objects import TooManyMembers, close_objects
 from granite4_neuron.generation.equal_schemas import equal_schema
-from granite4_neuron.generation.schema_faults import place_of_fault
+from granite4_neuron.generation.schema_faults import MOST_TRIALS, place_of_fault
 from granite4_neuron.generation.schema_references import has_endless_reference
 from granite4_neuron.system.sandbox.grammar_process import (
+    COMPILE_SECONDS,
     GrammarFailed,
     GrammarProcess,
     GrammarTooCostly,
@@ -308,8 +309,10 @@ class Grammars:
             return str(error)
 
         def error_alone(part: Mapping[str, Any]) -> str | None:
+            # All trials together may take as long as a grammar. llguidance says what it does not support before the
+            # work that may be costly, within 0.03 s in the longest schemas.
             try:
-                self._process.compile("json", schema_text(part, "it"), stop)
+                self._process.compile("json", schema_text(part, "it"), stop, COMPILE_SECONDS / MOST_TRIALS)
             except (GrammarFailed, UserError) as found:
                 return str(found)
             return None

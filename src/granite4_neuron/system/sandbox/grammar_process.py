@@ -36,7 +36,7 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from granite4_neuron.system.sandbox import grammar_process; grammar_process.main(int(sys.argv[2]))"
 )
-_SECONDS = 4  # of the processor's time, to compile a grammar
+COMPILE_SECONDS = 4  # of the processor's time
 _MEMORY_BYTES = 2**30
 # A grammar that overflows this stack ends its process. Afterwards grammars are used in threads with eight times as much
 # stack, or in the caller's thread, which has twice as much by default.
@@ -57,7 +57,7 @@ class GrammarTooCostly(GrammarFailed):
     """Its compilation exceeded a limit."""
 
     def __init__(self) -> None:
-        limits = f"{_SECONDS} seconds or {_MEMORY_BYTES / 2**30:g} GiB"
+        limits = f"{COMPILE_SECONDS} seconds or {_MEMORY_BYTES / 2**30:g} GiB"
         super().__init__(f"it is nested too deep, or takes more than {limits}")
 
 
@@ -214,14 +214,17 @@ class GrammarWorker:
         forked._pid = forked._receive()["pid"]
         return forked
 
-    def compile(self, kind: str, text: str) -> str:
+    def compile(self, kind: str, text: str, seconds: float) -> str:
         """Compile a grammar, and return it in llguidance's format.
+
+        Args:
+            seconds: the most processor time.
 
         Raises:
             GrammarFailed: it is not a grammar or allows no text.
             WorkerEnded: it takes more than the limits allow.
         """
-        self._send({"kind": kind, "text": text, "seconds": _SECONDS})
+        self._send({"kind": kind, "text": text, "seconds": seconds})
         answer = self._receive()
         if "error" in answer:
             raise GrammarFailed(answer["error"])
@@ -289,12 +292,15 @@ class GrammarProcess:
         with self._lock, starting():
             self._start()
 
-    def compile(self, kind: str, text: str, stop: Stop | None = None) -> tuple[GrammarWorker, str]:
+    def compile(
+        self, kind: str, text: str, stop: Stop | None = None, seconds: float = COMPILE_SECONDS
+    ) -> tuple[GrammarWorker, str]:
         """Compile a grammar.
 
         Args:
             kind: as in `llguidance.grammar_from`.
             stop: ends the compilation from another thread.
+            seconds: the most processor time.
 
         Returns:
             A process with the grammar, and the grammar in llguidance's format, which `Matcher.of` compiles within the
@@ -302,7 +308,7 @@ class GrammarProcess:
 
         Raises:
             GrammarFailed: it is not a grammar, or allows no text.
-            GrammarTooCostly: it is nested too deep, or takes more than 4 seconds or 1 GiB.
+            GrammarTooCostly: it is nested too deep, or takes more than `seconds` or 1 GiB.
             NoProcess: none can be started to compile it.
             Stopped: `stop` was set.
         """
@@ -317,7 +323,7 @@ class GrammarProcess:
                 raise NoProcess("") from None
             try:
                 with stop.over(worker):
-                    return worker, worker.compile(kind, text)
+                    return worker, worker.compile(kind, text, seconds)
             except WorkerEnded:
                 if stop.is_set:
                     raise Stopped from None
