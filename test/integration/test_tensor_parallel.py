@@ -246,30 +246,35 @@ class _Recorded:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degree", "config"),
+    ("degree", "config", "state_dtype"),
     [
-        pytest.param(2, granite := small_config(layer_types=("mamba", "attention")), id="2-granite"),
-        pytest.param(4, granite, id="4-granite", marks=pytest.mark.exhaustive),
+        pytest.param(2, granite := small_config(layer_types=("mamba", "attention")), None, id="2-granite"),
+        pytest.param(2, granite, torch.float16, id="2-granite, states in float16"),
+        pytest.param(4, granite, None, id="4-granite", marks=pytest.mark.exhaustive),
         pytest.param(
             4,
             nemotron_config(layer_types=("mamba", "moe", "attention", "mlp")),
+            None,
             id="4-nemotron",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             4,
             nemotron_config(layer_types=("mamba", "moe", "attention"), mamba_n_groups=2, moe_latent_size=40),
+            None,
             id="4-nemotron, latent, groups of two ranks",
             marks=pytest.mark.exhaustive,
         ),
     ],
 )
-def test_speculation_snapshots_and_a_prefix_cache(tmp_path, degree, config):
-    """Logits are those of one process, in each step of prompts that share a prefix, and in verifications."""
+def test_speculation_snapshots_and_a_prefix_cache(tmp_path, degree, config, state_dtype):
+    """Logits are those of one process, in each step of prompts that share a prefix, and in verifications. States in 16
+    bits are rounded.
+    """
     model, drafter = random_model(config), KnownText()
     save_model(model, tmp_path)
     cpu = CPURuntime(model, GenerationConfig(top_k=None), cpu_kernels="torch")
-    options = dict(prefill_buckets=(16,), compiler="eager")
+    options = dict(prefill_buckets=(16,), compiler="eager", state_dtype=state_dtype)
     generation = GenerationConfig(top_k=None)
     split = SplitRuntime(tmp_path, torch.float32, generation, tp_degree=degree, device="cpu", **options)
     try:
@@ -283,8 +288,8 @@ def test_speculation_snapshots_and_a_prefix_cache(tmp_path, degree, config):
             assert prompt + generate_one(engine, request) == tokens
             [uncut] = cpu.step(cpu.allocate(1, 100), [Row(1, 0, tokens)], all_logits=True)
             error, number = recorded.error(tokens, uncut)
-            assert error <= 1e-5 and number >= 10
-        assert cache.stats.hit_tokens >= 24 and 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
+            assert error <= (1e-5 if state_dtype is None else 5e-3) and number >= 10
+        assert engine.stats.cached_tokens >= 24 and 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
         # Every rank draws the same tokens and runs them.
         sampled = Request(prompt, 8, temperature=0.8, top_k=20, seed=1)
         texts = [generate_one(Engine(runtime, 1, max_length=100), sampled) for runtime in (cpu, split)]

@@ -202,7 +202,7 @@ def check_chain(
     dtype: torch.dtype,
     fingerprint: Fingerprint,
     max_length: int,
-    state_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype,
 ) -> None:
     """Check that snapshots, one after another, make a sequence that a model's state has room for.
 

@@ -158,7 +158,7 @@ class SplitRuntime(TorchRuntime):
 
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
         """It runs on every rank."""
-        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
         parts = OfRank(
             [replace(each, tensors=_part(each.tensors, rank)) for each in snapshots]
             for rank in range(self.model.parallel.degree)
