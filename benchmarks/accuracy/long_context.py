@@ -34,7 +34,7 @@ from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.options import at_least
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, published_config
 from granite4_neuron.config.choices import CPU_KERNELS
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.devices.backends import BACKENDS
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--lengths has {lengths[0]}; the shortest is twice the window, {2 * options.window}.")
     if options.backend not in ("cpu", "torch") and options.state_dtype != STATE_DTYPES[0]:
         raise UserError("--state-dtype belongs to the backends cpu and torch; the others keep SSM states in float32.")
-    config = _part(GraniteMoeHybridConfig.from_family(options.model), options.divide)
+    config = _part(published_config(options.model), options.divide)
     [tokens] = random_prompts(config.vocab_size, Point(1, lengths[-1], output_length=0))
     print("Errors against float64, root mean square / largest:")
     _print_row("layer", "dtype", "tokens", "state", "of remembering heads", "logits, prompt", "logits, decode")

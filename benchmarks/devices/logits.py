@@ -23,7 +23,7 @@ from benchmarks.latency.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.evaluation.accuracy import Difference, all_of_continuations, last_of_prompts
@@ -37,7 +37,7 @@ _MORE_TOKENS = 7  # each sequence's prompt is longer by as much
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; return the exit code."""
     options = _parser().parse_args(arguments)
-    config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    config = published_config(options.random_weights)
     model = random_model(config, dtype=torch.bfloat16)
 
     def logits(runtime: Runtime) -> list[torch.Tensor]:

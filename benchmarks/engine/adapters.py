@@ -23,7 +23,7 @@ from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config import ModelConfig, published_config
 from granite4_neuron.config.dtypes import DTYPES
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=at_least(1), default=32, metavar="R", help="default: %(default)s")
     parser.add_argument("--prompt-length", type=at_least(1), default=4096, metavar="N", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    config = GraniteMoeHybridConfig.from_family(options.name)
+    config = published_config(options.name)
     tokens = torch.randint(config.vocab_size, (options.prompt_length,), generator=torch.Generator().manual_seed(0))
     plain, activated, prompts = {}, {}, []
     for number in range(options.adapters):

@@ -27,7 +27,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.commands.serve import MAX_GAP
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
@@ -41,7 +41,7 @@ _STREAM_PROMPT, _STREAM_BEGUN = 100, 60  # tokens of the other sequence: its pro
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table; return the exit code."""
     options = _parser().parse_args(arguments)
-    model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=torch.bfloat16)
+    model = random_model(published_config(options.name), dtype=torch.bfloat16)
     defaults = GenerationConfig()
     runtime = TorchRuntime(model, defaults, device=options.device) if options.device else CPURuntime(model, defaults)
     print_table(times(runtime, options.prompt_length, options.answer_length, options.turns))

@@ -24,7 +24,7 @@ from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.profile import take_profile
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="also print the parts of each kind of step")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=torch.bfloat16)
+    model = random_model(published_config(options.name), dtype=torch.bfloat16)
     runtime = CPURuntime(model, None)
     alone = [_Steps(0, piece) for piece in options.pieces]
     mixed = [_Steps(options.rows, piece) for piece in options.pieces]

@@ -31,7 +31,7 @@ from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu import sampling
 from granite4_neuron.devices.cpu.operators import has_fused_kernels
 from granite4_neuron.devices.cpu.runtime import CPURuntime
@@ -134,7 +134,7 @@ def _step_seconds(engine: Engine, requests: Sequence[Request], steps: int) -> li
 
 
 def _table_of_steps(model: str, device: str | None, batch_sizes: Sequence[int], steps: int, turns: int) -> Table:
-    weights = random_model(GraniteMoeHybridConfig.from_family(model), dtype=torch.bfloat16)
+    weights = random_model(published_config(model), dtype=torch.bfloat16)
     defaults = GenerationConfig()
     runtime = CPURuntime(weights, defaults) if device is None else TorchRuntime(weights, defaults, device=device)
     table = Table("sequences", "greedy, ms", *(f"{name}, ratio" for name in _SAMPLED))

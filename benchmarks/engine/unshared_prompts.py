@@ -29,7 +29,7 @@ from granite4_neuron.commands.engine_options import num_bytes
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.commands.serve import PREFIX_CACHE
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=torch.bfloat16)
+    model = random_model(published_config(options.name), dtype=torch.bfloat16)
     defaults = GenerationConfig()
     runtime = TorchRuntime(model, defaults, device=options.device) if options.device else CPURuntime(model, defaults)
     clock = time.process_time if options.threads == 1 and options.device is None else time.perf_counter

@@ -33,6 +33,7 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config.published import published_values
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
 from granite4_neuron.devices.neuron.expert_slots import expert_slots
 from test.support.nki_cases import conv_inputs, mamba_decode_inputs, mamba_prefill_inputs, nbytes, scan_inputs
@@ -124,7 +125,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
     from granite4_neuron.devices.neuron.nki.tensor_tensor_scan import tensor_tensor_scan
 
-    config = GraniteMoeHybridConfig.from_family(model)
+    config = GraniteMoeHybridConfig.from_dict(published_values(model), source=model)
     if "mamba" not in config.layer_types:
         raise UserError(f"{model} has no Mamba layers; choose a model whose name has an h.")
     rank = config.rank_dimensions(tp_degree)

@@ -22,7 +22,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.kernels.command import BLOCK, ENGINES, Cost, cost_of, require_emulator
 from granite4_neuron import UserError
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from test.support.nki_cases import scan_inputs
 from test.support.nki_library import provided_library
 from test.support.nki_library_ssd import has_ssd, ssd_arguments, ssd_kernel
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def shape_of(model: str) -> dict[str, int]:
     """Return the dimensions of the scan on one rank of a model."""
-    config = GraniteMoeHybridConfig.from_family(model)
+    config = published_config(model)
     heads = config.rank_dimensions(TP_DEGREES[model]).mamba_heads
     return dict(heads=heads, head_dim=config.mamba_d_head, d_state=config.mamba_d_state)
 

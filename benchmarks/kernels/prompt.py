@@ -24,6 +24,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.kernels.command import PROGRAMS, experts_hbm_bytes, random_choices, require_emulator
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config.published import published_values
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
 from test.support.nki_cases import mamba_prefill_inputs, nbytes
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
     options = _parser().parse_args(arguments)
     require_emulator()
-    config = GraniteMoeHybridConfig.from_family(options.model)
+    config = GraniteMoeHybridConfig.from_dict(published_values(options.model), source=options.model)
     table = Table(title=f"{options.model}, {options.tokens} tokens, one rank of {options.tp_degree}, bfloat16")
     table.add_column("step")
     for column in ("read, MB", "written, MB", "MB", "once, MB", "GFLOP"):

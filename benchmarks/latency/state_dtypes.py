@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each dtype (default: %(default)s)")
     options = parser.parse_args(arguments)
-    model = random_model(GraniteMoeHybridConfig.from_family(options.random_weights), dtype=torch.bfloat16)
+    model = random_model(published_config(options.random_weights), dtype=torch.bfloat16)
     steps = [_step(CPURuntime(model, GenerationConfig(), state_dtype=each), options) for each in STATE_DTYPES]
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(options.steps):

@@ -131,9 +131,9 @@ def _random_model(name: str, folder: Path) -> str:
 
     from granite4_neuron.checkpoint.random_weights import random_model
     from granite4_neuron.checkpoint.saving import save_model
-    from granite4_neuron.config import GraniteMoeHybridConfig
+    from granite4_neuron.config import published_config
 
-    save_model(random_model(GraniteMoeHybridConfig.from_family(name), dtype=torch.bfloat16), folder)
+    save_model(random_model(published_config(name), dtype=torch.bfloat16), folder)
     return str(folder)
 
 

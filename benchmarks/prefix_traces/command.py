@@ -30,7 +30,7 @@ from benchmarks.prefix_traces.traces import TRACES, Sizes, Turn, trace
 from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig, config_from_file
+from granite4_neuron.config import ModelConfig, config_from_file, published_config
 from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS
@@ -83,7 +83,7 @@ def _savings(
     return table
 
 
-def _by_cuts(traces: dict[str, list[Turn]], config: GraniteMoeHybridConfig) -> Table:
+def _by_cuts(traces: dict[str, list[Turn]], config: ModelConfig) -> Table:
     """Compare restrictions on where prompts may be cut, without a memory limit: tokens found, and work left to run."""
     title = "tokens found, % / work before first tokens, beside that with any cuts"
     ways = {
@@ -174,7 +174,7 @@ def _memory(working_set: int, percent: float) -> str:
 
 def _config(options: argparse.Namespace) -> ModelConfig:
     if options.random_weights:
-        return GraniteMoeHybridConfig.from_family(options.random_weights)
+        return published_config(options.random_weights)
     return config_from_file((options.model or bundled_checkpoint()) / "config.json")
 
 

@@ -26,7 +26,7 @@ from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_her
 from benchmarks.probe.remedies import advice
 from granite4_neuron.commands.options import add_declared, at_least, check_folder_of, command_line, write_json
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.config.choices import EXPERTS_DECODE, KV_WRITES, NKI_PREFILL_SCANS
 from granite4_neuron.devices.torch import backend as torch_device
 from granite4_neuron.devices.torch.options import DEVICES
@@ -127,7 +127,7 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
     """
     options = parser().parse_args(arguments)
     for name in options.models:
-        GraniteMoeHybridConfig.from_family(name).rank_dimensions(options.tp_degree)  # if there is such a model
+        published_config(name).rank_dimensions(options.tp_degree)  # if there is such a model
     degree = str(options.tp_degree)
     steps = (*steps, *(Step("benchmarks.probe.models:latency", _BENCHMARK, (name, degree)) for name in options.models))
     if options.step is not None:

@@ -21,7 +21,7 @@ from benchmarks.probe.process import EQUAL, FACT, WRONG, Finding, Place
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import command_line
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch import backend as torch_device
 from granite4_neuron.devices.torch.runtime import TorchRuntime
@@ -154,7 +154,7 @@ def _chosen(place: Place) -> dict[str, Any]:
 def layer_model(kind: str) -> HybridForCausalLM:
     name, layer_type = _LAYERS[kind]
     small = dict(vocab_size=2048, bos_token_id=1, eos_token_id=1, pad_token_id=0, intermediate_size=128)
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     return random_model(replace(config, layer_types=(layer_type,), num_hidden_layers=1, **small))
 
 

@@ -30,7 +30,7 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.commands import cli
-from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.config import config_from_file, published_config
 from granite4_neuron.devices.backends import BACKENDS
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
@@ -207,7 +207,7 @@ def test_random_weights_for_a_device_are_not_written():
     options = parser("").parse_args(["--random-weights", "h-350m", "--backend", "torch", "--device", "cuda"])
     with benchmark_latency._checkpoint(options) as folder:
         assert [file.name for file in folder.iterdir()] == ["config.json"]
-        assert open_checkpoint(folder).config == GraniteMoeHybridConfig.from_family("h-350m")
+        assert open_checkpoint(folder).config == published_config("h-350m")
     assert options.dtype == "bfloat16" and draws_weights(options)
     options.compare = ["transformers"]
     assert not draws_weights(options)
@@ -217,7 +217,7 @@ def test_a_random_checkpoint_of_some_layers(tmp_path, capsys):
     """Its layers are as wide as the family member's, and its tokenizer is the bundled one."""
     arguments = ["h-350m", str(tmp_path / "model"), "--layers", "attention", "mamba"]
     assert random_checkpoint.main(arguments) == 0
-    checkpoint, member = open_checkpoint(tmp_path / "model"), GraniteMoeHybridConfig.from_family("h-350m")
+    checkpoint, member = open_checkpoint(tmp_path / "model"), published_config("h-350m")
     assert checkpoint.config.layer_types == ("attention", "mamba")
     assert checkpoint.config.hidden_size == member.hidden_size
     assert max(checkpoint.load_tokenizer().get_vocab().values()) < checkpoint.config.vocab_size < member.vocab_size
@@ -309,7 +309,7 @@ class TestResult:
 
     def test_the_bound(self, texting_folder):
         """A prompt's bound is its arithmetic at the machine's FLOP/s. Decode's is weights and state at its bytes/s."""
-        config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
+        config = config_from_file(texting_folder / "config.json")
         options = argparse.Namespace(dtype=None, quantize=None, state_dtype=None)
         rates = Rates(flops=2e9, bytes=3e9)
         prefill, decode = least_seconds(texting_folder, self.POINT, options, rates)
@@ -363,7 +363,7 @@ class TestStates:
 )
 def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     """Every weight is there once, under llama.cpp's name and with the values that llama.cpp computes with."""
-    config = GraniteMoeHybridConfig.from_file(case_folder / "config.json")
+    config = config_from_file(case_folder / "config.json")
     stored = StoredTensors(case_folder, config)
     write_gguf(case_folder, tmp_path / "model.gguf")
     tensors = {

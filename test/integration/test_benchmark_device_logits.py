@@ -3,14 +3,13 @@
 import pytest
 
 from benchmarks.devices import logits as device_logits
-from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS
 
 
 @pytest.mark.exhaustive  # it compiles with inductor
 def test_rows(monkeypatch, capsys):
-    monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config(**FEW_LAYERS))
+    monkeypatch.setattr(device_logits, "published_config", lambda name: small_config(**FEW_LAYERS))
     assert device_logits.main(["--random-weights", "h-350m", "--batch-size", "1", "3", "--tokens", "2"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]

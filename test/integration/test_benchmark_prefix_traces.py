@@ -9,14 +9,14 @@ from benchmarks.prefix_traces import command as prefix_traces
 from benchmarks.prefix_traces import engines as prefix_engines
 from benchmarks.prefix_traces.policies import LRU, MARCONI, OURS, SizesOnly, savings
 from benchmarks.prefix_traces.traces import TRACES, Sizes, replay, trace
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file, published_config
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.runtime.prompt_cuts import Multiples
 from test.support.llama_server import write_llama_server
 
-CONFIG = GraniteMoeHybridConfig.from_family("h-350m")
+CONFIG = published_config("h-350m")
 
 
 def small(name, sessions=12, lengths=0.25, seed=0):
@@ -58,7 +58,7 @@ def test_sizes_are_those_of_the_model():
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 def test_the_engine_finds_what_the_replay_counts(monkeypatch):
     turns, engines = small("shift", sessions=2, lengths=0.1), []
-    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    config = config_from_file(bundled_checkpoint() / "config.json")
     monkeypatch.setattr(
         prefix_engines, "Engine", lambda *args, **options: engines.append(Engine(*args, **options)) or engines[-1]
     )

@@ -15,7 +15,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands import cli
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, config_from_file
 from granite4_neuron.config.quantization import WeightScheme
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import TORCH, QuantizedWeight
@@ -211,7 +211,7 @@ class TestCommands:
 
     def test_another_backend_refuses_them(self, folder):
         with pytest.raises(UserError, match="are in compressed-tensors, which is for the backend cpu"):
-            FolderCheckpoint(folder).check_plain(GraniteMoeHybridConfig.from_file(folder / "config.json"))
+            FolderCheckpoint(folder).check_plain(config_from_file(folder / "config.json"))
         with pytest.raises(UserError, match="compressed-tensors weights are for the backend cpu"):
             load(folder, backend="xla")
 

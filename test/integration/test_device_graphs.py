@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from granite4_neuron.commands.cli import main
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, published_config
 from granite4_neuron.devices.graphs.moe import MOST_GATHERED
 from granite4_neuron.devices.neuron.sdk import KERNELS
 from granite4_neuron.planning.analysis.hlo_cost import parameter_numbers
@@ -37,7 +37,7 @@ def device_code_path():
 
 
 def one_layer_of_each_kind(name, folder):
-    values = GraniteMoeHybridConfig.from_family(name).to_dict()
+    values = published_config(name).to_dict()
     values["layer_types"] = [kind for kind in (MAMBA, ATTENTION) if kind in values["layer_types"]]
     values["num_hidden_layers"] = len(values["layer_types"])
     (folder / "config.json").write_text(json.dumps(values))
@@ -238,7 +238,7 @@ def test_a_verification_costs_little_more_than_decode(name, batch_size):
     """Verifying three drafts costs little more than decode in a dense model. More tokens would read more experts."""
     from granite4_neuron.planning.analysis.nxdi_graphs import report
 
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     reports = report(config, torch.bfloat16, 4, batch_size, [128], 2048, verified_tokens=4)
     of = {graph.graph.split()[0].rstrip(","): graph.cost.bytes_accessed for graph in reports}
     assert of["verify"] <= 1.5 * of["decode"]
@@ -280,7 +280,7 @@ def test_the_kernel_moves_states_no_more_than_necessary():
     """Verifying four tokens writes no state and moves no more than decoding one. A commit moves little but states."""
     from granite4_neuron.planning.analysis.nxdi_graphs import report
 
-    config = GraniteMoeHybridConfig.from_family("h-1b")
+    config = published_config("h-1b")
     config = replace(config, layer_types=(MAMBA,) * 2, num_hidden_layers=2)
     kernels = dict(prefill_scan="ssd", decode_kernel="nki")
     mixers, states = [], []

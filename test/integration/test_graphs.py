@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.graphs.operators import XLA
 from granite4_neuron.devices.xla.runtime import XLARuntime
 from granite4_neuron.errors import UserError
@@ -80,7 +80,7 @@ def test_decode_advances_the_recurrent_state_in_place():
 
 def test_verification_reads_little_more_than_decode():
     """This holds at h-small's sizes, on one of four ranks. A batch of eight needs most of the experts anyway."""
-    config = GraniteMoeHybridConfig.from_family("granite-4.0-h-small")
+    config = published_config("granite-4.0-h-small")
     options = dict(tp_degree=4, batch_size=8, buckets=(), max_length=2048, dtype=torch.bfloat16, verified_tokens=4)
     decode, verify, commit = graphs_of(config, **options)
     assert verify.cost.bytes_accessed <= 1.3 * decode.cost.bytes_accessed
@@ -128,7 +128,7 @@ def test_graphs_avoid_what_the_neuron_compiler_handles_badly(case):
 class TestOneMambaLayer:
     """A layer of h-small, a rank of 4, one sequence, bfloat16. Counted before optimisation, to count the model."""
 
-    CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+    CONFIG = published_config("h-small")
 
     def counted(self, tokens):
         """Count the whole layer as prefill graphs have it, or with one token as the decode graph has it."""
@@ -166,7 +166,7 @@ class TestWholeGraphs:
     @pytest.fixture(scope="class")
     @classmethod
     def graphs(cls):
-        config = GraniteMoeHybridConfig.from_family("h-small")
+        config = published_config("h-small")
         reports = report(config, torch.bfloat16, 4, 1, (128, 512), 2048)
         return dict(zip(("128", "512", "decode"), reports, strict=True))
 
@@ -174,7 +174,7 @@ class TestWholeGraphs:
     @classmethod
     def whole(cls):
         """Return the graph of decode that multiplies with all experts."""
-        config = GraniteMoeHybridConfig.from_family("h-small")
+        config = published_config("h-small")
 
         def trace(graph):
             return trace_xla(replace(graph, experts_decode="all"))
@@ -227,7 +227,7 @@ class TestWholeGraphs:
                 assert product.shapes[0][0] == "bf16"
                 found.add((operand, product.shapes[0][1][-1]))
         query, key, all_experts, width = 1024, 256, 72 * 2 * 192, 192
-        expected = {(each.operand, each.result) for each in products(GraniteMoeHybridConfig.from_family("h-small"), 4)}
+        expected = {(each.operand, each.result) for each in products(published_config("h-small"), 4)}
         expected -= {(4096, query + 2 * key), (4096, 2 * width + 4096)}
         assert found == expected | {(4096, query), (4096, key), (4096, all_experts), (width, 4096)}
         assert [graph.prompt_tokens for graph in graphs.values()] == [128, 512, None]
@@ -248,7 +248,7 @@ def test_components_of_layers_of_one_part():
 
 
 def test_a_rank_does_its_share():
-    config = GraniteMoeHybridConfig.from_family("h-350m")
+    config = published_config("h-350m")
     whole, part = (graphs_of(config, degree, dtype=torch.bfloat16)[0] for degree in (1, 4))
     assert 0.25 <= part.weight_bytes / whole.weight_bytes < 0.27
     assert 0.25 <= part.cost.flops / whole.cost.flops < 0.28

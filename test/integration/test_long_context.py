@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from benchmarks.accuracy import long_context
 from benchmarks.accuracy.long_context import errors
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.operators import XLA
@@ -122,7 +122,7 @@ def test_attention_to_131072_keys(operators, index):
 
 
 def test_the_benchmark(monkeypatch, capsys):
-    monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config())
+    monkeypatch.setattr(long_context, "published_config", lambda name: small_config())
     assert long_context.main(["--divide", "2", "--lengths", "300", "64", "--window", "32"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:3] for row in rows] == [

@@ -22,7 +22,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file
 from granite4_neuron.devices.neuron import compiled_graphs
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.engine import Engine
@@ -530,7 +530,7 @@ class TestCpuMode:
     @pytest.mark.parametrize("name", TP_CASES)
     def test_two_ranks(self, name, two_ranks, random_checkpoints):
         folder = random_checkpoints(CASE[name])
-        tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
+        tokens = random_tokens(config_from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
         expected = expected_logits(folder, tokens)
         for rank in two_ranks:
             for logits, lengths in zip(rank["ragged"][TP_CASES.index(name)], RAGGED, strict=False):
@@ -539,7 +539,7 @@ class TestCpuMode:
     def test_two_ranks_alone_and_by_slot(self, two_ranks, random_checkpoints):
         """One sequence runs with prompts of all lengths, and sequences run in slots out of order."""
         folder = random_checkpoints(CASE[TP_CASES[0]])
-        tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
+        tokens = random_tokens(config_from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
         expected = expected_logits(folder, tokens)
         for rank in two_ranks:
             for logits, length in zip(rank["alone"], PROMPTS, strict=True):
@@ -734,10 +734,7 @@ class TestNeuronDevice:
         from granite4_neuron.devices.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder = bundled_checkpoint()
-        layers = [
-            f"layers.{index}"
-            for index in range(GraniteMoeHybridConfig.from_file(folder / "config.json").num_hidden_layers - 1)
-        ]
+        layers = [f"layers.{index}" for index in range(config_from_file(folder / "config.json").num_hidden_layers - 1)]
         capture = dict(CAPTURE, tensor_capture_config=dict(modules_to_capture=layers))
         config = nxdi.make_config(folder, tp_degree=TP_DEGREE, on_cpu=False, **capture)
         model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)

@@ -10,7 +10,7 @@ import torch
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file
 from granite4_neuron.devices.neuron import sdk
 from granite4_neuron.devices.neuron.sdk import KERNELS
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
@@ -64,7 +64,7 @@ def device(monkeypatch):
 
     def load_compiled(folder, compiled, generation_config):
         config = loading.GraniteMoeHybridInferenceConfig.load(str(compiled))
-        assert config.granite == GraniteMoeHybridConfig.from_file(folder / "config.json")
+        assert config.granite == config_from_file(folder / "config.json")
         options = {name: getattr(config.neuron_config, name) for name in OPTIONS}
         model = nxdi.cpu_model(
             folder, {name: getattr(config, name) for name in (*KERNELS["torch"], "state_dtype")}, **options

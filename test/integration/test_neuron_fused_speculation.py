@@ -10,7 +10,7 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, config_from_file
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
@@ -144,7 +144,7 @@ def test_the_nki_kernel(draft, tokenizer, texts):
 
 
 def test_a_draft_without_mamba_layers(tokenizer, texts, tmp_path):
-    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    config = config_from_file(bundled_checkpoint() / "config.json")
     few = replace(config, layer_types=(ATTENTION,) * 2, num_hidden_layers=2)
     save_model(random_model(few), tmp_path / "draft")
     new, _ = one_by_one(fused_model(tmp_path / "draft"), prompts_of(tokenizer)[-2:])
@@ -297,7 +297,7 @@ def test_models_that_cannot_verify_are_refused():
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
-    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    config = config_from_file(bundled_checkpoint() / "config.json")
     save_model(random_model(replace(config, vocab_size=config.vocab_size + 1)), tmp_path / "draft")
     with pytest.raises(UserError, match="they must have the same"):
         application(tmp_path / "draft", nxdi.make_config(tmp_path / "draft", **GREEDY), **GREEDY)

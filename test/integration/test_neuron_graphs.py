@@ -15,7 +15,7 @@ from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, config_from_file, published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.operators import INPUT_FIRST, LOOPS, expert_path
 from granite4_neuron.devices.torch import runtime as torch_runtime
@@ -52,7 +52,7 @@ WRITTEN_KINDS = {
 
 
 def bundled():
-    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    config = config_from_file(bundled_checkpoint() / "config.json")
     return replace(config, layer_types=KINDS, num_hidden_layers=len(KINDS))
 
 
@@ -66,7 +66,7 @@ class Case:
     """steps: the traced steps in order; each continues the sequences that a prefill began."""
 
     name: str
-    config: GraniteMoeHybridConfig
+    config: ModelConfig
     steps: tuple[str, ...]
     options: dict = field(default_factory=dict)
 
@@ -235,7 +235,7 @@ class TestExpertsOfDecodedTokens:
 
     def found(self, batch_size, *form):
         needs_tools()
-        config = GraniteMoeHybridConfig.from_family("h-small")
+        config = published_config("h-small")
         one_layer = replace(config, layer_types=(ATTENTION,), num_hidden_layers=1, vocab_size=1024)
         traced = trace_torch(graphs.Graph("decode", 1, one_layer, torch.bfloat16, 4, batch_size, 1024, *form))
         return hlo_lint.findings(hlo_text(traced.proto), True, config.num_local_experts, traced.states)

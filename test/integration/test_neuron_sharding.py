@@ -9,7 +9,7 @@ import torch
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig, config_from_file, published_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.families import model_of
@@ -53,13 +53,13 @@ def compared(parallel_model: HybridForCausalLM, theirs: dict[str, torch.Tensor])
             yield name, parameter.transpose(1, 2) if is_transposed else parameter, theirs[their_name]
 
 
-def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
+def one_layer_of_each_kind(name: str, folder: Path) -> ModelConfig:
     """Write a family member's config to a folder, with only its first Mamba and its first attention layer."""
-    values = GraniteMoeHybridConfig.from_family(name).to_dict()
+    values = published_config(name).to_dict()
     values["layer_types"] = [kind for kind in (MAMBA, ATTENTION) if kind in values["layer_types"]]
     values["num_hidden_layers"] = len(values["layer_types"])
     (folder / "config.json").write_text(json.dumps(values))
-    return GraniteMoeHybridConfig.from_file(folder / "config.json")
+    return config_from_file(folder / "config.json")
 
 
 @pytest.mark.parametrize("degree", DEGREES)
@@ -125,7 +125,7 @@ def test_values_with_fused_projections(random_checkpoints):
 def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
     """Check that NxD's sharder gives each rank what this package's own backends load."""
     try:
-        GraniteMoeHybridConfig.from_file(folder / "config.json").rank_dimensions(degree)
+        config_from_file(folder / "config.json").rank_dimensions(degree)
     except UserError:
         pytest.skip(f"this checkpoint cannot be split by {degree}")
     for rank, theirs in enumerate(_sharded_by_nxd(folder, degree, fused_qkv)[1]):

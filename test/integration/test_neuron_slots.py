@@ -9,7 +9,7 @@ import torch.multiprocessing
 from transformers import GenerationConfig
 
 from granite4_neuron import load
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, config_from_file
 from granite4_neuron.engine import Engine, Request, SlotPrefixCache
 from granite4_neuron.engine.drafting.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
@@ -38,7 +38,7 @@ def runtime_of(folder, kernels=None, **options):
 
 
 def tokens_and_logits(folder):
-    vocab_size = GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size
+    vocab_size = config_from_file(folder / "config.json").vocab_size
     tokens = torch.tensor(streams(vocab_size, SLOTS))
     return tokens.tolist(), reference_logits(folder, tokens)
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from granite4_neuron import ops
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ModelConfig, published_config
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.devices.cpu import operators as cpu
 from granite4_neuron.devices.cpu.runtime import CPURuntime
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused k
 PROMPT, STEPS = 150, 8
 
 
-def h_350m() -> GraniteMoeHybridConfig:
+def h_350m() -> ModelConfig:
     """Return three layers of h-350m with a small vocabulary."""
-    config = GraniteMoeHybridConfig.from_family("h-350m")
+    config = published_config("h-350m")
     return replace(config, num_hidden_layers=3, layer_types=("mamba", "attention", "mamba"), vocab_size=1000)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.runtime.interface import Row
@@ -39,7 +39,7 @@ TOKENS = random_tokens(VOCAB, 1, 1100)[0].tolist()
 )
 def model(request):
     name, dtype, format = request.param
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     config = replace(config, vocab_size=VOCAB, num_hidden_layers=len(LAYERS), layer_types=LAYERS)
     model = random_model(config, dtype=dtype)
     if format is not None:

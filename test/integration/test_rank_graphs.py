@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, LayerParts, published_config
+from granite4_neuron.config import ATTENTION, MAMBA, LayerParts, published_config
 from granite4_neuron.model.families import model_of
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.planning.analysis import hlo_lint
@@ -22,8 +22,8 @@ pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
 
 TOKENS = {PREFILL: 128, DECODE: 1, VERIFY: 4, COMMIT: 4}
 CONFIGS = {
-    "h-small": GraniteMoeHybridConfig.from_family("h-small"),
-    "h-tiny": GraniteMoeHybridConfig.from_family("h-tiny"),
+    "h-small": published_config("h-small"),
+    "h-tiny": published_config("h-tiny"),
     "nano": published_config("nemotron-3-nano-30b-a3b"),
     "super": published_config("nemotron-3-super-120b-a12b"),
 }

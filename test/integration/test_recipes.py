@@ -207,7 +207,7 @@ def shared_as_hybrid(values):
 def test_a_model_class(copy, tmp_path):
     """GraniteMoeSharedForCausalLM, whose mathematics is that of Granite 4's attention layers, beside transformers."""
     copy.write("config/moe_shared.py", FAMILY)
-    imports = r"from granite4_neuron.config.json_files import read_object\n"
+    imports = r"from granite4_neuron.config.model_config import .*\n"
     line = "from granite4_neuron.config.moe_shared import SHARED_MODEL_TYPE, shared_as_hybrid\n"
     for file in ("config/__init__.py", "config/granite_moe_hybrid.py"):
         copy.add(file, imports, line)

@@ -20,7 +20,7 @@ from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.torch.split import SplitRuntime
 from granite4_neuron.engine import Engine, PrefixCache, Request
@@ -516,7 +516,7 @@ def test_too_little_memory_for_all_ranks_is_refused(monkeypatch):
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_rank_holds_its_share(name, degree):
     """Parameters and state of a rank, for every family member at its real size, are counted without allocating them."""
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     with torch.device("meta"):
         whole = model_of(config)
         part = model_of(config, parallel=Parallel(1, degree))
@@ -532,7 +532,7 @@ def test_a_rank_holds_its_share(name, degree):
 
 
 def test_degrees_that_do_not_divide_are_refused():
-    config = GraniteMoeHybridConfig.from_family("granite-4.0-h-350m")
+    config = published_config("granite-4.0-h-350m")
     with pytest.raises(UserError, match=r"tp_degree is 5; this model can be split by 1, 2, 4\."):
         model_of(config, parallel=Parallel(0, 5))
     with pytest.raises(UserError, match="tp_degree is 0"):

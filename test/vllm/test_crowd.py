@@ -9,7 +9,7 @@ import torch
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file
 from granite4_neuron.vllm.cpu.sampling import rejecting_placeholders
 from test.support.checkpoints import CASES, small_config
 from test.support.stepping import run_cuts
@@ -129,7 +129,7 @@ class PlainTorch(Greedy):
 
 def check(engine, result):
     assert "error" not in result, result["error"]
-    several_groups = GraniteMoeHybridConfig.from_file(Path(engine["model"]) / "config.json").mamba_n_groups > 1
+    several_groups = config_from_file(Path(engine["model"]) / "config.json").mamba_n_groups > 1
     greedy, said = (PlainTorch if several_groups else Greedy)(engine["model"]), {}
     for number, (request, alone, text) in enumerate(
         zip(engine["requests"], result["alone"], result["tokens"], strict=True)

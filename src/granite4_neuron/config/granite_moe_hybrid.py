@@ -8,15 +8,12 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from granite4_neuron.config.aliases import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.config.checks import require, require_one_of, require_positive
 from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
-from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.model_config import LayerParts, ModelConfig, layers_to_read
-from granite4_neuron.config.published import published_values
 from granite4_neuron.errors import UserError
 
 MODEL_TYPE = "granitemoehybrid"
@@ -90,25 +87,6 @@ class GraniteMoeHybridConfig(ModelConfig):
             others = ", ".join(map(repr, _AS_HYBRID))
             raise UserError(f"model_type is {reprlib.repr(model_type)}, and must be {MODEL_TYPE!r} or one of {others}.")
         return one_spelling(_AS_HYBRID.get(model_type, dict)(values))
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> GraniteMoeHybridConfig:
-        """Read a ``config.json``.
-
-        Raises:
-            UserError: see `from_dict`; also when the file is missing or is not JSON.
-        """
-        return cls.from_dict(read_object(Path(path)), source=str(path))
-
-    @classmethod
-    def from_family(cls, name: str) -> GraniteMoeHybridConfig:
-        """Return the published dimensions of a member of the Granite 4.0 family, such as ``granite-4.0-h-350m`` or
-        ``h-350m``.
-
-        Raises:
-            UserError: there is no such member; the message lists them.
-        """
-        return cls.from_dict(published_values(name), source=name)
 
     def to_dict(self) -> dict[str, Any]:
         """The result is for transformers 4.57 and 5.x."""

@@ -14,7 +14,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from granite4_neuron.checkpoint.adapters import CONFIG, WEIGHTS, read_adapter
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.commands.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import config_from_file
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
@@ -33,7 +33,7 @@ def logits(model) -> torch.Tensor:
 
 
 def config_of(folder):
-    return GraniteMoeHybridConfig.from_file(folder / "config.json")
+    return config_from_file(folder / "config.json")
 
 
 SCALES = {

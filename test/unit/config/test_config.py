@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import GraniteMoeHybridConfig as ReferenceConfig
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, config_from_file, published_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -35,7 +35,7 @@ def published():
 def test_every_family_member_is_there():
     assert len(granite_names()) == 9
     for name in granite_names():
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         assert GraniteMoeHybridConfig.from_dict(config.to_dict()) == config
         assert config.vocab_size > 0 and config.torch_dtype == "bfloat16" and config.time_step_limit == (0.0, math.inf)
 
@@ -43,7 +43,7 @@ def test_every_family_member_is_there():
 @pytest.mark.parametrize("name", FAMILY)
 def test_family_sizes(name):
     parameters, per_sequence, per_token = FAMILY[name]
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     with torch.device("meta"):
         model = model_of(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
@@ -56,7 +56,7 @@ def test_round_trip_through_transformers(case, tmp_path):
     """The config that the installed transformers writes, in any spelling, is read as the same model."""
     config = case.config()
     ReferenceConfig(**config.to_dict()).save_pretrained(tmp_path)
-    read = GraniteMoeHybridConfig.from_file(tmp_path / "config.json")
+    read = config_from_file(tmp_path / "config.json")
     for name in vars(config):
         if name not in ("torch_dtype", "time_step_limit"):
             assert getattr(read, name) == getattr(config, name), name
@@ -133,7 +133,7 @@ def test_refused_with_a_sentence(published, tmp_path, change, message):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**published, **change}))
     with pytest.raises(UserError) as error:
-        GraniteMoeHybridConfig.from_file(file)
+        config_from_file(file)
     assert message in str(error.value)
     assert str(error.value).startswith(str(file)) and str(error.value).endswith(".")
 
@@ -144,9 +144,9 @@ def test_not_a_config_file(tmp_path, content, message):
     if content is not None:
         file.write_text(content)
     with pytest.raises(UserError, match=message):
-        GraniteMoeHybridConfig.from_file(file)
+        config_from_file(file)
 
 
 def test_unknown_family_member():
     with pytest.raises(UserError, match=r"no family member 'h-9b'; choose one of: .*granite-4.0-h-small"):
-        GraniteMoeHybridConfig.from_family("h-9b")
+        published_config("h-9b")

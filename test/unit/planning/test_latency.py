@@ -8,7 +8,7 @@ import torch
 from benchmarks.planning import predicted_latency
 from granite4_neuron import UserError
 from granite4_neuron.commands.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.config import published_config
 from granite4_neuron.config.choices import EXPERTS_DECODE
 from granite4_neuron.devices.neuron.sdk import TRAINIUM2, TRAINIUM3
 from granite4_neuron.planning import latency
@@ -16,8 +16,8 @@ from granite4_neuron.planning import published_latency as published
 from granite4_neuron.planning.analysis.hlo_cost import Cost
 from granite4_neuron.planning.analysis.roofline import minimum, minimum_of_commit
 
-CONFIG = GraniteMoeHybridConfig.from_family("h-small")
-DENSE = GraniteMoeHybridConfig.from_family("h-1b")
+CONFIG = published_config("h-small")
+DENSE = published_config("h-1b")
 
 
 UNITS = ("HBM", "TensorE", "VectorE", "links")

@@ -15,7 +15,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.commands.cli import main
 from granite4_neuron.commands.output import fitted
-from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.config import published_config
 from granite4_neuron.config.published import published_name, published_names
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions, default_context_buckets
 from granite4_neuron.devices.neuron.sdk import TRAINIUM2
@@ -35,7 +35,7 @@ GIBIBYTE = 2**30
 
 
 def planned(name, **changes):
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     values = dict(instance="trn2.3xlarge", tp_degree=4, batch_size=1, context=config.max_position_embeddings)
     values["options"] = GraphOptions()
     return plan.plan(config, torch.bfloat16, **{**values, **changes})
@@ -44,7 +44,7 @@ def planned(name, **changes):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", granite_names())
 def test_bytes_are_those_of_the_tensors(name):
-    config, result = GraniteMoeHybridConfig.from_family(name), planned(name, batch_size=3, context=1000)
+    config, result = published_config(name), planned(name, batch_size=3, context=1000)
     with torch.device("meta"):
         whole = model_of(config)
         state = HybridState.allocate(config, 2, 1000, torch.bfloat16, "meta", tp_degree=4)  # and the null slot
@@ -161,7 +161,7 @@ def test_a_core_has_23_and_a_half_gibibytes(monkeypatch):
 
 
 def test_a_trainium3_has_half_as_much_again():
-    config, options = GraniteMoeHybridConfig.from_family("h-small"), GraphOptions()
+    config, options = published_config("h-small"), GraphOptions()
     sizes = config, torch.bfloat16, "trn3.3xlarge", 4, 1, 131072, options
     result, before = plan.plan(*sizes), planned("h-small")
     assert (result.total, result.at_most) == (before.total, before.at_most)
@@ -307,7 +307,7 @@ def test_the_estimate_of_temporaries_covers_what_xla_counts():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
     from granite4_neuron.planning.analysis.graphs import report
 
-    config = GraniteMoeHybridConfig.from_family("h-350m")
+    config = published_config("h-350m")
     result = plan.plan(config, torch.bfloat16, "trn2.3xlarge", 4, 1, 2048, GraphOptions())
     few = replace(config, layer_types=("mamba", "attention"), num_hidden_layers=2, vocab_size=4)
     prompt, decode = report(few, torch.float32, 4, 1, (512,), 2048)
@@ -410,7 +410,7 @@ def test_graphs_of_prompts_that_spill_are_named(capsys):
 
 def test_graphs_of_a_pytorch_device(capsys):
     """A tied head is stored a second time. The cache is rounded up to a length for which there are graphs."""
-    config = GraniteMoeHybridConfig.from_family("h-tiny")
+    config = published_config("h-tiny")
     assert config.tie_word_embeddings
     ours, theirs = (
         planned("h-tiny", context=5000, options=options) for options in (DeviceGraphOptions(), GraphOptions())

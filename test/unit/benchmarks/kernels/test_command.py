@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed, which counts nothing")
 
 from benchmarks.kernels import command as kernels
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill
 from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill
 from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan
@@ -49,7 +49,7 @@ def test_report(capsys, tmp_path):
 
 def test_experts(monkeypatch):
     monkeypatch.setattr(kernels, "EXPERT_PROMPT_LENGTHS", (200,))
-    config = replace(GraniteMoeHybridConfig.from_family("h-tiny"), num_local_experts=8, num_experts_per_tok=2)
+    config = replace(published_config("h-tiny"), num_local_experts=8, num_experts_per_tok=2)
     rows = list(kernels.experts(config, config.rank_dimensions(4).intermediate_size))
     assert [row.shape.split(",")[0] for row in rows] == ["batch 1", "batch 4", "batch 8", "batch 128", "length 200"]
     assert all(1 <= row.traffic_ratio <= 1.5 for row in rows)

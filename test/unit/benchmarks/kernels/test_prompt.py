@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed, which counts nothing")
 
 from benchmarks.kernels import projections, prompt
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.nki.launch import launch
 from granite4_neuron.ops import rms_norm
 from test.support.nki_cases import error
@@ -33,7 +33,7 @@ def test_kernels_of_the_projections():
 
 def test_bytes_and_flops():
     """Both cores read the inputs of a product; weights, states and results move once."""
-    config = GraniteMoeHybridConfig.from_family("h-350m")
+    config = published_config("h-350m")
     counts, minimum = prompt.mamba_layer(config, 1, 256)
     by_step = {each.step: each for each in counts}
     hidden, inner, channels, heads = config.hidden_size, config.mamba_intermediate_size, 1792, config.mamba_n_heads

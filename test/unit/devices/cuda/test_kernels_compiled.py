@@ -13,7 +13,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
+from granite4_neuron.config import published_config  # noqa: E402
 from granite4_neuron.devices.cuda import (  # noqa: E402
     attention,
     choices,
@@ -140,7 +140,7 @@ def compiled(monkeypatch, tmp_path):
 
 @pytest.fixture(params=["h-350m", "h-tiny", "h-small"])
 def config(request):
-    return GraniteMoeHybridConfig.from_family(request.param)
+    return published_config(request.param)
 
 
 @pytest.mark.parametrize(

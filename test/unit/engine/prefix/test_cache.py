@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.prefix.cache import common_length
 from granite4_neuron.runtime.prompt_cuts import ANYWHERE, Anywhere, Multiples, Pieces
@@ -473,7 +473,7 @@ def test_the_documented_sizes_are_those_of_the_state():
     rows = re.findall(r"^\| (granite\S+)" + 3 * r" \| ([\d,]+) bytes" + r" \|$", text, re.MULTILINE)
     assert {name for name, *_ in rows} == set(granite_names())
     for name, *documented in rows:
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         recurrent, small, with_keys = (
             slot_bytes(HybridState.allocate(config, 2, 9, torch.bfloat16, "meta", state_dtype=dtype), length)
             for dtype, length in ((torch.float32, 0), (torch.float16, 0), (torch.float32, 9))

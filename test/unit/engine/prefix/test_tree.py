@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.engine import PrefixCache
 from granite4_neuron.engine.prefix import tree as module
 from granite4_neuron.engine.prefix.tree import Entries, Entry, Node, NodeKind
@@ -155,7 +155,7 @@ def test_only_an_entry_becomes_a_branch_when_it_is_continued():
 class _Sizes:
     """The part of a runtime that a prefix cache needs: states of ten bytes, and three bytes per token."""
 
-    config = GraniteMoeHybridConfig.from_family("h-350m")
+    config = published_config("h-350m")
     dtype = state_dtype = torch.float32
     tokens_per_step = 4
     cannot = fingerprint = ()

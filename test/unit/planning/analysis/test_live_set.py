@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS
 from granite4_neuron.devices.neuron.sdk import TRAINIUM2
 from granite4_neuron.planning import latency
@@ -12,7 +12,7 @@ from granite4_neuron.planning.analysis.live_set import live_set, products, sbuf_
 from granite4_neuron.planning.analysis.roofline import minimum
 from test.support.checkpoints import nemotron_config
 
-CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+CONFIG = published_config("h-small")
 
 
 @pytest.mark.parametrize("spill", published.SPILLS, ids=lambda spill: f"{spill.name}, {spill.tokens}")
@@ -75,7 +75,7 @@ def test_layers_of_one_part_by_hand():
 @pytest.mark.parametrize("name", ["h-small", "h-tiny", "h-micro", "micro"])
 @pytest.mark.parametrize("tp_degree", [1, 4])
 def test_the_default_graphs_of_prompts_fit(name, tp_degree):
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     assert live_set(config, tp_degree, torch.bfloat16, PREFILL_BUCKETS[-1]).fits
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig, published_config
+from granite4_neuron.config import published_config
 from granite4_neuron.planning.analysis.roofline import minimum, minimum_of_commit, minimum_of_copy
 from test.support.checkpoints import DENSE, small_config
 
-CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+CONFIG = published_config("h-small")
 MAMBA = 4096 * (2 * 2048 + 256 + 32) + 2048 * 4096
 ATTENTION = 4096 * (1024 + 512) + 1024 * 4096
 EXPERT, ROUTER, SHARED = 3 * 4096 * 192, 72 * 4096, 3 * 4096 * 384

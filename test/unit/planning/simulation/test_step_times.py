@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from granite4_neuron.commands import cli
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError
@@ -27,7 +27,7 @@ MEASURED = Measured(
     backend="cpu",
     machine="here",
     sampling=dict(temperature=0.7, top_p=0.95),
-    config=GraniteMoeHybridConfig.from_family("h-350m").to_dict(),
+    config=published_config("h-350m").to_dict(),
     tokens_per_step=512,
     rows_per_step=8,
     prompt_cuts=["anywhere", True],
@@ -71,7 +71,7 @@ def test_several_decode_steps_at_once_equal_single_ones():
 
 
 def test_predicted_steps():
-    config, dtype = GraniteMoeHybridConfig.from_family("h-350m"), torch.bfloat16
+    config, dtype = published_config("h-350m"), torch.bfloat16
     prompt_pieces = partial(DeviceGraphOptions((128, 512)).prompt_pieces, seq_len=2048)
     steps = PredictedSteps(config, 1, dtype, slots=4, prompt_pieces=prompt_pieces, cache_buckets=[256, 2048])
 
@@ -102,7 +102,7 @@ def test_predicted_pieces_of_nxd_inference(start, stop, seq_len, pieces):
     """A prompt goes on in graphs of 512 tokens, whatever context graphs there are."""
     prompt_pieces = partial(GraphOptions(context_buckets=(128, 512, 1024)).prompt_pieces, seq_len=seq_len)
     assert prompt_pieces(start, stop) == pieces
-    model = GraniteMoeHybridConfig.from_family("h-350m"), 1, torch.bfloat16
+    model = published_config("h-350m"), 1, torch.bfloat16
     caches = [256, 512, 4096]
     steps = PredictedSteps(*model, slots=4, prompt_pieces=prompt_pieces, cache_buckets=caches)
     seconds, at = 0.0, start

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.kernels.command import experts_hbm_bytes
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.expert_slots import expert_slots, num_slots
 from granite4_neuron.devices.neuron.nki.experts_decode import check_experts_decode, experts_decode, experts_decode_torch
 from granite4_neuron.devices.neuron.nki.launch import launch
@@ -17,7 +17,7 @@ from test.support.nki_cases import error, experts_arguments, experts_inputs, exp
 from test.support.nki_checks import last_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-MOES = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
+MOES = [name for name in granite_names() if published_config(name).num_local_experts]
 H_SMALL = dict(hidden=4096, width=192, top_k=10)  # a rank of four
 
 
@@ -118,7 +118,7 @@ class TestExperts:
     @pytest.mark.parametrize("name", MOES)
     def test_family(self, name, tp_degree):
         """One rank and its two cores are tested for every published model with experts, with a dozen of the experts."""
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         width = config.rank_dimensions(tp_degree).intermediate_size
         check_experts_decode(16, config.num_local_experts, config.hidden_size, width, itemsize=2)
         inputs = experts_inputs(2, 12, config.hidden_size, width, config.num_experts_per_tok, torch.bfloat16)

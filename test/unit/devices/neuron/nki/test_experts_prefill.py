@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.expert_blocks import BLOCK_ROWS, combine_choices, expert_blocks, num_blocks
 from granite4_neuron.devices.neuron.nki.experts_prefill import (
     check_experts_prefill,
@@ -20,7 +20,7 @@ from test.support.nki_cases import error, experts_inputs, experts_oracle, nbytes
 from test.support.nki_checks import last_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-MOES = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
+MOES = [name for name in granite_names() if published_config(name).num_local_experts]
 
 
 def run(inputs, programs=1):
@@ -144,7 +144,7 @@ class TestExperts:
     @pytest.mark.parametrize("name", MOES)
     def test_family(self, name, tp_degree):
         """One rank and its two cores are tested for every published model with experts, with four of the experts."""
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         width = config.rank_dimensions(tp_degree).intermediate_size
         check_experts_prefill(config.hidden_size, width, itemsize=2)
         check(experts_inputs(140, 4, config.hidden_size, width, 2, torch.bfloat16), 2)

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.nki.limits import check_convolution, check_mamba_decode, check_scan
 from test.support.checkpoints import granite_names
 
-HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if published_config(name).layer_types.count("mamba")]
 SCAN = dict(num_heads=8, head_dim=64, n_groups=2, d_state=128, programs=2)
 
 
@@ -22,7 +22,7 @@ def ranks(config):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_family_is_taken_at_every_degree(name):
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     for rank in ranks(config):
         heads = (rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state, 2)
         check_scan(*heads)

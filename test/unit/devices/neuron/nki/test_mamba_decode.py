@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.nki.launch import launch
 from granite4_neuron.devices.neuron.nki.limits import check_mamba_decode
 from granite4_neuron.devices.neuron.nki.mamba_decode import mamba_decode, mamba_decode_torch
@@ -16,7 +16,7 @@ from test.support.checkpoints import granite_names
 from test.support.nki_cases import error, mamba_decode_inputs, mamba_decode_oracle, nbytes
 from test.support.nki_checks import check, last_launch
 
-HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if published_config(name).layer_types.count("mamba")]
 H_SMALL = dict(heads=32, head_dim=64, d_state=128)
 
 
@@ -157,7 +157,7 @@ def test_in_place(programs, monkeypatch):
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_family(name):
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     for tp_degree, batch, tokens in ((4, 2, 4), (1, 1, 1)):
         rank = config.rank_dimensions(tp_degree)
         shape = rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
@@ -211,7 +211,7 @@ class TestBudgets:
     @pytest.mark.parametrize("name", HYBRIDS)
     def test_dma_elements(self, name):
         """DMA moves lanes of x, z, outputs and windows, and long rows of states. Nothing goes to HBM and back."""
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         for tp_degree, batch, tokens in ((4, 1, 1), (4, 8, 1), (4, 4, 4), (1, 3, 1)):
             rank = config.rank_dimensions(tp_degree)
             shape = rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state

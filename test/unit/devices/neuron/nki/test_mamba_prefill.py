@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.nki.launch import launch
 from granite4_neuron.devices.neuron.nki.mamba_prefill import mamba_prefill, mamba_prefill_torch
 from test.support.checkpoints import granite_names
 from test.support.nki_cases import error, mamba_decode_oracle, mamba_prefill_inputs, nbytes
 from test.support.nki_checks import check, last_launch
 
-HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if published_config(name).layer_types.count("mamba")]
 
 
 def run(case, programs=1):
@@ -90,7 +90,7 @@ def test_nan_stays_in_its_sequence(name):
 @pytest.mark.parametrize("tp_degree", [1, 4])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_family(name, tp_degree):
-    config = GraniteMoeHybridConfig.from_family(name)
+    config = published_config(name)
     rank = config.rank_dimensions(tp_degree)
     shape = rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
     case = mamba_prefill_inputs(1, 131, *shape)

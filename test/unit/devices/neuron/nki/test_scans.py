@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import published_config
 from granite4_neuron.devices.neuron.nki.conv1d_prefill import conv1d_prefill, conv1d_prefill_torch
 from granite4_neuron.devices.neuron.nki.launch import launch
 from granite4_neuron.devices.neuron.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
@@ -21,7 +21,7 @@ from test.support.nki_checks import check, last_launch
 
 SCANS = {"ssd": ssd_chunk_scan, "scan": tensor_tensor_scan}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-HYBRIDS = [name for name in granite_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+HYBRIDS = [name for name in granite_names() if published_config(name).layer_types.count("mamba")]
 
 scans = pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS.keys())
 
@@ -137,7 +137,7 @@ class TestScans:
     @pytest.mark.parametrize("name", HYBRIDS)
     def test_family(self, name, tp_degree):
         """One rank and its two cores are tested for every published model with Mamba layers."""
-        config = GraniteMoeHybridConfig.from_family(name)
+        config = published_config(name)
         heads = config.rank_dimensions(tp_degree).mamba_heads
         dimensions = dict(heads=heads, head_dim=config.mamba_d_head, d_state=config.mamba_d_state)
         inputs = scan_inputs(1, 131, **dimensions)
