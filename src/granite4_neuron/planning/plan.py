@@ -74,19 +74,27 @@ class Plan:
     @property
     def tensors(self) -> int:
         """Bytes of weights and sequences, including the draft model's. They are exact."""
-        return self._tensors(self.batch_size, self.context)
+        own = self.weights + self.batch_size * self._sequence_bytes
+        return own if self.draft is None else own + self.draft.tensors
 
     @property
     def temporaries(self) -> int:
-        return self._temporaries(self.batch_size, self.context)
+        """An estimate of the largest temporaries of a step, of a prompt or of decode."""
+        prompts = [
+            temporaries.of_prompt(self.config, self.tp_degree, min(tokens, self.context), self.context)
+            for tokens in self.prompt_lengths
+        ]
+        own = max(*prompts, temporaries.of_decode(self.config, self.tp_degree, self.batch_size, self.context))
+        return own if self.draft is None else max(own, self.draft.temporaries)
 
     @property
     def total(self) -> int:
-        return self._total(self.batch_size, self.context)
+        return self.tensors + MICROCODE_BYTES + self._graph_bytes + self.temporaries
 
     @property
     def at_most(self) -> int:
-        return self._at_most(self.batch_size, self.context)
+        estimated = GRAPHS_AT_MOST * self._graph_bytes + round(TEMPORARIES_AT_MOST * self.temporaries)
+        return self.tensors + MICROCODE_BYTES + estimated
 
     @property
     def outcome(self) -> str:
@@ -103,7 +111,8 @@ class Plan:
     @property
     def graphs(self) -> list[GraphMemory]:
         """The memory of each of this model's graphs, without those of the draft model."""
-        return self._graphs(self.batch_size, self.context)
+        made = self.options.graphs(self.config, self.batch_size, self.context)
+        return [graph_memory(graph, self.config, self.weights, self.tp_degree) for graph in made]
 
     @property
     def prompt_lengths(self) -> list[int]:
@@ -145,13 +154,13 @@ class Plan:
     @property
     def longest_context(self) -> int:
         """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
-        return _largest(self.max_context, lambda context: self._at_most(self.batch_size, context) <= self.core_bytes)
+        return _largest(self.max_context, lambda context: self._at(self.batch_size, context).at_most <= self.core_bytes)
 
     @property
     def largest_batch(self) -> int:
         """The most sequences of this context that fit; 0 for none."""
-        enough = self.core_bytes // self._sequence(self.context)
-        return _largest(enough, lambda batch_size: self._at_most(batch_size, self.context) <= self.core_bytes)
+        enough = self.core_bytes // self._sequence_bytes
+        return _largest(enough, lambda batch_size: self._at(batch_size, self.context).at_most <= self.core_bytes)
 
     def where_it_fits(self) -> str:
         """Return a clause on `fewest_ranks`, to follow "over more ranks"."""
@@ -182,7 +191,7 @@ class Plan:
                 f" With fewer graphs it does, at most {_shown(fewest.at_most)} GiB with "
                 f"{self.options.fewest(self.context)[1]}."
             )
-        if fewest._at_most(1, 1) > self.core_bytes:
+        if fewest._at(1, 1).at_most > self.core_bytes:
             return f" Split it over more ranks: {self.where_it_fits()}."
         longest, largest = self.longest_context, self.largest_batch
         if not longest and not largest:
@@ -194,38 +203,18 @@ class Plan:
         weights, state, token = _tensor_bytes(self.config, self.dtype, tp_degree, self.quantize)
         return replace(self, tp_degree=tp_degree, draft=draft, weights=weights, state=state, token=token)
 
-    def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
-        made = self.options.graphs(self.config, batch_size, context)
-        return [graph_memory(graph, self.config, self.weights, self.tp_degree) for graph in made]
+    def _at(self, batch_size: int, context: int) -> Plan:
+        draft = None if self.draft is None else self.draft._at(batch_size, context)
+        return replace(self, batch_size=batch_size, context=context, draft=draft)
 
-    def _graph_bytes(self, batch_size: int, context: int) -> int:
-        own = sum(graph.total for graph in self._graphs(batch_size, context))
-        return own if self.draft is None else own + self.draft._graph_bytes(batch_size, context)
+    @property
+    def _graph_bytes(self) -> int:
+        own = sum(graph.total for graph in self.graphs)
+        return own if self.draft is None else own + self.draft._graph_bytes
 
-    def _sequence(self, context: int) -> int:
-        return self.state + self.options.cache_length(self.config, context) * self.token + self.logits
-
-    def _tensors(self, batch_size: int, context: int) -> int:
-        own = self.weights + batch_size * self._sequence(context)
-        return own if self.draft is None else own + self.draft._tensors(batch_size, context)
-
-    def _temporaries(self, batch_size: int, context: int) -> int:
-        """Estimate the largest temporaries of a step, of a prompt or of decode."""
-        prompts = [
-            temporaries.of_prompt(self.config, self.tp_degree, min(tokens, context), context)
-            for tokens in self.options.prompt_lengths(context)
-        ]
-        own = max(*prompts, temporaries.of_decode(self.config, self.tp_degree, batch_size, context))
-        return own if self.draft is None else max(own, self.draft._temporaries(batch_size, context))
-
-    def _total(self, batch_size: int, context: int) -> int:
-        estimated = self._graph_bytes(batch_size, context) + self._temporaries(batch_size, context)
-        return self._tensors(batch_size, context) + MICROCODE_BYTES + estimated
-
-    def _at_most(self, batch_size: int, context: int) -> int:
-        graphs, temporaries = self._graph_bytes(batch_size, context), self._temporaries(batch_size, context)
-        estimated = GRAPHS_AT_MOST * graphs + round(TEMPORARIES_AT_MOST * temporaries)
-        return self._tensors(batch_size, context) + MICROCODE_BYTES + estimated
+    @property
+    def _sequence_bytes(self) -> int:
+        return self.state + self.options.cache_length(self.config, self.context) * self.token + self.logits
 
 
 def _shown(count: int) -> str:
