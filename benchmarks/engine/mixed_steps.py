@@ -21,11 +21,11 @@ import torch
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
+from benchmarks.latency.profiles import take_profile
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import published_config
-from granite4_neuron.devices.cpu.profile import take_profile
 from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.runtime.interface import Row
 

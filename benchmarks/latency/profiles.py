@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -13,11 +14,27 @@ from rich.table import Table
 from benchmarks.latency.implementations import Point, cpu_runtime, random_prompts
 from granite4_neuron import stream_generate
 from granite4_neuron.commands.output import print_table
-from granite4_neuron.devices.cpu.profile import PartTimes, take_profile
 from granite4_neuron.devices.cpu.runtime import CPURuntime
+
+
+class PartTimes(NamedTuple):
+    """A part's time in seconds: wall time, and busy time summed over all threads."""
+
+    seconds: float
+    busy_seconds: float
+
 
 Phase = dict[str, PartTimes]
 REST, ALL = "Python, embedding, sampling", "all"
+
+
+def take_profile(on: bool) -> Phase:
+    """Turn profiling of the fused kernels on or off; return the times since the last call, by part.
+
+    There is one profile for all threads; it is meant for a program that calls kernels from one thread.
+    """
+    parts, *times = torch.ops.granite4_neuron.profile(on)
+    return dict(zip(parts, map(PartTimes, *times), strict=True))
 
 
 def print_profiles(folder: Path, options: argparse.Namespace) -> None:

@@ -15,7 +15,11 @@ from rich.table import Table
 
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.planning.latency import LAUNCH_SECONDS
-from granite4_neuron.planning.published_latency import FIGURES, FITTED
+from granite4_neuron.planning.published_latency import FIGURES
+
+# `LAUNCH_SECONDS` is fitted to these. The time per token of the other port of h-small is not among them, because the
+# prediction is compared with it.
+FITTED = FIGURES[:8]
 
 
 def fit() -> tuple[float, float]:

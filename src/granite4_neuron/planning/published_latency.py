@@ -161,18 +161,6 @@ class Source:
 
 
 @dataclass(frozen=True)
-class PublishedSpill:
-    """The bytes that a rank's graph for a prompt of `tokens` tokens reads again from HBM; 0 if they are negligible."""
-
-    name: str
-    model: Model
-    tp_degree: int
-    tokens: int
-    read_again: float
-    source: Source
-
-
-@dataclass(frozen=True)
 class Published:
     """A figure in milliseconds.
 
@@ -291,19 +279,8 @@ FIGURES = (
     Published("Llama-3.1-405B", LLAMA_405B, 64, 10_240, 2442.0, _tutorial("trn2-llama3.1-405b-speculative")),
     Published("Qwen3-32B", QWEN3_32B, 64, 128, 48.3, _tutorial("sd-inference")),
 )
-# A profile shows the bytes that the first graph reads again. The next two follow from their times, which are in
-# proportion to their tokens. The source says that spilled tiles do not limit the last one.
-SPILLS = (
-    PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 2048, 108.7e9, PLUGIN),
-    PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 1024, 0, PLUGIN),
-    PublishedSpill("Qwen3.5-27B", QWEN35_27B, 4, 512, 0, PLUGIN),
-    PublishedSpill("Qwen3.5-35B-A3B", QWEN35_35B, 4, 2048, 0, PLUGIN),
-)
 TOKENS = tuple(figure for figure in FIGURES if figure.tokens == 1)
 FIRST_TOKENS = tuple(figure for figure in FIGURES if figure.tokens > 1)
-# `latency.LAUNCH_SECONDS` is fitted to these. The time per token of the other port of h-small is not among them,
-# because the prediction is compared with it.
-FITTED = FIGURES[:8]
 
 
 def of_model(config: ModelConfig) -> tuple[Published, ...]:

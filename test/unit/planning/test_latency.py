@@ -169,7 +169,7 @@ def test_no_published_figure_is_below_the_bound(figure):
     assert figure.step().bound * 1000 < figure.milliseconds
 
 
-DECODE = [*published.FITTED, *(figure for figure in published.TOKENS if figure.tp_degree == 64)]
+DECODE = [*predicted_latency.FITTED, *(figure for figure in published.TOKENS if figure.tp_degree == 64)]
 
 
 @pytest.mark.parametrize("figure", DECODE, ids=lambda f: f.name)

@@ -75,7 +75,7 @@ TRAINIUM2 = Chip(
     tensor_flops=667e12,
     link_bytes_per_second=1.28e12,
     vector_elements_per_second=2 * 256 * 0.96e9,
-    # "the tiles stop fitting the 24 MB SBUF": the source of `published_latency.SPILLS`. The documentation says 28 MiB.
+    # "the tiles stop fitting the 24 MB SBUF": `published_latency.PLUGIN`. The documentation says 28 MiB.
     sbuf_bytes=24 * _MEBIBYTE,
 )
 TRAINIUM3 = Chip(

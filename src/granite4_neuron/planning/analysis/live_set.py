@@ -10,7 +10,7 @@ computed one after another, beside the sum over them. Each physical core of a lo
 A product whose live set does not fit has its operand in HBM. The operand is written once, and read again for each block
 of columns whose sums PSUM holds.
 
-The graphs of one model were published (`published_latency.SPILLS`): Qwen3.5-27B on four ranks spills with 2,048 tokens,
+The graphs of one model were published (`published_latency.PLUGIN`): Qwen3.5-27B on four ranks spills with 2,048 tokens,
 but not with 1,024 and 512. The estimate agrees: 74, 37 and 18.5 MiB, of 48. It would not if each physical core held the
 whole residual stream. The estimated bytes read again with 2,048 tokens are 0.82 of the 108.7 GB in a profile. A live
 set near the capacity may fit or not.
