@@ -12,11 +12,10 @@ import torch
 
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import NO_ADAPTERS, NO_HIDDEN_STATES
-from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.parameters import weight_bytes
-from granite4_neuron.runtime.interface import Ability, Decoded, Row
+from granite4_neuron.runtime.interface import Ability, Refusals
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
 
-class BoundModel:
+class BoundModel(Refusals):
     """The part of `Runtime` that follows from a model bound to its operators.
 
     weights_digest: returns `digest_of_weights` of all weights that it computes with.
@@ -112,24 +111,6 @@ class BoundModel:
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """There is nothing to compile in advance."""
-
-    def step_with_hidden_states(
-        self, state: HybridState, rows: Sequence[Row], all_logits: bool = False
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Raise UserError: this runtime cannot."""
-        raise UserError(self.cannot["hidden_states"])
-
-    def decode(self, state: HybridState, rows: Sequence[Row]) -> Decoded:
-        """Raise UserError: this runtime cannot."""
-        raise UserError(self.cannot["decode"])
-
-    def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Raise UserError: this runtime cannot."""
-        raise UserError(self.cannot["adapters"])
-
-    def unload_adapter(self, name: str) -> None:
-        """Raise UserError: this runtime cannot."""
-        raise UserError(self.cannot["adapters"])
 
     def prepare_snapshot(self, is_wanted: bool) -> None:
         """Each snapshot allocates its own memory."""

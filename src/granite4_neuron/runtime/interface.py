@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from transformers import GenerationConfig
@@ -308,6 +308,27 @@ class Runtime(Protocol[State]):
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter that no sequence uses."""
+
+
+def _refused(ability: Ability) -> Callable[..., Any]:
+    def refuse(self: Refusals, *arguments: object, **named: object) -> NoReturn:
+        raise UserError(self.cannot[ability])
+
+    return refuse
+
+
+class Refusals:
+    """The methods that need an ability: they raise UserError, and the message says why the runtime lacks it.
+
+    A `Runtime` that is derived from this overrides those that it has.
+    """
+
+    cannot: Mapping[Ability, str]
+    step_with_hidden_states = _refused("hidden_states")
+    decode = _refused("decode")
+    verify = commit = _refused("verify")
+    snapshot = prepare_snapshot = slot_layout = restore = _refused("snapshot")
+    load_adapter = unload_adapter = _refused("adapters")
 
 
 def require(runtime: Runtime, ability: Ability) -> None:

@@ -17,7 +17,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.ops.sampling import Choice, Chosen
 from granite4_neuron.planning.simulation.step_times import StepTimes
-from granite4_neuron.runtime.interface import Ability, Decoded, Row, Verification
+from granite4_neuron.runtime.interface import Ability, Refusals, Row
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
@@ -68,7 +68,7 @@ class _FirstToken:
         return [Chosen(0)] * len(choices)
 
 
-class SimulatedRuntime:
+class SimulatedRuntime(Refusals):
     """A `Runtime` that has only times and sizes, and no long steps.
 
     Attributes:
@@ -156,24 +156,6 @@ class SimulatedRuntime:
             part = math.ceil(min(time_left / last, most - len(ends)))
         return seconds, ends
 
-    def step_with_hidden_states(
-        self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Raise UserError: there is no model."""
-        raise UserError(_WITHOUT_MODEL)
-
-    def decode(self, state: HybridState | None, rows: Sequence[Row]) -> Decoded:
-        """Raise UserError: there is no model."""
-        raise UserError(_WITHOUT_MODEL)
-
-    def verify(self, state: HybridState | None, rows: Sequence[Row]) -> Verification:
-        """Raise UserError: there is no model."""
-        raise UserError(_WITHOUT_MODEL)
-
-    def commit(self, state: HybridState | None, verification: Verification, accepted: Sequence[int]) -> None:
-        """Raise UserError: there is no model."""
-        raise UserError(_WITHOUT_MODEL)
-
     def copy(self, state: HybridState | None, source: int, destination: int, length: int) -> None:
         """Advance the clock by its time."""
         self.clock += self.steps.copy(length)
@@ -195,11 +177,3 @@ class SimulatedRuntime:
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Advance the clock by its time."""
         self.clock += self.steps.restore(snapshots[-1].length)
-
-    def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Raise UserError: there is no model."""
-        raise UserError(_WITHOUT_MODEL)
-
-    def unload_adapter(self, name: str) -> None:
-        """Raise UserError: there is no model."""
-        raise UserError(_WITHOUT_MODEL)

@@ -15,6 +15,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.runtime.interface import (
     Ability,
+    Refusals,
     Row,
     Verification,
     accepted_rows,
@@ -22,10 +23,9 @@ from granite4_neuron.runtime.interface import (
     require,
 )
 from granite4_neuron.runtime.prompt_cuts import Anywhere
-from granite4_neuron.state.snapshot import Snapshot
 
 
-class NeuronRuntime:
+class NeuronRuntime(Refusals):
     """A loaded model of NxD Inference. The model keeps its own state: slot s is its sequence s - 1.
 
     Args:
@@ -94,7 +94,7 @@ class NeuronRuntime:
     @property
     def fingerprint(self) -> NoReturn:
         """Refused: only snapshots need a fingerprint."""
-        self._refuse("snapshot")
+        raise UserError(self.cannot["snapshot"])
 
     @property
     def tokens_per_step(self) -> int:
@@ -137,9 +137,6 @@ class NeuronRuntime:
         decoded = dict(zip((row.slot for row in single), self._logits(single), strict=True)) if single else {}
         return torch.stack([decoded[row.slot] if row.slot in decoded else self._prompt(row) for row in rows])
 
-    def step_with_hidden_states(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> NoReturn:
-        self._refuse("hidden_states")
-
     @torch.inference_mode()
     def verify(self, state: None, rows: Sequence[Row]) -> Verification:
         """One graph is for all slots; its kept inputs stay on the device.
@@ -176,30 +173,6 @@ class NeuronRuntime:
         """Copy the whole slot, on the device."""
         require(self, "copy")
         self.model.copy(source - 1, destination - 1)
-
-    def snapshot(self, state: None, slot: int, length: int, start: int = 0) -> NoReturn:
-        self._refuse("snapshot")
-
-    def decode(self, state: None, rows: Sequence[Row]) -> NoReturn:
-        self._refuse("decode")
-
-    def prepare_snapshot(self, is_wanted: bool) -> NoReturn:
-        self._refuse("snapshot")
-
-    def slot_layout(self, start: int, length: int) -> NoReturn:
-        self._refuse("snapshot")
-
-    def restore(self, state: None, snapshots: Sequence[Snapshot], slot: int) -> NoReturn:
-        self._refuse("snapshot")
-
-    def load_adapter(self, name: str, adapter: Adapter) -> NoReturn:
-        self._refuse("adapters")
-
-    def unload_adapter(self, name: str) -> NoReturn:
-        self._refuse("adapters")
-
-    def _refuse(self, ability: Ability) -> NoReturn:
-        raise UserError(self.cannot[ability])
 
     def _starts(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return [slots], the position where each row's verification starts; 0 for other slots."""
