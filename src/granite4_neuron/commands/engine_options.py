@@ -101,6 +101,7 @@ def prefix_cache(
         return None
     # Not at the top: --help does not need torch.
     from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.engine.prefix.slot_cache import prefix_cache_of
     from granite4_neuron.runtime.interface import require
     from granite4_neuron.state.snapshot import Snapshot
 
@@ -115,25 +116,6 @@ def prefix_cache(
         assert isinstance(cache, PrefixCache)  # a runtime that makes snapshots keeps no slots itself
         cache.load(Snapshot.load(options.prompt_cache, runtime))
     return cache
-
-
-def prefix_cache_of(
-    runtime: Runtime,
-    max_bytes: int,
-    num_sequences: int,
-    at_branches: bool = False,
-    folder: PrefixFolder | None = None,
-) -> PrefixCache | SlotPrefixCache:
-    """Return a `PrefixCache`, or a `SlotPrefixCache` for a runtime that keeps its state itself.
-
-    Raises:
-        UserError: there is no such slot, or none that fits.
-    """
-    from granite4_neuron.engine import PrefixCache, SlotPrefixCache, spare_slots
-
-    if runtime.own_slots:
-        return SlotPrefixCache(runtime, spare_slots(runtime, num_sequences, max_bytes))
-    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=at_branches, folder=folder)
 
 
 def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder | None:

@@ -20,7 +20,6 @@ from granite4_neuron.commands.engine_options import (
     drafts_with_mtp,
     new_engine,
     num_bytes,
-    prefix_cache_of,
     prefix_folder,
 )
 from granite4_neuron.commands.help_format import HelpFormatter
@@ -309,6 +308,8 @@ def served_prefix_cache(
         if folder is not None:
             raise UserError("--prefix-cache-dir needs a prefix cache in memory, and --prefix-cache is 0.")
         return None
+    from granite4_neuron.engine.prefix.slot_cache import prefix_cache_of
+
     try:
         return prefix_cache_of(runtime, max_bytes, options.max_num_seqs, at_branches=True, folder=folder)
     except UserError as reason:

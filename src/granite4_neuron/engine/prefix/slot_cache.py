@@ -9,8 +9,9 @@ from weakref import WeakSet
 
 import torch
 
-from granite4_neuron.engine.prefix.cache import SHORTEST_SHARED, PrefixCacheStats, common_length
+from granite4_neuron.engine.prefix.cache import SHORTEST_SHARED, PrefixCache, PrefixCacheStats, common_length
 from granite4_neuron.engine.prefix.end_cuts import EndCuts
+from granite4_neuron.engine.prefix.folder import PrefixFolder
 from granite4_neuron.engine.prefix.interface import any_length
 from granite4_neuron.engine.slots import sizes_of
 from granite4_neuron.errors import UserError
@@ -185,6 +186,23 @@ def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
         raise UserError(f"a slot of the compiled model takes {slot_bytes:,} bytes; the prefix cache has {max_bytes:,}.")
     last = min(runtime.own_slots, num_sequences + max_bytes // slot_bytes)
     return range(num_sequences + 1, last + 1)
+
+
+def prefix_cache_of(
+    runtime: Runtime,
+    max_bytes: int,
+    num_sequences: int,
+    at_branches: bool = False,
+    folder: PrefixFolder | None = None,
+) -> PrefixCache | SlotPrefixCache:
+    """Return a `PrefixCache`, or a `SlotPrefixCache` for a runtime that keeps its state itself.
+
+    Raises:
+        UserError: there is no such slot, or none that fits.
+    """
+    if runtime.own_slots:
+        return SlotPrefixCache(runtime, spare_slots(runtime, num_sequences, max_bytes))
+    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=at_branches, folder=folder)
 
 
 def _begins_with(tokens: Sequence[int], prefix: Sequence[int]) -> bool:

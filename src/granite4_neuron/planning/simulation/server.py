@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from granite4_neuron.engine import PrefixCache, SlotPrefixCache, spare_slots
+from granite4_neuron.engine.prefix.slot_cache import prefix_cache_of
 from granite4_neuron.planning.simulation.engine import SimulatedEngine
 from granite4_neuron.planning.simulation.runtime import SimulatedRuntime
 
@@ -30,14 +30,9 @@ class Server:
     def __call__(self) -> SimulatedEngine:
         """Return a new engine."""
         runtime = SimulatedRuntime(**self.runtime)
-        cache = self._cache(runtime)
+        cache = None
+        if self.cache_bytes and not 0 < runtime.own_slots <= self.num_sequences:
+            cache = prefix_cache_of(runtime, self.cache_bytes, self.num_sequences, at_branches=True)
         return SimulatedEngine(
             runtime, self.num_sequences, max_length=self.max_length, prefix_cache=cache, max_gap=self.max_gap
         )
-
-    def _cache(self, runtime: SimulatedRuntime) -> PrefixCache | SlotPrefixCache | None:
-        if not self.cache_bytes or 0 < runtime.own_slots <= self.num_sequences:
-            return None
-        if runtime.own_slots:
-            return SlotPrefixCache(runtime, spare_slots(runtime, self.num_sequences, self.cache_bytes))
-        return PrefixCache(runtime, self.cache_bytes, runtime.tokens_per_step, at_branches=True)
