@@ -27,8 +27,8 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar, write
 from granite4_neuron.commands.serve import (
-    MODEL_LEN,
     PREFIX_CACHE,
+    add_max_model_len,
     check_extra,
     max_model_len,
     served_names,
@@ -97,12 +97,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="texts at a time (default: as many as half of the memory has room for, 64 at most)",
     )
-    limits.add_argument(
-        "--max-model-len",
-        type=at_least(2),
-        metavar="N",
-        help=f"most tokens of a text, prompt and new ones (default: {MODEL_LEN}, or the model's longest if less)",
-    )
+    add_max_model_len(limits)
     limits.add_argument(
         "--prefix-cache", metavar="SIZE", help=f"memory of the prefix cache, 0 for none (default: {PREFIX_CACHE})"
     )

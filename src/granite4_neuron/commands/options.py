@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _SHOWN_DIGITS = 40
 _MOST_CHARACTERS = 2**28  # of a text: a device may have no end
 _LARGEST = 2**31 - 1  # above any count, and within the integers of every library
-MOST_THREADS = 1024
+_MOST_THREADS = 1024
 
 
 def at_least(least: int, most: int = _LARGEST) -> Callable[[str], int]:
@@ -126,9 +126,13 @@ def add_backend(parser: argparse._ActionsContainer, backends: Iterable[str] = BA
     parser.add_argument("--backend", choices=list(backends), default="cpu", help="where to run (default: %(default)s)")
     declared = {option.name: option for name in backends for option in BACKENDS[name].options}
     add_declared(parser, (option for option in declared.values() if option not in ARITHMETIC))
+    add_threads(parser)
+
+
+def add_threads(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--threads",
-        type=at_least(1, MOST_THREADS),
+        type=at_least(1, _MOST_THREADS),
         metavar="N",
         help="threads to compute with (default: one per processor core)",
     )

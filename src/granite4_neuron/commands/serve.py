@@ -94,12 +94,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="texts at a time (default: %(default)s)",
     )
-    serve.add_argument(
-        "--max-model-len",
-        type=at_least(2),
-        metavar="N",
-        help=f"most tokens of a text, prompt and new ones (default: {MODEL_LEN}, or the model's longest if less)",
-    )
+    add_max_model_len(serve)
     model = serve.add_argument_group("model")
     model.add_argument(
         "--served-model-name",
@@ -279,6 +274,15 @@ def served_names(options: argparse.Namespace, checkpoint: Checkpoint, adapters: 
         if name in adapters:
             raise UserError(f"the model and an adapter are both named {name}; --served-model-name names the model.")
     return names
+
+
+def add_max_model_len(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--max-model-len",
+        type=at_least(2),
+        metavar="N",
+        help=f"most tokens of a text, prompt and new ones (default: {MODEL_LEN}, or the model's longest if less)",
+    )
 
 
 def max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:

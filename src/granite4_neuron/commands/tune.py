@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
-    MOST_THREADS,
     add_model,
-    at_least,
+    add_threads,
     check_folder_of,
     config_and_dtype,
     dtype_of,
@@ -34,12 +33,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "into a folder for --tuned-configs. It reads no weights and changes no results.",
     )
     add_model(tune, family=True)
-    tune.add_argument(
-        "--threads",
-        type=at_least(1, MOST_THREADS),
-        metavar="N",
-        help="threads to compute with (default: one per processor core)",
-    )
+    add_threads(tune)
     tune.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder to write to; its files for other sizes stay"
     )
