@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from granite4_neuron.commands.options import add_model, model_or_bundled, stored_model
+from granite4_neuron.commands.options import (
+    add_model,
+    checkpoint_unless_published,
+    config_and_dtype_in,
+    model_or_bundled,
+)
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
@@ -21,13 +26,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
-    config, dtype, stored_in = stored_model(name, options.revision)
+    checkpoint = checkpoint_unless_published(name, options.revision)
+    config, dtype = config_and_dtype_in(checkpoint, name)
     # Not at the top: --help prints no table.
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("", escape(name), title=config.architecture, show_header=True)
-    rows = _info_rows(config, dtype, stored_in)
+    rows = _info_rows(config, dtype, [] if checkpoint is None else checkpoint.stored_in)
     for row in rows:
         table.add_row(*row)
     of = dict(rows)

@@ -338,17 +338,15 @@ def model_checkpoint(options: argparse.Namespace) -> Checkpoint:
     return open_checkpoint(model_or_bundled(options), options.revision, check)
 
 
-def stored_model(name: str, revision: str | None = None) -> tuple[ModelConfig, str, list[str]]:
-    """Return config, dtype and `Checkpoint.stored_in` of a checkpoint, or of a family member if no folder has that
-    name; the dtype is one of DTYPES. It is the config's where there are no weights.
+def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfig, str]:
+    """Return config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
+    DTYPES. It is the config's where there are no weights.
     """
-    checkpoint = checkpoint_unless_published(name, revision)
-    config, dtype = config_and_dtype_in(checkpoint, name)
-    return config, dtype, [] if checkpoint is None else checkpoint.stored_in
+    return config_and_dtype_in(checkpoint_unless_published(name, revision), name)
 
 
 def config_and_dtype_in(checkpoint: Checkpoint | None, name: str) -> tuple[ModelConfig, str]:
-    """Return config and dtype as `stored_model`, of what `checkpoint_unless_published` returns for the name."""
+    """Return config and dtype as `config_and_dtype`, of what `checkpoint_unless_published` returns for the name."""
     if checkpoint is None:
         config = published_config(name)
         return config, config.torch_dtype
@@ -359,12 +357,6 @@ def checkpoint_unless_published(name: str, revision: str | None = None) -> Check
     """Open a checkpoint; None for a family member if no folder has that name."""
     is_published = not os.path.isdir(name) and published_name(name) is not None
     return None if is_published else open_checkpoint(name, revision)
-
-
-def config_and_dtype(name: str, revision: str | None = None) -> tuple[ModelConfig, str]:
-    """Return config and dtype as `stored_model`."""
-    config, dtype, _ = stored_model(name, revision)
-    return config, dtype
 
 
 def dtype_of(name: str) -> torch.dtype:
