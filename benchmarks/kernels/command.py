@@ -30,9 +30,10 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from granite4_neuron import UserError
-from granite4_neuron.commands.options import check_folder_of, write_json
+from granite4_neuron.commands.options import check_folder_of
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import GraniteMoeHybridConfig, ModelConfig
+from granite4_neuron.config.json_files import write_json
 from granite4_neuron.config.published import published_values
 from granite4_neuron.devices.neuron.expert_blocks import expert_blocks
 from granite4_neuron.devices.neuron.expert_slots import expert_slots

@@ -19,9 +19,10 @@ from rich.table import Table
 
 from benchmarks.latency.measurement import Result
 from benchmarks.latency.states import compare_in_states
-from granite4_neuron.commands.options import drawing_options, sampling_in_words, write_json
+from granite4_neuron.commands.options import drawing_options, sampling_in_words
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.commands.plot import save_plot
+from granite4_neuron.config.json_files import write_json
 from granite4_neuron.ops.launch_parameters import processor_name
 
 

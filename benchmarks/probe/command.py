@@ -24,10 +24,11 @@ from rich.table import Table
 from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
 from benchmarks.probe.remedies import advice
-from granite4_neuron.commands.options import add_declared, at_least, check_folder_of, command_line, write_json
+from granite4_neuron.commands.options import add_declared, at_least, check_folder_of, command_line
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import published_config
 from granite4_neuron.config.choices import EXPERTS_DECODE, KV_WRITES, NKI_PREFILL_SCANS
+from granite4_neuron.config.json_files import write_json
 from granite4_neuron.devices.torch import backend as torch_device
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.errors import check_choice

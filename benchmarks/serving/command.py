@@ -35,10 +35,10 @@ from granite4_neuron.commands.options import (
     check_folder_of,
     drawing_options,
     number_in,
-    write_json,
 )
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
+from granite4_neuron.config.json_files import write_json
 from granite4_neuron.errors import UserError
 
 GOODPUT_TIMES = {"first-token": "first_token_ms", "per-token": "per_token_ms", "total": "total_ms"}

@@ -18,13 +18,13 @@ from granite4_neuron.commands.options import (
     load_runtime,
     model_checkpoint,
     read_text,
-    write_json,
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
 from granite4_neuron.commands.plot import add_plot, check_plot, save_plot
 from granite4_neuron.config import MAMBA, ModelConfig
 from granite4_neuron.config.choices import QUANTIZATIONS
 from granite4_neuron.config.dtypes import DTYPES
+from granite4_neuron.config.json_files import write_json
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:

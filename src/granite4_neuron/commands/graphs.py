@@ -25,9 +25,9 @@ from granite4_neuron.commands.options import (
     dtype_of,
     kernels_of,
     model_or_bundled,
-    write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
+from granite4_neuron.config.json_files import write_json
 from granite4_neuron.devices.neuron.sdk import (
     COMPILED_STATE_DTYPES,
     INSTANCES,

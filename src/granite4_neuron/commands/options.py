@@ -394,11 +394,3 @@ def check_folder_of(file: Path | None) -> None:
     """Check, before any work, that the folder of `file` exists; raise UserError if not."""
     if file and not os.path.isdir(file.absolute().parent):
         raise UserError(f"{file} cannot be written: there is no such folder.")
-
-
-def write_json(file: Path, text: str) -> None:
-    """Write the file of --json; raise UserError if it cannot be written."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}).") from None

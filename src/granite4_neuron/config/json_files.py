@@ -60,6 +60,14 @@ class FileFormat:
                 raise UserError(f"{file} is damaged or incomplete ({wrong}); {self.remedy}.")
 
 
+def write_json(file: Path, text: str) -> None:
+    """Write a file of JSON; raise UserError if it cannot be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}).") from None
+
+
 def parse_json(text: str | bytes, name: str) -> Any:
     """Parse JSON.
 

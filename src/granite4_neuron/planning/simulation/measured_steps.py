@@ -11,7 +11,7 @@ from typing import Any
 
 from granite4_neuron.config import config_from_dict
 from granite4_neuron.config.dtypes import DTYPES
-from granite4_neuron.config.json_files import FileFormat, read_object
+from granite4_neuron.config.json_files import FileFormat, read_object, write_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.planning.simulation.step_times import Curve, CurvesByRows
 from granite4_neuron.runtime.interface import Row
@@ -53,11 +53,7 @@ class Measured:
 
     def save(self, file: Path) -> None:
         """Write a file; raise UserError if it cannot be written."""
-        values = FORMAT.header | asdict(self)
-        try:
-            file.write_text(_lines(values), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{file} cannot be written ({error.strerror}).") from None
+        write_json(file, _lines(FORMAT.header | asdict(self)))
 
     @classmethod
     def load(cls, file: Path) -> Measured:
