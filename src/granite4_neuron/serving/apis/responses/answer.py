@@ -36,10 +36,7 @@ class ResponsesAnswer(Answer):
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
         for change in self._blocks.add(outputs):
-            if change.block.is_thought:
-                yield from self._of_thought(change)
-            else:
-                yield from self._of_text(change) if change.block.tool is None else self._of_call(change)
+            yield from self._of_text(change) if change.block.tool is None else self._of_call(change)
 
     def last_events(self) -> Iterator[Event]:
         response = self._ended()
@@ -52,34 +49,22 @@ class ResponsesAnswer(Answer):
         )
 
     def _of_text(self, change: Change) -> Iterator[Event]:
+        """Yield the events of a text or a thought."""
         block = change.block
+        kind = _kind(block)
         place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
         match change:
             case Begin():
                 yield self._item_event("added", block, {**self._item(block), "content": []})
                 yield self._event("response.content_part.added", **place, part=self._part(block))
             case Delta():
-                logprobs = self._logprobs(change.logprobs)
-                yield self._event("response.output_text.delta", **place, delta=change.text, logprobs=logprobs)
+                logprobs = {} if block.is_thought else {"logprobs": self._logprobs(change.logprobs)}
+                yield self._event(f"response.{kind}.delta", **place, delta=change.text, **logprobs)
             case End():
                 part = self._part(block)
-                said = {"text": part["text"], "logprobs": part["logprobs"]}
-                yield self._event("response.output_text.done", **place, **said)
+                said = {name: part[name] for name in ("text", "logprobs") if name in part}
+                yield self._event(f"response.{kind}.done", **place, **said)
                 yield self._event("response.content_part.done", **place, part=part)
-                yield self._item_event("done", block, self._item(block))
-
-    def _of_thought(self, change: Change) -> Iterator[Event]:
-        block = change.block
-        place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
-        match change:
-            case Begin():
-                yield self._item_event("added", block, {**self._item(block), "content": []})
-                yield self._event("response.content_part.added", **place, part=_thought_part(block))
-            case Delta():
-                yield self._event("response.reasoning_text.delta", **place, delta=change.text)
-            case End():
-                yield self._event("response.reasoning_text.done", **place, text=block.text)
-                yield self._event("response.content_part.done", **place, part=_thought_part(block))
                 yield self._item_event("done", block, self._item(block))
 
     def _of_call(self, change: Change) -> Iterator[Event]:
@@ -156,15 +141,15 @@ class ResponsesAnswer(Answer):
         status = "incomplete" if block.is_cut else "completed" if block.has_ended else "in_progress"
         head = {"id": _item_id(block), "status": status}
         if block.is_thought:
-            return {**head, "type": "reasoning", "summary": [], "content": [_thought_part(block)]}
+            return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
         if block.tool is None:
             return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
         call = {"call_id": f"call_{block.id[:24]}", "name": block.tool, "arguments": block.text}
         return {**head, "type": "function_call", **call}
 
     def _part(self, block: Block) -> dict[str, Any]:
-        said = {"text": block.text, "annotations": [], "logprobs": self._logprobs(block.logprobs)}
-        return {"type": "output_text", **said}
+        part = {"type": _kind(block), "text": block.text}
+        return part if block.is_thought else {**part, "annotations": [], "logprobs": self._logprobs(block.logprobs)}
 
     def _logprobs(self, reports: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         return [
@@ -179,8 +164,8 @@ class ResponsesAnswer(Answer):
         return {"token": self._texts.text(token), "bytes": self._texts.bytes(token) or [], "logprob": logprob}
 
 
-def _thought_part(block: Block) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": block.text}
+def _kind(block: Block) -> str:
+    return "reasoning_text" if block.is_thought else "output_text"
 
 
 def _item_id(block: Block) -> str:
