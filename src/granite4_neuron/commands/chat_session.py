@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 from granite4_neuron.commands.options import read_text
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, print_table, size, write
 from granite4_neuron.commands.system_errors import as_user_errors
-from granite4_neuron.commands.terminal_guard import at_ctrl_c, kept_if_it_ends, keys_are_kept, mark_pasted_text
+from granite4_neuron.commands.terminal_guard import kept_if_it_ends, keys_are_kept, mark_pasted_text
 from granite4_neuron.errors import UserError
+from granite4_neuron.system.signals import handling
 
 if TYPE_CHECKING:
     from granite4_neuron.generation import Conversation
@@ -69,7 +71,7 @@ class Session:
                     self._handle(message)
             return 0
         write("/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.")
-        with keys_are_kept(), at_ctrl_c(self._ctrl_c), kept_if_it_ends(self._conversation):
+        with keys_are_kept(), handling([signal.SIGINT], self._ctrl_c), kept_if_it_ends(self._conversation):
             while (message := self._next()) is not None:
                 mark_pasted_text()
                 self._try(message)
@@ -94,7 +96,7 @@ class Session:
         except KeyboardInterrupt:
             _note("stopped.")
 
-    def _ctrl_c(self) -> None:
+    def _ctrl_c(self, *_: object) -> None:
         """End the answer after its current step, or a command at once; between them do nothing."""
         if self._is_answering:
             self._conversation.interrupt()

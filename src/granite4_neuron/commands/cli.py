@@ -34,6 +34,7 @@ from granite4_neuron.commands.help_format import HelpFormatter
 from granite4_neuron.commands.output import OutputError
 from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
+from granite4_neuron.system.signals import handling
 from granite4_neuron.system.terminal import guard_streams
 
 EXIT_BAD_INPUT = 2
@@ -195,11 +196,8 @@ def _interruptible_imports() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, _on_interrupt)
-    try:
+    with handling([signal.SIGINT], _on_interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _on_interrupt(_: int, frame: FrameType | None) -> None:

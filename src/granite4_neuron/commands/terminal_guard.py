@@ -14,12 +14,13 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from granite4_neuron.system.signals import handling
 from granite4_neuron.system.terminal import unguarded
 
 if TYPE_CHECKING:
@@ -73,16 +74,6 @@ def _mark_pasted_text(is_marked: bool) -> None:
 
 
 @contextmanager
-def at_ctrl_c(call: Callable[[], None]) -> Iterator[None]:
-    """Within the block Ctrl-C makes this call."""
-    before = signal.signal(signal.SIGINT, lambda *_: call())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
 def kept_if_it_ends(conversation: Conversation) -> Iterator[None]:
     """Write the conversation's messages into a file, and say into which, if an exception ends the block; SIGTERM and
     SIGHUP raise one.
@@ -90,20 +81,17 @@ def kept_if_it_ends(conversation: Conversation) -> Iterator[None]:
     The file has no state: it is written at once, and an error may have left the state wrong.
     """
     handled = [number for number in _SIGNALS_THAT_END if signal.getsignal(number) != signal.SIG_IGN]  # by nohup
-    before = {number: signal.signal(number, _end) for number in handled}
-    try:
-        yield
-    except BaseException:
-        for number in handled:
-            signal.signal(number, signal.SIG_IGN)
-        if conversation.turns:
-            said = _keep(conversation)
-            with suppress(OSError):  # of a terminal that is gone
-                print(f"granite4-neuron: {said}", file=sys.stderr)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(handled, _end):
+        try:
+            yield
+        except BaseException:
+            for number in handled:
+                signal.signal(number, signal.SIG_IGN)
+            if conversation.turns:
+                said = _keep(conversation)
+                with suppress(OSError):  # of a terminal that is gone
+                    print(f"granite4-neuron: {said}", file=sys.stderr)
+            raise
 
 
 def state_folder() -> Path:

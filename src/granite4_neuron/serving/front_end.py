@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +21,7 @@ from granite4_neuron.serving.engine_loop import EngineLoop, ServedModel
 from granite4_neuron.serving.http.listener import Listener
 from granite4_neuron.serving.http.server import Server
 from granite4_neuron.system.sandbox.limited_process import NoProcess
+from granite4_neuron.system.signals import SIGNALS_TO_END, handling
 from granite4_neuron.system.stack import in_large_stack
 
 
@@ -36,6 +37,7 @@ class FrontEnd:
     def __init__(self, listener: Listener):
         self._channel, theirs = Channel.pair()
         self._signals, their_signals = socket.socketpair()
+        self._received: set[int] = set()  # signals
         gc.freeze()  # a collection in one of the processes would copy what they share; see also `serve`
         start = multiprocessing.get_context("fork").Process
         ours = self._channel, self._signals
@@ -69,11 +71,11 @@ class FrontEnd:
         loop = EngineLoop(engine, cache, matchers, self._channel, on_start)
         # A full collection would delay all requests by a third of a second; objects that exist by now stay.
         gc.freeze()
-        with self._signals_handed_on() as received:
+        with handling(SIGNALS_TO_END, self._hand_on):
             # The stack is for grammars.
             was_closed = in_large_stack(loop.run)
             self._process.join()
-        if signal.SIGINT in received:
+        if signal.SIGINT in self._received:
             raise KeyboardInterrupt
         return was_closed
 
@@ -83,25 +85,11 @@ class FrontEnd:
         self._signals.close()
         self._process.join()
 
-    @contextmanager
-    def _signals_handed_on(self) -> Iterator[set[int]]:
-        """Hand signals to the other process within the block; collect their numbers."""
-        received: set[int] = set()
-
-        def hand_on(number: int, _: object) -> None:
-            received.add(number)
-            with suppress(OSError):  # it has ended
-                self._signals.send(bytes([number]))
-
-        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
-            numbers.remove(signal.SIGHUP)
-        before = {number: signal.signal(number, hand_on) for number in numbers}
-        try:
-            yield received
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _hand_on(self, number: int, _: object) -> None:
+        """Hand a signal to the other process."""
+        self._received.add(number)
+        with suppress(OSError):  # it has ended
+            self._signals.send(bytes([number]))
 
 
 def _serve(listener: Listener, channel: Channel, signals: socket.socket, others: tuple[Channel, socket.socket]) -> None:

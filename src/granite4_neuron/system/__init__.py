@@ -1,1 +1,1 @@
-"""The operating system's memory, files and terminal."""
+"""The operating system's memory, files, signals and terminal."""

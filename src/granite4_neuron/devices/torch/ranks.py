@@ -31,12 +31,12 @@ from granite4_neuron.devices.torch.runtime import TorchRuntime
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.system.signals import SIGNALS_TO_END
 from granite4_neuron.system.terminal import guard_streams
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-_SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _EXIT_WITHOUT_OTHERS = 1
 _EXIT_WITHOUT_GUARD = 3
 _NAME = "rank "  # of processes
@@ -199,7 +199,7 @@ class RankProcesses:
 def _interrupts_for_later() -> Iterator[None]:
     """Delay signals, and block them in the processes that are started: rank 0 ends those processes itself."""
     resource_tracker.ensure_running()  # started here, because starting it later would unblock the signals
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_END)  # new processes inherit it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_TO_END)  # new processes inherit it
     held = []
     # Another thread of this process may take the signal; Python's handler then runs in the main thread.
     handles = threading.current_thread() is threading.main_thread()
@@ -269,7 +269,7 @@ def _end_without(process: BaseProcess) -> NoReturn:
 
 def _worker_main(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
     """Run a rank other than 0: load its part, and run the calls that rank 0 sends until it closes the pipe."""
-    for number in _SIGNALS_TO_END:  # ignore them: starting multiprocessing's resource tracker would unblock them
+    for number in SIGNALS_TO_END:  # ignore them: starting multiprocessing's resource tracker would unblock them
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     guard_streams()

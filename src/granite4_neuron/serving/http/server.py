@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from granite4_neuron.serving.http.service import Service
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, RequestBuilder
 from granite4_neuron.serving.work_queue import WorkQueues
+from granite4_neuron.system.signals import SIGNALS_TO_END, handling
 
 LAST_WORDS_SECONDS = 1
 KEEP_ALIVE_SECONDS = 5
@@ -104,15 +104,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
-            numbers.remove(signal.SIGHUP)
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        try:
+        with handling(SIGNALS_TO_END, self.handle_exit):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.engine.start()
