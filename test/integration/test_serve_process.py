@@ -161,14 +161,14 @@ class TestAddressAndKey:
     @pytest.fixture
     def started(self, monkeypatch, capsys):
         """Return a function that runs the command and returns the server's options and the output on each stream."""
-        options = {}
+        given = []
 
         class Recorded:
             def __init__(self, _):
                 pass
 
-            def serve(self, engine, cache, tokenizer, on_start, **given):
-                options.update(given)
+            def serve(self, engine, cache, tokenizer, on_start, options):
+                given.append(options)
                 on_start(1234)
                 return True
 
@@ -177,7 +177,7 @@ class TestAddressAndKey:
 
         def start(*arguments):
             assert main(["serve", "--port", "0", *arguments]) == 0
-            return options, *capsys.readouterr()
+            return given.pop(), *capsys.readouterr()
 
         monkeypatch.setattr("granite4_neuron.serving.front_end.FrontEnd", Recorded)
         monkeypatch.delenv("GRANITE4_API_KEY", raising=False)
@@ -185,16 +185,16 @@ class TestAddressAndKey:
 
     def test_on_this_machine(self, started):
         options, said, warned = started()
-        assert options["hosts"] == {"localhost", "127.0.0.1", "[::1]"} and options["api_key"] is None
+        assert options.hosts == {"localhost", "127.0.0.1", "[::1]"} and options.api_key is None
         assert "at http://127.0.0.1:1234/v1" in said and "can use the server" not in warned
-        assert started("--host", "127.0.0.2")[0]["hosts"] > {"127.0.0.2", "localhost"}
+        assert started("--host", "127.0.0.2")[0].hosts > {"127.0.0.2", "localhost"}
 
     @pytest.mark.parametrize("host, shown", [("0.0.0.0", "0.0.0.0"), ("::", "[::]")])
     def test_for_other_machines(self, started, monkeypatch, host, shown):
         if host == "::" and not socket.has_dualstack_ipv6():
             pytest.skip("this machine has no IPv6")
         options, said, warned = started("--host", host)
-        assert f"at http://{shown}:1234/v1" in said and options["hosts"] is None
+        assert f"at http://{shown}:1234/v1" in said and options.hosts is None
         assert f"Every machine that reaches {host} can use the server" in warned
         monkeypatch.setenv("GRANITE4_API_KEY", "sesame")
         assert "can use the server" not in started("--host", host)[2]
@@ -202,8 +202,8 @@ class TestAddressAndKey:
     def test_a_key_from_the_environment(self, started, monkeypatch):
         monkeypatch.setenv("GRANITE4_API_KEY", "sesame")
         options, _, _ = started()
-        assert options["api_key"] == "sesame" and options["hosts"] is None
-        assert started("--api-key", "other")[0]["api_key"] == "other"
+        assert options.api_key == "sesame" and options.hosts is None
+        assert started("--api-key", "other")[0].api_key == "other"
 
 
 class TestRefusals:

@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -166,9 +167,10 @@ def post(byte_server):
 
 def test_a_model_has_several_names(post, byte_server, monkeypatch):
     """Agents name a second, small model."""
-    monkeypatch.setattr(byte_server.service, "aliases", ["small"])
+    options = replace(byte_server.service.options, aliases=["small"])
+    monkeypatch.setattr(byte_server.service, "options", options)
     listed = httpx.get(f"{byte_server.address}/v1/models", timeout=60).json()["data"]
-    assert [model["id"] for model in listed] == [byte_server.service.model, "small"]
+    assert [model["id"] for model in listed] == [options.model, "small"]
     fields = {"prompt": "a", "messages": [HI], "input": "a"}
     for path, field in (("completions", "prompt"), ("chat/completions", "messages"), ("responses", "input")):
         limit = "max_output_tokens" if path == "responses" else "max_tokens"

@@ -45,9 +45,8 @@ def talk(client, name, turns):
 
 def test_a_conversation_stays_on_its_server(tmp_path):
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
-    options = dict(api_key=KEY, max_length=2048)
+    options = dict(api_key=KEY, hosts=None, max_length=2048)  # `serve` with a key takes any host
     with serving(*load(), **options) as one, serving(*load(), **options) as two, proxy(tmp_path, one, two) as address:
-        one.service.hosts = two.service.hosts = None  # `serve` with a key takes any host
         before = {}
 
         def prompts(server):  # the number of cache lookups since the last call

@@ -14,6 +14,7 @@ from granite4_neuron.serving.channel import Channel
 from granite4_neuron.serving.engine_loop import EngineLoop, ServedModel
 from granite4_neuron.serving.http.address import bind, own_names
 from granite4_neuron.serving.http.server import Server
+from granite4_neuron.serving.http.service import ServerOptions
 from granite4_neuron.serving.sequences import Limits
 
 MODEL = "tiny"
@@ -28,19 +29,19 @@ def serving(
     max_length=512,
     max_queue=16,
     engine_class=Engine,
-    max_body=2**20,
     max_tokens=None,
-    api_key=None,
-    shutdown_timeout=60,
-    allowed_origins=(),
-    has_page=True,
-    updates_adapters=False,
-    **engine_options,
+    drafter=None,
+    **options,
 ) -> Iterator[Server]:
-    """Run a server. Its address is `server.address`; `server.loop` runs `server.engine` with `server.cache`."""
+    """Run a server. Its address is `server.address`; `server.loop` runs `server.engine` with `server.cache`.
+
+    Args:
+        options: of `ServerOptions`.
+    """
     cache = PrefixCache(runtime, 2**28, runtime.tokens_per_step, at_branches=True)
-    options = dict(max_length=max_length, tokenizer=tokenizer, prefix_cache=cache, **engine_options)
-    engine = engine_class(runtime, num_sequences, **options)
+    engine = engine_class(
+        runtime, num_sequences, max_length=max_length, tokenizer=tokenizer, prefix_cache=cache, drafter=drafter
+    )
     ports, is_up = [], threading.Event()
 
     def on_start(port):
@@ -52,19 +53,10 @@ def serving(
     with suppress(ValueError):
         matchers = Matchers(tokenizer, runtime.config.vocab_size)
     loop = EngineLoop(engine, cache, matchers, ours, on_start)
+    limits = Limits(engine.max_length, max_tokens, num_sequences + max_queue)
+    usual = dict(api_key=None, hosts=own_names("127.0.0.1"), max_body=2**20, keep_alive=5, shutdown_timeout=60)
     server = Server(
-        ServedModel.of(engine, cache),
-        tokenizer,
-        theirs,
-        limits=Limits(engine.max_length, max_tokens, num_sequences + max_queue),
-        model=MODEL,
-        api_key=api_key,
-        hosts=own_names("127.0.0.1"),
-        max_body=max_body,
-        allowed_origins=allowed_origins,
-        has_page=has_page,
-        updates_adapters=updates_adapters,
-        shutdown_timeout=shutdown_timeout,
+        ServedModel.of(engine, cache), tokenizer, theirs, ServerOptions(limits, MODEL, **{**usual, **options})
     )
     server.engine, server.cache, server.loop = engine, cache, loop
     threads = [

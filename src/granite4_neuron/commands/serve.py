@@ -189,6 +189,7 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.serving.front_end import FrontEnd
     from granite4_neuron.serving.http.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.http.listener import raise_descriptor_limit
+    from granite4_neuron.serving.http.service import ServerOptions
     from granite4_neuron.serving.sequences import Limits
 
     raise_descriptor_limit()
@@ -231,18 +232,20 @@ def run(options: argparse.Namespace) -> int:
             cache,
             tokenizer,
             on_start,
-            limits=Limits(engine.max_length, options.max_tokens, options.max_num_seqs + options.max_queue),
-            model=model,
-            api_key=key,
-            # A client with the key may use any name for the server, such as that of a proxy.
-            hosts=None if is_open or key is not None else own_names(options.host) | set(options.allowed_hosts),
-            max_body=max_body,
-            allowed_origins=options.allowed_origins,
-            has_page=not options.no_page,
-            updates_adapters=options.allow_runtime_lora_updating,
-            shutdown_timeout=options.shutdown_timeout,
-            aliases=aliases,
-            keep_alive=options.timeout_keep_alive,
+            ServerOptions(
+                limits=Limits(engine.max_length, options.max_tokens, options.max_num_seqs + options.max_queue),
+                model=model,
+                api_key=key,
+                # A client with the key may use any name for the server, such as that of a proxy.
+                hosts=None if is_open or key is not None else own_names(options.host) | set(options.allowed_hosts),
+                max_body=max_body,
+                keep_alive=options.timeout_keep_alive,
+                shutdown_timeout=options.shutdown_timeout,
+                aliases=aliases,
+                allowed_origins=options.allowed_origins,
+                has_page=not options.no_page,
+                updates_adapters=options.allow_runtime_lora_updating,
+            ),
         )
         return 0 if has_served else EXIT_FAILED
 

@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -20,6 +19,7 @@ from granite4_neuron.serving.channel import Channel
 from granite4_neuron.serving.engine_loop import EngineLoop, ServedModel
 from granite4_neuron.serving.http.listener import Listener
 from granite4_neuron.serving.http.server import Server
+from granite4_neuron.serving.http.service import ServerOptions
 from granite4_neuron.system.sandbox.limited_process import NoProcess
 from granite4_neuron.system.signals import SIGNALS_TO_END, handling
 from granite4_neuron.system.stack import in_large_stack
@@ -52,14 +52,13 @@ class FrontEnd:
         cache: PrefixCache | SlotPrefixCache | None,
         tokenizer: PreTrainedTokenizerFast,
         on_start: Callable[[int], None],
-        **options: Any,
+        options: ServerOptions,
     ) -> bool:
         """Serve until a signal, or until a process fails; return false if one has failed.
 
         Args:
             engine, cache: the engine, which has the tokenizer, and its prefix cache.
             on_start: called with the port once clients can connect.
-            options: further arguments of `Server`.
 
         Raises:
             KeyboardInterrupt: the signal was SIGINT.
@@ -100,7 +99,7 @@ def _serve(listener: Listener, channel: Channel, signals: socket.socket, others:
     with suppress(EOFError):  # it has ended before
         [(served, tokenizer, options)] = channel.receive()
         try:
-            server = Server(served, tokenizer, channel, signals=signals, **options)
+            server = Server(served, tokenizer, channel, options, signals)
         except NoProcess as error:
             sys.exit(f"granite4-neuron: {error}")
         gc.freeze()

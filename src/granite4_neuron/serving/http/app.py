@@ -94,21 +94,21 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/version", routes.version, methods=["GET"])
     app.add_route("/load", routes.load, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
-    if service.updates_adapters:
+    if service.options.updates_adapters:
         adapters = AdapterRoutes(service, routes.read)
         app.add_route("/v1/load_lora_adapter", adapters.load, methods=["POST"])
         app.add_route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"])
-    if service.has_page:
+    if service.options.has_page:
         app.add_route(MARKDOWN, routes.markdown, methods=["POST"])
         for path, served in page_files():
             app.add_route(path, served, methods=["GET"])
     checked = Middleware(app, service)
-    if not service.allowed_origins:
+    if not service.options.allowed_origins:
         return checked
     # Outside of the checks: a browser asks without the key, and reads refusals only if they name its page.
     return CORSMiddleware(
         checked,
-        allow_origins=service.allowed_origins,
+        allow_origins=service.options.allowed_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=[HEADER.decode(), IGNORED_HEADER.decode()],
@@ -136,7 +136,7 @@ class _Routes:
             "created": self._started,
             "owned_by": "granite4-neuron",
             "max_model_len": self._service.maker.limits.max_length,
-            **({"parent": self._service.model} if name != self._service.model else {}),
+            **({"parent": self._service.options.model} if name != self._service.options.model else {}),
         }
 
     def _check_model(self, name: str | None) -> None:
@@ -176,7 +176,7 @@ class _Routes:
             engine.check_room(len(requests))
             compiling = self._service.queues.grammars.run(partial(self._service.maker.compile, prepared.structure))
             grammar = await _unless_gone(http.receive, compiling)
-        answer = api.answer(self._service.texts, body.model or self._service.model, requests, body)
+        answer = api.answer(self._service.texts, body.model or self._service.options.model, requests, body)
         return await self._answer(http, body, answer, requests, grammar)
 
     async def tokenize(self, http: HTTPRequest) -> Response:
@@ -244,10 +244,10 @@ class _Routes:
         body = bytearray()
         async for part in http.stream():
             body += part
-            if len(body) > self._service.max_body:
-                raise too_long(self._service.max_body)
+            if len(body) > self._service.options.max_body:
+                raise too_long(self._service.options.max_body)
         http.scope[LOG].arrived = time.perf_counter()
-        return in_utf8(bytes(body), http.headers.get("content-encoding", ""), self._service.max_body)
+        return in_utf8(bytes(body), http.headers.get("content-encoding", ""), self._service.options.max_body)
 
     async def _answer(
         self,

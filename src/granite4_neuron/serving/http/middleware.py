@@ -80,13 +80,13 @@ class Middleware:
             _LOGGER.warning("Requests to %s have what changes nothing here: %s.", path, ", ".join(sorted(new)))
 
     def _refusal(self, scope: Scope) -> RequestError | None:
-        headers, hosts = dict(scope["headers"]), self._service.hosts
+        headers, options = dict(scope["headers"]), self._service.options
         host = headers.get(b"host", b"").decode("latin-1")
-        if host and hosts is not None and without_port(host) not in hosts:
-            known = " or ".join(sorted(hosts))
+        if host and options.hosts is not None and without_port(host) not in options.hosts:
+            known = " or ".join(sorted(options.hosts))
             way_out = "--allowed-hosts admits another name, and a server with a key (--api-key) takes any"
             return RequestError(403, f"the request's host is {host}, and must be {known}; {way_out}.")
-        if scope["method"] == "POST" and (refusal := refusal_of_page(headers, self._service.allowed_origins)):
+        if scope["method"] == "POST" and (refusal := refusal_of_page(headers, options.allowed_origins)):
             return refusal
         if self._service.is_ending and scope["method"] == "POST":
             return RequestError(
@@ -94,12 +94,12 @@ class Middleware:
             )
         # The page has a field for the key; a browser does not send it when it loads the page.
         is_open = scope["path"] in ("/health", "/ping") or is_page_file(scope["method"], scope["path"])
-        if self._service.api_key is None or is_open:
+        if options.api_key is None or is_open:
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         keys = [bearer.strip()] if scheme.lower() == b"bearer" else []
         if b"x-api-key" in headers:  # of Anthropic's clients
             keys.append(headers[b"x-api-key"])
-        if any(hmac.compare_digest(key, self._service.api_key.encode()) for key in keys):
+        if any(hmac.compare_digest(key, options.api_key.encode()) for key in keys):
             return None
         return RequestError(401, "give the server's API key, as Authorization: Bearer KEY or as x-api-key: KEY.")

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,14 +19,13 @@ from granite4_neuron.serving.engine_client import EngineClient
 from granite4_neuron.serving.engine_loop import ServedModel
 from granite4_neuron.serving.http.app import make_app
 from granite4_neuron.serving.http.connection import Connection
-from granite4_neuron.serving.http.service import Service
+from granite4_neuron.serving.http.service import ServerOptions, Service
 from granite4_neuron.serving.metrics import Metrics
-from granite4_neuron.serving.sequences import Limits, RequestBuilder
+from granite4_neuron.serving.sequences import RequestBuilder
 from granite4_neuron.serving.work_queue import WorkQueues
 from granite4_neuron.system.signals import SIGNALS_TO_END, handling
 
 LAST_WORDS_SECONDS = 1
-KEEP_ALIVE_SECONDS = 5
 POLL_SECONDS = 0.1  # as uvicorn
 
 
@@ -37,17 +36,6 @@ class Server(uvicorn.Server):
     Args:
         served, tokenizer: the model.
         channel: to the engine's loop.
-        limits: of a request, and in all of the sequences that run and wait.
-        model: the name that clients use.
-        api_key: that clients must send; None for none.
-        aliases: more names of the model.
-        hosts: that requests may name; None for any.
-        keep_alive: how long a connection stays open between two requests, in seconds.
-        max_body: limit of a request's body in bytes.
-        allowed_origins: web pages that may use the server; "*" for all.
-        has_page: whether there is a chat for people at /.
-        updates_adapters: whether clients may load and unload adapters.
-        shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         signals: gives the numbers of signals, each as a byte; None for none but those of this process.
     """
 
@@ -56,29 +44,15 @@ class Server(uvicorn.Server):
         served: ServedModel,
         tokenizer: PreTrainedTokenizerFast,
         channel: Channel,
-        *,
-        limits: Limits,
-        model: str,
-        api_key: str | None,
-        hosts: frozenset[str] | None,
-        max_body: int,
-        shutdown_timeout: float,
-        allowed_origins: Sequence[str] = (),
-        has_page: bool = True,
-        updates_adapters: bool = False,
-        aliases: Sequence[str] = (),
-        keep_alive: int = KEEP_ALIVE_SECONDS,
+        options: ServerOptions,
         signals: socket.socket | None = None,
     ):
+        limits = options.limits
         queues = WorkQueues(limits.num_sequences)
-        metrics = Metrics(served.facts, served.num_sequences, limits.max_length, queues, model)
+        metrics = Metrics(served.facts, served.num_sequences, limits.max_length, queues, options.model)
         engine = EngineClient(channel, limits.num_sequences, served.adapters, metrics, self._engine_ended)
         maker, texts = RequestBuilder(served, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
-        limits_of_clients = api_key, hosts, max_body, allowed_origins
-        may = has_page, updates_adapters
-        self.service = Service(model, engine, queues, maker, texts, metrics, *limits_of_clients, *may)
-        self.service.aliases = aliases
-        self._shutdown_timeout = shutdown_timeout
+        self.service = Service(options, engine, queues, maker, texts, metrics)
         self._signals = signals
         self._has_failed = False
         super().__init__(
@@ -92,7 +66,7 @@ class Server(uvicorn.Server):
                 use_colors=False,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=keep_alive,
+                timeout_keep_alive=options.keep_alive,
             )
         )
 
@@ -116,7 +90,7 @@ class Server(uvicorn.Server):
             self.service.engine.started(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        end = time.monotonic() + self._shutdown_timeout
+        end = time.monotonic() + self.service.options.shutdown_timeout
         for connection in list(self.server_state.connections):
             connection.shutdown()
         # A load balancer learns from /health that this server takes no requests, so the listener stays open.
