@@ -7,13 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from granite4_neuron.generation.schema_references import VALUES, target_of
-
-Schema = Mapping[str, Any]
+from granite4_neuron.generation.schema_references import BY_NAME, DEFINITIONS, VALUES, Schema, target_of
 
 _SAME_VALUE = ("allOf", "anyOf", "oneOf")  # lists of schemas for the value that the schema itself describes
-_DEFINITIONS = ("$defs", "definitions")
-_BY_NAME = ("properties", "patternProperties", *_DEFINITIONS)
 _OF_OBJECTS = {"properties", "required", "patternProperties", "minProperties", "maxProperties"}
 # Of all objects together, each with the members of those to which it refers: these can be far more than a schema names.
 _MOST_MEMBERS = 2**16
@@ -99,7 +95,7 @@ class _Closing:
         """Return the name of the definition that is a part's open form."""
         if id(part) not in self._names:
             name = self._names[id(part)] = f"{self._prefix}{len(self._names)}"
-            self._added[name] = self._opened({key: each for key, each in part.items() if key not in _DEFINITIONS})
+            self._added[name] = self._opened({key: each for key, each in part.items() if key not in DEFINITIONS})
         return self._names[id(part)]
 
     def _rebuilt(self, part: Schema, form: Callable[[Any], Any]) -> dict[str, Any]:
@@ -110,7 +106,7 @@ class _Closing:
                 rebuilt[name] = value
             elif name in _SAME_VALUE and isinstance(value, list):
                 rebuilt[name] = [form(each) for each in value]
-            elif name in _BY_NAME and isinstance(value, Mapping):
+            elif name in BY_NAME and isinstance(value, Mapping):
                 rebuilt[name] = {key: self._closed(each) for key, each in value.items()}
             else:
                 rebuilt[name] = self._closed(value)

@@ -9,11 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from granite4_neuron.generation.schema_references import VALUES, target_of
+from granite4_neuron.generation.schema_references import BY_NAME, VALUES, Schema, target_of
 
-Schema = Mapping[str, Any]
-
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 # Of a string; any other is a note for people, as JSON Schema has it.
 _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
@@ -68,7 +65,7 @@ def _equal(part: Any, whole: Schema) -> Any:
 def _of_keyword(name: str, value: Any, whole: Schema) -> Any:
     if name in VALUES:
         return value
-    if name in _BY_NAME and isinstance(value, Mapping):
+    if name in BY_NAME and isinstance(value, Mapping):
         return {key: _equal(each, whole) for key, each in value.items()}
     return _equal(value, whole)
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
-from granite4_neuron.generation.schema_references import target_of
-
-Schema = Mapping[str, Any]
+from granite4_neuron.generation.schema_references import DEFINITIONS, Schema, target_of
 
 MOST_TRIALS = 64
-_DEFINITIONS = ("$defs", "definitions")
 _LOOK_AROUND = re.compile(r"\(\?(=|!|<=|<!)")
 
 
@@ -23,7 +19,7 @@ def place_of_fault(schema: Schema, error: str, error_alone: Callable[[Schema], s
         error_alone: returns its error of a part, with the definitions of the whole; None if there is none. It is called
             up to `MOST_TRIALS` times.
     """
-    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
     path: list[str] = []
     part, trials = schema, 0
     while True:
@@ -48,7 +44,7 @@ def _children(part: Schema, whole: Schema) -> Iterator[tuple[list[str], Schema]]
     if target is not None:
         yield [], target
     for keyword, value in part.items():
-        if keyword in _DEFINITIONS:
+        if keyword in DEFINITIONS:
             continue
         if keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
             yield from (([str(name)], each) for name, each in value.items() if isinstance(each, Mapping))

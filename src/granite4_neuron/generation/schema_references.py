@@ -1,4 +1,6 @@
-"""References of a JSON schema to itself (https://json-schema.org/draft/2020-12/json-schema-core#section-8.2.3)."""
+"""Keywords of JSON schemas, and references in them
+(https://json-schema.org/draft/2020-12/json-schema-core#section-8.2.3).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+Schema = Mapping[str, Any]
+DEFINITIONS = ("$defs", "definitions")
+BY_NAME = ("properties", "patternProperties", *DEFINITIONS)  # whose values are objects of schemas by name
 VALUES = {"const", "enum", "default", "examples"}  # whose values are not schemas
 
 
-def has_endless_reference(schema: Mapping[str, Any]) -> bool:
+def has_endless_reference(schema: Schema) -> bool:
     """Return whether following references from some part of a schema leads back to it without a choice, as in
     {"$ref": "#"}: no value could ever be found to be valid.
 
@@ -43,7 +48,7 @@ def has_endless_reference(schema: Mapping[str, Any]) -> bool:
     return ended < len(needs)
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _parts(schema: Schema) -> Iterator[Schema]:
     """Yield all objects of a schema, itself included."""
     left: list[Any] = [schema]
     while left:
@@ -55,7 +60,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             left += value
 
 
-def _needed(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Sequence[Mapping[str, Any]]]:
+def _needed(part: Schema, schema: Schema) -> Iterator[Sequence[Schema]]:
     """Yield lists of parts: for the same value, one of each list is to be followed as well."""
     target = target_of(part.get("$ref"), schema)
     if target is not None:
@@ -68,11 +73,11 @@ def _needed(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Sequ
             yield alternatives
 
 
-def _schemas(value: Any) -> Sequence[Mapping[str, Any]]:
+def _schemas(value: Any) -> Sequence[Schema]:
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
-def target_of(reference: Any, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def target_of(reference: Any, schema: Schema) -> Schema | None:
     """Return the part to which a reference leads by a JSON pointer; None for others."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None

@@ -19,6 +19,7 @@ import regex
 
 from granite4_neuron.config.json_files import CONSTANTS, in_strict_json, strict_json
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.schema_references import DEFINITIONS
 from granite4_neuron.generation.structured_outputs import schema_text
 from granite4_neuron.generation.tool_calls import (
     CLOSE,
@@ -215,7 +216,7 @@ def xml_call_rules(number: int, tool: Tool, disable_any_whitespace: bool) -> Ite
     """
     parts, properties, required = [], _properties(tool), tool.parameters.get("required")
     needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    definitions = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    definitions = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
     for index, (name, schema) in enumerate(properties.items()):
         if not regex.fullmatch(_NAME, name):
             raise UserError(f"{tool.name} has a parameter {json.dumps(name)}, which this model's calls cannot have.")
