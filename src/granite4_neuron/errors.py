@@ -1,6 +1,6 @@
 """The one exception type whose message is meant for users."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 _MOST_CHARACTERS = 1600
 _LAST_CHARACTERS = 400  # kept from the end of a long text, which says what would be right
@@ -20,6 +20,13 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Check an option that takes one of a few values; raise UserError if the value is none of them."""
     if value not in choices:
         raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Return the first names as part of a sentence, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def described(error: Exception) -> str:

@@ -19,7 +19,7 @@ from granite4_neuron.config import ModelConfig
 from granite4_neuron.config.dtypes import STORED_DTYPES
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import StoredQuantization
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, listed
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, NORM, parameters
 from granite4_neuron.system import available_memory
 
@@ -34,7 +34,6 @@ INDEX = "model.safetensors.index.json"
 
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 _QUANTIZED_DTYPES = {**STORED_DTYPES, **_FLOAT8, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
-_LISTED_NAMES = 8
 _SHAPE = ".weight_shape"  # a packed weight's shape, as compressed-tensors stores it
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -187,7 +186,7 @@ class StoredTensors:
             "of another shape": self._of_another_shape(expected),
             "of a dtype that is not supported": strange,
         }
-        faults = [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+        faults = [f"{what}: {listed(names)}" for what, names in found.items() if names]
         if faults:
             raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
 
@@ -261,7 +260,7 @@ class StoredTensors:
         )
 
     def _check_parts(self, name: str, parts: Sequence[_Stored]) -> None:
-        there = _listed(one.first.name for one in parts)
+        there = listed(one.first.name for one in parts)
         if any(one.part.of != len(parts) for one in parts):
             raise UserError(f"the weights in {self.folder} lack a part of {name}: they have only {there}.")
         if len({(one.shape, one.dtype) for one in parts}) > 1:
@@ -277,7 +276,7 @@ class StoredTensors:
             if name not in index or Path(index[name]) != stored.get(name)
         ]
         if wrong:
-            raise UserError(f"{self.folder / INDEX} is not the index of these shards; {_listed(wrong, 3)}.")
+            raise UserError(f"{self.folder / INDEX} is not the index of these shards; {listed(wrong, 3)}.")
 
 
 def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
@@ -343,7 +342,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise UserError(f"{file} is not an index of shards: it must have an object weight_map of file names.")
     outside = sorted({name for name in weight_map.values() if _leaves_folder(name)})
     if outside:
-        raise UserError(f"{file} names files outside of its folder ({_listed(outside)}), which are not opened.")
+        raise UserError(f"{file} names files outside of its folder ({listed(outside)}), which are not opened.")
     return weight_map
 
 
@@ -359,7 +358,7 @@ def _shards(folder: Path, index: dict[str, str]) -> list[Path]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise UserError(
-            f"{folder} lacks {len(absent)} of its {len(files)} shards: {_listed(absent)}.{what_else_is_in(folder)}"
+            f"{folder} lacks {len(absent)} of its {len(files)} shards: {listed(absent)}.{what_else_is_in(folder)}"
         )
     return files
 
@@ -391,9 +390,3 @@ def open_tensors(file: Path, framework: str) -> Iterator[safe_open]:
         if is_pointer:
             raise UserError(f"{file} is a pointer of Git LFS; git lfs pull downloads the file.") from None
         raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
-
-
-def _listed(names: Iterable[str], most: int = _LISTED_NAMES) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -12,9 +12,8 @@ from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder_contents import GENERATION_CONFIG
 from granite4_neuron.engine import Request
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_whole
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, listed
 
-_MOST_NAMED = 12
 _NAMES = {"min_new_tokens": "min_tokens"}  # of options here, where they differ
 _USED = {
     "do_sample": Option(lambda value: isinstance(value, bool), "true or false"),
@@ -97,5 +96,4 @@ def _not_used(stored: dict[str, Any]) -> str:
         for name, value in stored.items()
         if name not in _USED and name not in _WITHOUT_EFFECT and value is not None and value != _NEUTRAL.get(name)
     ]
-    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-    return ", ".join(others[:_MOST_NAMED]) + more
+    return listed(others, 12)

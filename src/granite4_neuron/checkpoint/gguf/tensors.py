@@ -11,7 +11,7 @@ from granite4_neuron.checkpoint.gguf.config import predicting_layers
 from granite4_neuron.checkpoint.gguf.file import GGUFFile
 from granite4_neuron.checkpoint.gguf.names import from_gguf, gguf_names, to_gguf
 from granite4_neuron.config import ModelConfig
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, listed
 from granite4_neuron.model.parameters import parameters
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _LEGACY, _K_QUANTS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 TYPES = (*FLOAT_TYPES, *_LEGACY, *_K_QUANTS, "IQ4_NL", "IQ4_XS", "MXFP4")
-_LISTED_NAMES = 8
 
 
 class GGUFTensors:
@@ -90,21 +89,16 @@ class GGUFTensors:
                 if name in there and _kept_axes(there[name].shape) != _kept_axes(shape)
             ],
         }
-        faults = [f"{what}: {_listed(names)}" for what, names in wrong.items() if names]
+        faults = [f"{what}: {listed(names)}" for what, names in wrong.items() if names]
         if faults:
             raise UserError(f"the tensors in {self.path} do not fit its metadata; {'; '.join(faults)}.")
         strange = [f"{name} is {one.type}" for name, one in there.items() if one.type not in TYPES]
         if strange:
             raise UserError(
-                f"{self.path} has tensors of types that are not supported: {_listed(strange)}; supported are "
+                f"{self.path} has tensors of types that are not supported: {listed(strange)}; supported are "
                 f"{', '.join(TYPES)}."
             )
 
 
 def _kept_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return _kept_axes(shape[1:]) if shape[:1] == (1,) else shape
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
-    return ", ".join(names[:_LISTED_NAMES]) + more
