@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from granite4_neuron.checkpoint.checkpoint import require_folder
@@ -116,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     folder = require_folder(checkpoint)
     draft = options.draft_model
     draft_folder = None if draft is None else require_folder(open_checkpoint(draft))
-    with _naming_second_ways():
+    try:
         compile_model(
             folder,
             options.output,
@@ -135,17 +133,11 @@ def run(options: argparse.Namespace) -> int:
             state_dtype=options.state_dtype,
             attention=options.attention,
         )
-    print(f"wrote {options.output}", file=sys.stderr)
-    return 0
-
-
-@contextmanager
-def _naming_second_ways() -> Iterator[None]:
-    try:
-        yield
     except (RuntimeError, subprocess.CalledProcessError):  # as the compiler and its wrappers fail
         print(SECOND_WAYS, file=sys.stderr)
         raise
+    print(f"wrote {options.output}", file=sys.stderr)
+    return 0
 
 
 def _check_buckets(name: str, buckets: list[int] | None, limit_name: str, limit: int) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.config import ModelConfig
     from granite4_neuron.evaluation.perplexity import Score, Window
     from granite4_neuron.runtime.interface import Runtime
 
