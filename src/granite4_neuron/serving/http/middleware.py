@@ -8,6 +8,7 @@ from collections.abc import Set
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from granite4_neuron.serving.apis.endpoints import BY_PATH
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.http.address import without_port
 from granite4_neuron.serving.http.origin import refusal_of_page
@@ -17,10 +18,7 @@ from granite4_neuron.serving.page.page import is_page_file
 
 PATHS = (
     "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
+    *BY_PATH,
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
