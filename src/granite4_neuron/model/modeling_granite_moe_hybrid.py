@@ -51,12 +51,10 @@ class GraniteMoeHybridModel(Decoder):
     def forward(
         self, input_ids: torch.Tensor, step: Step, state: HybridState
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return final hidden states, [batch, tokens, hidden_size]; if the step verifies, also Mamba layers' inputs."""
         hidden_states, kept_inputs = self.stack(self.embed(input_ids, step), step, state, self.rotary(step))
         return self.norm(hidden_states), kept_inputs
 
     def embed(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return the first layer's input, [batch, tokens, hidden_size] in float32."""
         # The residual stream is float32 whatever the weights' dtype: in bfloat16 it would be the largest source of
         # error.
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
@@ -64,7 +62,6 @@ class GraniteMoeHybridModel(Decoder):
         return hidden_states.masked_fill(~step.is_real[..., None], 0.0)
 
     def rotary(self, step: Step) -> RotaryTables | None:
-        """Return rotary tables for the step's positions; None for a model without rotary positions."""
         if not self.config.uses_rope:
             return None
         return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)

@@ -84,11 +84,6 @@ class FusedLayers(LayersAsOne):
     def __call__(
         self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Advance hidden_states, [batch, tokens, hidden_size] in float32, through all layers, and the state in place.
-
-        Returns:
-            The new hidden_states; and if the step verifies, the inputs of each Mamba layer's recurrence.
-        """
         cos, sin = (None, None) if rotary is None else (table.flatten(0, 1)[None] for table in rotary)
         results = self._decoder.step(
             hidden_states=hidden_states.flatten(0, 1),
@@ -104,7 +99,6 @@ class FusedLayers(LayersAsOne):
         return hidden_states, inputs
 
     def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
-        """Give it the model's embedding, final norm and head, for `forward_packed`; see `why_not_one_call`."""
         assert isinstance(head, PackedWeight)  # as all matrices of the model
         self._has_embedding_and_head = True
         self._decoder.set_embedding_and_head(
@@ -123,6 +117,5 @@ class FusedLayers(LayersAsOne):
         return self._decoder.forward_packed(tokens=input_ids[0], states=state.mixer_tensors, **step.on_host)
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
-        """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
         kept_inputs = [inputs.flatten(0, 1) for inputs in kept_inputs]
         self._decoder.advance(kept_inputs=kept_inputs, states=state.mixer_tensors, **step.rows())
