@@ -1,11 +1,10 @@
-"""A Mamba layer's convolution and recurrence for one token per sequence; states are updated in place."""
+"""A Mamba layer's convolution and recurrence for one token per sequence, in place; a prompt's quadratic scan."""
 
 from __future__ import annotations
 
 import torch
 
 from granite4_neuron.devices.cuda.causal_conv1d import convolve_tokens
-from granite4_neuron.devices.cuda.mamba_chunk_scan import mamba_chunk_scan
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
@@ -261,8 +260,33 @@ def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
 
 
 def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """Compute `mamba_operators.quadratic_scan`."""
-    return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
+    """Compute `mamba_operators.quadratic_scan`, in plain torch that inductor compiles.
+
+    Tokens stay before heads, as in the inputs, unlike in `devices.graphs.mamba`, and sums are scans.
+    """
+    (batch, length, num_heads, head_dim), n_groups = x.shape, B.shape[2]
+    inputs = x.float()
+    B_rows, C_rows = (values.float().transpose(1, 2).flatten(0, 1) for values in (B, C))
+    groups = len(B_rows)  # of all sequences; consecutive heads share one
+
+    # In float64 a difference of sums has all digits of a float32, even if the sums go down to -10,000.
+    sums = (dt * A).double().transpose(1, 2).cumsum(-1)  # [batch, num_heads, length]
+    decay = torch.exp((sums[..., None] - sums[:, :, None]).clamp(max=0.0).float())  # [batch, num_heads, to, from]
+    from_start, to_end = (
+        torch.exp(values.float()).transpose(1, 2)[..., None] for values in (sums, sums[..., -1:] - sums)
+    )
+    causal_scores = torch.bmm(C_rows, B_rows.transpose(1, 2)).tril()  # [groups, to, from]
+    weights = (decay * dt.transpose(1, 2)[:, :, None]).view(groups, -1, length, length)
+    weights = (weights * causal_scores[:, None]).view(-1, length, length)
+    within = torch.bmm(weights, inputs.transpose(1, 2).reshape(-1, length, head_dim))
+    within = within.view(batch, num_heads, length, head_dim).transpose(1, 2)
+    from_before = torch.bmm(C_rows, ssm_state.reshape(groups, -1, B.shape[3]).transpose(1, 2))
+    from_before = from_before.view(batch, n_groups, length, -1).transpose(1, 2)
+    y = within + from_before.reshape(x.shape) * from_start + inputs * D.float()[:, None]
+
+    at_end = (inputs * (dt[..., None] * to_end)).reshape(batch, length, n_groups, -1).transpose(1, 2).flatten(0, 1)
+    added = torch.bmm(at_end.transpose(1, 2), B_rows).view(ssm_state.shape)
+    return y.to(x.dtype), ssm_state * torch.exp(sums[..., -1].float())[..., None, None] + added
 
 
 CHUNKED = MambaOperators(_chunked, convolve_tokens)
