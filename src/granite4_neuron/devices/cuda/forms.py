@@ -17,7 +17,7 @@ from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.norm import why_not_fusible
 from granite4_neuron.model.step import DenseStep, Step
 from granite4_neuron.ops import Weight, format_of
-from granite4_neuron.ops.layer_weights import MambaWeights
+from granite4_neuron.ops.layer_weights import MambaWeights, MixerWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, LayerState, MambaState
 
 
@@ -97,9 +97,9 @@ class TokenLayer(DecoderLayer):
         z, xBC_dt = mamba.project(x)
         xBC, dt = xBC_dt[..., : mamba.conv_dim], xBC_dt[..., mamba.conv_dim :]
         index = step.starts, step.lengths, step.looked_up
-        xBC = convolve_prompt(xBC, mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, *index)
-        head_params, limits = (mixer.dt_bias, mixer.A_log, mixer.D), mixer.time_step_limit
-        y = scan_prompt(xBC, dt, *head_params, state.ssm_state, *index, *limits)
+        convolution = *_convolution(mixer), state.conv_state, *index
+        xBC = convolve_prompt(xBC, *convolution)
+        y = scan_prompt(xBC, dt, *_head_params(mixer), state.ssm_state, *index, *mixer.time_step_limit)
         return mamba.out_proj(y, z, mamba.norm), xBC_dt
 
     def _takes_prompts(self, step: Step, state: MambaState) -> bool:
@@ -119,12 +119,11 @@ class TokenLayer(DecoderLayer):
             super().advance(inputs, step, state)
             return
         mixer = self.mamba_weights().mixer
-        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias
+        weights = *_convolution(mixer), *_head_params(mixer)
         states = state.conv_state, state.ssm_state
-        head_params = mixer.dt_bias, mixer.A_log, mixer.D
         index, limits = (step.starts, step.lengths), mixer.time_step_limit
         rounded = step.looked_up, self._stream(state)
-        self._token_operators.advance_verified(inputs, *convolution, *head_params, *states, *index, *limits, *rounded)
+        self._token_operators.advance_verified(inputs, *weights, *states, *index, *limits, *rounded)
 
     @property
     def _token_operators(self) -> TokenOperators:
@@ -177,12 +176,11 @@ class TokenLayer(DecoderLayer):
     def _mamba(self, operators: TokenOperators, x: torch.Tensor, step: Step, state: MambaState) -> _Mixed:
         weights = self.mamba_weights()
         mixer = weights.mixer
-        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths, step.looked_up
+        convolution = *_convolution(mixer), state.conv_state, step.lengths, step.looked_up
         values, scales = parts_of(weights.in_proj)
         arguments = x, weights.norm, values, *convolution, scales
         inputs = operators.mixer_inputs(*arguments, num_heads=len(mixer.dt_bias), eps=weights.eps)
-        head_params = mixer.dt_bias, mixer.A_log, mixer.D
-        recurrence = *head_params, state.ssm_state, step.lengths, *mixer.time_step_limit, step.looked_up
+        recurrence = *_head_params(mixer), state.ssm_state, step.lengths, *mixer.time_step_limit, step.looked_up
         gated = operators.advance_mixer(inputs, *recurrence, step.starts, self._stream(state))
         return self._gated(gated, weights)
 
@@ -197,10 +195,10 @@ class TokenLayer(DecoderLayer):
         values, scales = parts_of(weights.in_proj)
         projected = operators.project(x, weights.norm, values, weights.eps, scales)
         projected = projected.view(*step.positions.shape, -1)
-        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.starts
+        convolution = *_convolution(mixer), state.conv_state, step.starts
         inputs = operators.convolve_verified(projected, *convolution, len(mixer.dt_bias), step.looked_up)
-        head_params, index = (mixer.dt_bias, mixer.A_log, mixer.D), (step.starts, step.lengths)
-        recurrence = *head_params, state.ssm_state, *index, *mixer.time_step_limit, step.looked_up
+        index, limits = (step.starts, step.lengths), mixer.time_step_limit
+        recurrence = *_head_params(mixer), state.ssm_state, *index, *limits, step.looked_up
         gated = operators.scan_verified(inputs, *recurrence, self._stream(state))
         return self._gated(gated, weights), projected[..., gated.shape[1] :]
 
@@ -280,6 +278,14 @@ class TokenLayer(DecoderLayer):
         for output in outputs:
             x = self.operators.residual_add(x, output, self.residual_multiplier)
         return x
+
+
+def _convolution(mixer: MixerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return mixer.conv_weight.squeeze(1), mixer.conv_bias
+
+
+def _head_params(mixer: MixerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return mixer.dt_bias, mixer.A_log, mixer.D
 
 
 def _multiplied_together(layer: DecoderLayer) -> Iterator[Sequence[Weight]]:

@@ -17,6 +17,7 @@ import torch
 
 from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
 from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.products import shared_memory
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.cuda.weights import load_numbers, rows_from, stored
 
@@ -36,11 +37,8 @@ def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> dict[str, bool
     batch, columns = x.shape
     block_n, num_bytes, num_warps, num_stages = _config(n, batch, num_weights)
     block_m, block_k = padded_batch(batch), min(num_bytes // x.itemsize, max(32, triton.next_power_of_2(columns)))
-    if x.is_cuda:
-        device = torch.cuda.get_device_properties(x.device)
-        memory = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
-        stage = (num_weights * block_n + block_m) * block_k * x.itemsize
-        num_stages = max(1, min(num_stages, memory // stage))
+    stage = (num_weights * block_n + block_m) * block_k * x.itemsize
+    num_stages = max(1, min(num_stages, shared_memory(x) // stage))
     shape = dict(M=batch, BLOCK_M=block_m, K=columns, BLOCK_N=block_n, BLOCK_K=block_k)
     return {**shape, **launch_options(x, num_warps), "num_stages": num_stages}
 

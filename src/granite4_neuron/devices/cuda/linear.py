@@ -12,29 +12,18 @@ from granite4_neuron.devices.cuda.weights import dense, load_numbers, parts_of, 
 from granite4_neuron.ops import Weight, moe
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `ops.linear`."""
-    if not _is_one_token(x):
-        return products.linear(x, weight, bias)
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, is_gated: bool = False) -> torch.Tensor:
+    """Compute `products.linear`."""
+    if x.numel() != x.shape[-1]:
+        return products.linear(x, weight, bias, is_gated)
     values, scales = parts_of(weight)
-    y = multiply_rows(x.reshape(1, -1), values, None, False, scales)
+    y = multiply_rows(x.reshape(1, -1), values, None, is_gated, scales)
     return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
 
 
 def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
     """Compute `ops.mlp`."""
-    if not _is_one_token(x):
-        return products.mlp(x, input_weight, output_weight)
-    is_gated = input_weight.shape[0] != output_weight.shape[1]
-    (first, first_scales), (second, second_scales) = parts_of(input_weight), parts_of(output_weight)
-    activated = multiply_rows(x.reshape(1, -1), first, None, is_gated, first_scales)
-    if not is_gated:
-        activated = moe.relu2(activated)
-    return multiply_rows(activated, second, None, False, second_scales).view(x.shape)
-
-
-def _is_one_token(x: torch.Tensor) -> bool:
-    return x.numel() == x.shape[-1]
+    return products.mlp(x, input_weight, output_weight, linear)
 
 
 @operator()

@@ -11,6 +11,7 @@ What it does for a shape is found by trying: it is used where it gives the bits 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,21 +34,23 @@ _BLOCK_BYTES = 128  # of a row of a tile
 _TMA_BYTES = 16  # to which tensor descriptors are aligned
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `ops.linear`."""
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, is_gated: bool = False) -> torch.Tensor:
+    """Compute `ops.linear`; is_gated: return `ops.silu_and_mul` of it, then there is no bias."""
     values, scales = parts_of(weight)
-    y = multiply_tokens(x.reshape(-1, x.shape[-1]), values, bias, False, False, scales)
+    y = multiply_tokens(x.reshape(-1, x.shape[-1]), values, bias, is_gated, False, scales)
     return y.view(*x.shape[:-1], -1)
 
 
-def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
-    """Compute `ops.mlp`."""
+def mlp(
+    x: torch.Tensor,
+    input_weight: Weight,
+    output_weight: Weight,
+    multiply: Callable[..., torch.Tensor] = linear,
+) -> torch.Tensor:
+    """Compute `ops.mlp`; multiply: takes the arguments of `linear`."""
     is_gated = input_weight.shape[0] != output_weight.shape[1]
-    (first, first_scales), (second, second_scales) = parts_of(input_weight), parts_of(output_weight)
-    activated = multiply_tokens(x.reshape(-1, x.shape[-1]), first, None, is_gated, False, first_scales)
-    if not is_gated:
-        activated = moe.relu2(activated)
-    return multiply_tokens(activated, second, None, False, False, second_scales).view(x.shape)
+    activated = multiply(x, input_weight, None, is_gated)
+    return multiply(activated if is_gated else moe.relu2(activated), output_weight)
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
