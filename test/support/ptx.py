@@ -3,6 +3,7 @@
 import re
 
 _POINTER_ARITHMETIC = re.compile(r"(?:add|sub|mad|mul|mov|selp|cvta|shl|or)\S*(?:64|wide)")
+_READ = re.compile(r"ld\S*\.global|cp\.async\S*\.shared\S*\.global")
 
 
 def sums_of_two_products(ptx):
@@ -20,7 +21,10 @@ def sums_of_two_products(ptx):
 def reads_before_wait(ptx):
     """Return the reads of global memory that a program may make before it waits for earlier kernels.
 
-    Each is (number of the pointer parameter, instruction).
+    Each is (number of the parameter that is the pointer or the tensor descriptor, instruction).
+
+    Raises:
+        ValueError: no parameter is known that an address is computed from.
     """
     instructions, labels = _instructions(ptx)
     parameters = _parameters_of_registers(instructions)
@@ -34,9 +38,11 @@ def reads_before_wait(ptx):
                 starts.append(labels[operands.split()[-1]])
                 if not condition:
                     break
-            elif "global" in name and name.startswith(("ld.", "cp.async")):
-                address = re.findall(r"\[\s*(%\w+)", operands)[-1]
-                found |= {(number, name) for number in parameters[address]}
+            elif _READ.match(name):
+                address = re.findall(r"\[\s*(%\w+)", operands)[:2][-1]  # the first is where a copy goes
+                if not (numbers := parameters.get(address)):
+                    raise ValueError(f"{name} {operands} reads before griddepcontrol.wait, and not from a parameter.")
+                found |= {(number, name) for number in numbers}
             at += 1
     return found
 
@@ -60,13 +66,12 @@ def _parameters_of_registers(instructions):
     while is_changed:
         is_changed = False
         for _, name, operands in instructions:
-            if name.startswith("ld.param"):
-                numbers = set(map(int, re.findall(r"_param_(\d+)", operands)))
-            elif _POINTER_ARITHMETIC.match(name):
-                numbers = set().union(*(parameters.get(each, ()) for each in re.findall(r"%\w+", operands)[1:]))
-            else:
+            if not (name.startswith("ld.param") or _POINTER_ARITHMETIC.match(name)):
                 continue
-            known = parameters.setdefault(re.search(r"%\w+", operands)[0], set())
+            result, *sources = re.findall(r"%\w+", operands)
+            numbers = set(map(int, re.findall(r"_param_(\d+)", operands)))
+            numbers = numbers.union(*(parameters.get(each, ()) for each in sources))
+            known = parameters.setdefault(result, set())
             is_changed |= not numbers <= known
             known |= numbers
     return parameters

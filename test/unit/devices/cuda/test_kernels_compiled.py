@@ -210,10 +210,23 @@ def reads_of_tensors(compiled):
     found = set()
     for each in compiled:
         listed = [(name, kind if isinstance(kind, tuple) else (kind,)) for name, kind in each.src.signature.items()]
-        kinds = [(name, *part) for name, parts in listed for part in enumerate(parts) if part[1] != "constexpr"]
+        kinds = [
+            (name, place, kind)
+            for name, parts in listed
+            for place, kind in enumerate(parts)
+            for _ in range(number_of_parameters(kind))
+        ]
         reads = [(*kinds[number], instruction) for number, instruction in reads_before_wait(each.asm["ptx"])]
-        found |= {(name, place, each) for name, place, kind, each in reads if kind.startswith("*")}  # not strides
+        reads = [read for read in reads if read[2].startswith(("*", "tensordesc"))]  # not strides
+        found |= {(name, place, instruction) for name, place, _, instruction in reads}
     return found
+
+
+def number_of_parameters(kind):
+    """Return how many parameters of a compiled kernel an argument is: a tensor descriptor has sizes and strides too."""
+    if kind.startswith("tensordesc"):
+        return 1 + 2 * (kind.count(",") + 1)
+    return 0 if kind == "constexpr" else 1
 
 
 @pytest.mark.parametrize("batch", [1, 8])
