@@ -15,6 +15,8 @@ which take longer than reading memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from granite4_neuron.config.choices import FP8_GROUP, INT4_GROUP
@@ -515,6 +517,18 @@ def select_bits(words, MASK: tl.constexpr, BITS: tl.constexpr):
 # of 16 columns has the same bits in any order.
 
 BLOCK_OF_CODES = 64  # columns of a tile; there are whole ones only
+_SCALES_OF_CODES = 2.0**-61, 2.0**63  # the smallest and the largest of FP8, see `convert_codes`
+
+
+def loses_digits(weight: Weight) -> bool:
+    """Return whether `convert_codes` loses digits of a matrix: of FP8 with scales out of its range, but for those of
+    zeros.
+    """
+    if not isinstance(weight, QuantizedWeight) or weight.format is not FP8:
+        return False
+    sizes, (smallest, largest) = weight.scales.abs(), _SCALES_OF_CODES
+    is_out = (sizes > 0) & ((sizes < smallest) | (sizes > largest))
+    return bool(is_out.any()) and bool(replace(weight, scales=is_out.float()).dequantize(torch.float32).any())
 
 
 def format_of(values: torch.Tensor) -> str:
@@ -580,7 +594,7 @@ def convert_codes(words, scale_ptrs, start, FORMAT: tl.constexpr):
 
     Numbers of int4 are rounded as `Format.dequantize` rounds them. In int8 the scale is left to `scale_outputs`. In FP8
     it is the sum of two numbers of bfloat16, and the product is rounded once; it is 2^-56 of the number, so scales are
-    from 2^-61 to 2^63.
+    from 2^-61 to 2^63 (`loses_digits`).
 
     Args:
         words: [ROWS, BLOCK_K / 4], `words_of`.

@@ -26,7 +26,7 @@ from granite4_neuron.devices.cpu.torch_device import CPU
 from granite4_neuron.devices.cuda.choices import FOUND, IS_CHOSEN, ChoiceTables, reports_of
 from granite4_neuron.devices.cuda.cuda_graph import CudaGraph, start_copy, tensor_cores
 from granite4_neuron.devices.cuda.operators import GPU, GPU_BATCH_INVARIANT
-from granite4_neuron.devices.cuda.weights import WHOLE_COLUMNS
+from granite4_neuron.devices.cuda.weights import WHOLE_COLUMNS, loses_digits
 from granite4_neuron.devices.graphs.mamba import CHUNK_SIZE
 from granite4_neuron.devices.graphs.operators import INPUT_FIRST, LOOPS, write_cache_as
 from granite4_neuron.devices.graphs.runtime import (
@@ -69,6 +69,7 @@ from granite4_neuron.devices.torch.step_functions import (
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.causal_lm import HybridForCausalLM
 from granite4_neuron.model.linear import Matrix
+from granite4_neuron.model.moe import StackedWeights
 from granite4_neuron.ops import Operators, format_of
 from granite4_neuron.ops.sampling import Choice, Logprobs
 from granite4_neuron.runtime.declaration import numbers_of
@@ -668,11 +669,17 @@ def _operators(
 def _check_formats(model: HybridForCausalLM, device: str) -> None:
     """Check that a device has kernels for a model's quantized weights; raise UserError if not."""
     for name, matrix in model.matrices().items():
-        if (format := format_of(matrix.weight)) is not None:
+        weight = matrix.weight
+        if (format := format_of(weight)) is not None:
             check_format(format.name, device)
-            if (columns := matrix.weight.shape[-1]) % WHOLE_COLUMNS:
+            if (columns := weight.shape[-1]) % WHOLE_COLUMNS:
                 raise UserError(
                     f"{name} has {columns} columns; in {format.name} a GPU takes multiples of {WHOLE_COLUMNS}."
+                )
+            if isinstance(matrix, StackedWeights) and model.dtype == torch.bfloat16 and loses_digits(weight):
+                raise UserError(
+                    f"{name} has scales below 2^-61 or above 2^63, with which experts in {format.name} lose digits in "
+                    "bfloat16 on a GPU; --dtype float32 keeps them."
                 )
 
 

@@ -1,5 +1,7 @@
 """The Triton kernels with quantized weights against products with the numbers that these stand for, in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from granite4_neuron.devices.cuda.linear import multiply_rows
 from granite4_neuron.devices.cuda.operator import LAUNCHES
 from granite4_neuron.devices.cuda.products import multiply_tokens
 from granite4_neuron.devices.cuda.token_operators import OneRowOperators, TokenOperators
-from granite4_neuron.devices.cuda.weights import dequantized
+from granite4_neuron.devices.cuda.weights import dequantized, loses_digits
 from granite4_neuron.ops import QuantizedWeight
 from granite4_neuron.ops.fp8 import FORMAT as FP8
 from test.support.oracles import relative_error
@@ -169,6 +171,25 @@ def test_experts_of_prompts_are_as_exact_as_dequantized_weights(format, is_gated
     theirs = LAUNCHES[multiply_by_experts](x, *dense, topk_weights, ids)
     error, other_error = ((each.cpu().double() - expected).norm() / expected.norm() for each in (ours, theirs))
     assert error <= 1.02 * other_error <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("exponent", [-62, -61, 62, 64])
+def test_scales_of_experts_of_prompts(exponent):
+    """In bfloat16 the digits of FP8 are lost with the scales for which a model is refused, and with no others."""
+    (x, *others), (_, second), (w1, w2) = experts_of_prompt("fp8", True, 128, 192, torch.bfloat16, tokens=16)
+    smallest = torch.where(torch.rand(w1.shape) < 0.5, -(2.0**-9), 2.0**-9).to(w1.values.dtype)
+    w1 = replace(w1, values=smallest, scales=2.0**exponent * (1 + torch.rand(w1.scales.shape)))
+    x *= 2.0 ** (5 - exponent)  # activations of an ordinary size
+    numbers = [each.dequantize(torch.float32).double() for each in (w1, w2)]
+    topk_weights, ids = others
+    expected = multiply_by_experts(x.cpu().double(), *numbers, topk_weights.cpu(), ids.cpu())
+    first = copied(w1.dequantize(torch.bfloat16), DEVICE)
+    ours = launch_quantized(x, others, (w1, w2))
+    theirs = LAUNCHES[multiply_by_experts](x, first, second, *others)
+    error, other_error = ((each.cpu().double() - expected).norm() / expected.norm() for each in (ours, theirs))
+    assert other_error <= TOLERANCE[torch.bfloat16]
+    assert bool(error <= 1.02 * other_error) != loses_digits(w1)
 
 
 def experts_of_prompt(format, is_gated, width, columns, dtype, experts=4, tokens=150):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from granite4_neuron.devices.torch.options import DEVICES, check_format
-from granite4_neuron.devices.torch.runtime import TorchRuntime, _check_memory, _check_pieces
+from granite4_neuron.devices.torch.runtime import TorchRuntime, _check_formats, _check_memory, _check_pieces
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
@@ -214,3 +214,19 @@ def test_quantized_weights_need_a_device_with_kernels_for_them(monkeypatch):
     with pytest.raises(UserError, match="torch on cpu runs the original in its dtype"):
         TorchRuntime(model, GenerationConfig())
     check_format("compressed-tensors", "cpu")
+
+
+@pytest.mark.parametrize("scale", [2.0**-62, 2.0**64])
+def test_experts_in_fp8_whose_digits_a_gpu_would_lose(scale):
+    model = engine_model(dtype=torch.bfloat16, num_local_experts=4, num_experts_per_tok=2)
+    quantize_model(model, "fp8")
+    _check_formats(model, "cuda")
+    name = "model.layers.1.block_sparse_moe.output_linear"
+    matrix = model.get_submodule(name)
+    group = 3, 5, 0
+    matrix.weight.scales[group] = scale
+    with pytest.raises(UserError, match=f"^{name} has scales below .* experts in fp8 lose digits .* --dtype float32"):
+        _check_formats(model, "cuda")
+    _check_formats(model.float(), "cuda")
+    matrix.weight.values[3, 5] = 0.0
+    _check_formats(model.bfloat16(), "cuda")
