@@ -152,7 +152,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (_next_socket.__module__, _next_socket.__name__):
-            return lambda: socket.socket(fileno=self._descriptors.popleft())
+            # The pickler keeps this. If it held the pickler, the message would live until a garbage collection.
+            descriptors = self._descriptors
+            return lambda: socket.socket(fileno=descriptors.popleft())
         return super().find_class(module, name)
 
 

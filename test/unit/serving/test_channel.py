@@ -1,5 +1,6 @@
 """Messages between two processes."""
 
+import gc
 import os
 import re
 import socket
@@ -60,6 +61,22 @@ def test_sockets_in_messages_arrive(ends):
         arrived.send(bytes([number]))
         arrived.close()
         assert kept.recv(9) == bytes([number]) and kept.recv(9) == b""
+        kept.close()
+
+
+def test_a_message_is_freed_with_its_last_reference(ends):
+    """Not by a garbage collection, which an idle process never begins: the other end of a socket waits for it."""
+    kept, given = socket.socketpair()
+    kept.setblocking(False)
+    ends[0].send(given)
+    given.close()
+    gc.disable()
+    try:
+        [arrived] = ends[1].receive()
+        del arrived
+        assert kept.recv(9) == b""
+    finally:
+        gc.enable()
         kept.close()
 
 
