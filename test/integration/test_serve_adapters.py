@@ -2,6 +2,7 @@
 # ruff: noqa: E402 (importorskip comes first)
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,15 +136,17 @@ class TestWhileTheServerRuns:
             assert gone.result().status_code == 200
         assert self.text(changing, "b") == expected["b"] and list(changing.engine.runtime.adapters) == ["b"]
 
-    def test_bad_requests_to_load_are_refused(self, changing, server, tmp_path):
+    def test_bad_requests_to_load_are_refused(self, changing, server, tmp_path, monkeypatch):
+        monkeypatch.setattr(changing.service, "options", replace(changing.service.options, aliases=["small"]))
         for body, message in (
             (dict(lora_name=MODEL, lora_path="x"), "there already is a model tiny"),
+            (dict(lora_name="small", lora_path="x"), "there already is a model small"),
             (dict(lora_name="x", lora_path=str(tmp_path / "none")), "is not a folder; an adapter is a folder with"),
             (dict(lora_name="x", lora_path="x", load_inplace=True), "load_inplace: this server supports only false"),
             (dict(lora_name="x"), "lora_path: field required"),
         ):
             answer = self.post(changing, "load_lora_adapter", **body)
             assert answer.status_code == 400 and message in answer.json()["error"]["message"]
-        assert changing.service.models == (MODEL,)
+        assert changing.service.models == (MODEL, "small")
         for path in ("load_lora_adapter", "unload_lora_adapter"):
             assert self.post(server, path, lora_name="red", lora_path="x").status_code == 404, "it is off"

@@ -54,8 +54,9 @@ class AdapterRoutes:
         """Load an adapter. Requests may name it once this is answered."""
         body = parse(LoadBody, await self._read(http), 0)
         name, engine, maker = body.lora_name, self._service.engine, self._service.maker
+        options = self._service.options
         async with self._one_at_a_time:
-            if name == self._service.options.model or name in engine.adapters:
+            if name in (options.model, *options.aliases, *engine.adapters):
                 message = f"there already is a model {name}; choose another name, or unload the adapter first."
                 raise RequestError(400, message, "lora_name")
             adapters = self._service.queues.adapters
