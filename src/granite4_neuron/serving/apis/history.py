@@ -31,7 +31,7 @@ class History:
 
     def call(self, id: str, name: str, arguments: Mapping[str, Any]) -> None:
         """Add a call of the model."""
-        if not self._messages or self._messages[-1]["role"] != "assistant":
+        if self._thoughts or not self._messages or self._messages[-1]["role"] != "assistant":
             self.say("assistant", "")
         call = ToolCall(id=id, function=FunctionCall(name=name, arguments=dict(arguments)))
         self._messages[-1].setdefault("tool_calls", []).append(call)
