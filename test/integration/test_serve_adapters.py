@@ -136,6 +136,19 @@ class TestWhileTheServerRuns:
             assert gone.result().status_code == 200
         assert self.text(changing, "b") == expected["b"] and list(changing.engine.runtime.adapters) == ["b"]
 
+    def test_a_request_whose_adapter_goes_while_it_is_prepared_is_refused(self, changing, folders, monkeypatch):
+        self.post(changing, "load_lora_adapter", lora_name="a", lora_path=str(folders["a"]))
+        encode = changing.service.maker.text_tokens
+
+        def slow(*arguments):
+            assert self.post(changing, "unload_lora_adapter", lora_name="a").status_code == 200
+            return encode(*arguments)
+
+        monkeypatch.setattr(changing.service.maker, "text_tokens", slow)
+        answer = self.post(changing, "completions", model="a", prompt=PROMPT, **OPTIONS)
+        assert answer.status_code == 400, "the model without adapters answers in its name"
+        assert answer.json()["error"]["message"] == "there is no adapter 'a'; none is loaded."
+
     def test_bad_requests_to_load_are_refused(self, changing, server, tmp_path, monkeypatch):
         monkeypatch.setattr(changing.service, "options", replace(changing.service.options, aliases=["small"]))
         for body, message in (

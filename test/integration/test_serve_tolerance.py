@@ -5,7 +5,6 @@ import gzip
 import json
 import logging
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -17,6 +16,7 @@ from granite4_neuron.serving.apis.chat.protocol import ChatBody, parse
 from granite4_neuron.serving.apis.messages.body import MessagesBody
 from granite4_neuron.serving.apis.responses.body import ResponsesBody
 from granite4_neuron.serving.apis.strict import Ignored
+from test.support.serving import MODEL, serving
 
 HI = {"role": "user", "content": "Say hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -155,22 +155,33 @@ def test_names_of_tools_have_the_longest_that_an_api_takes_and_there_may_be_many
     assert [tool.function.name for tool in shown] == names
 
 
-@pytest.fixture
-def post(byte_server):
+def poster(server):
+    """Return a function that posts a body to a path of the server and returns the response."""
+
     def send(path, body, **options):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **options}
-        return httpx.post(f"{byte_server.address}/v1/{path}", content=content, headers=headers, timeout=60)
+        return httpx.post(f"{server.address}/v1/{path}", content=content, headers=headers, timeout=60)
 
     return send
 
 
-def test_a_model_has_several_names(post, byte_server, monkeypatch):
+@pytest.fixture
+def post(byte_server):
+    return poster(byte_server)
+
+
+@pytest.fixture
+def server_of_two_names(byte_model):
+    with serving(*byte_model, aliases=["small"]) as server:
+        yield server
+
+
+def test_a_model_has_several_names(server_of_two_names):
     """Agents name a second, small model."""
-    options = replace(byte_server.service.options, aliases=["small"])
-    monkeypatch.setattr(byte_server.service, "options", options)
-    listed = httpx.get(f"{byte_server.address}/v1/models", timeout=60).json()["data"]
-    assert [model["id"] for model in listed] == [options.model, "small"]
+    post = poster(server_of_two_names)
+    listed = httpx.get(f"{server_of_two_names.address}/v1/models", timeout=60).json()["data"]
+    assert [model["id"] for model in listed] == [MODEL, "small"]
     fields = {"prompt": "a", "messages": [HI], "input": "a"}
     for path, field in (("completions", "prompt"), ("chat/completions", "messages"), ("responses", "input")):
         limit = "max_output_tokens" if path == "responses" else "max_tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,9 +78,16 @@ class RequestBuilder:
     Args:
         model, tokenizer: what will run the sequences.
         limits: of each request.
+        names: of the model without adapters, in requests.
     """
 
-    def __init__(self, model: Runtime | ServedModel, tokenizer: PreTrainedTokenizerFast, limits: Limits):
+    def __init__(
+        self,
+        model: Runtime | ServedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        limits: Limits,
+        names: Collection[str] = (),
+    ):
         self._encoder = ConversationEncoder(tokenizer)
         self._vocab_size = model.config.vocab_size
         self._grammars = Grammars(tokenizer, self._vocab_size)
@@ -90,6 +97,7 @@ class RequestBuilder:
         self.config = model.config
         self.adapters = tuple(model.adapters)  # that requests may name
         self.limits = limits
+        self._names = names
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
         self._longest_token = None if has_normalizer else max(map(len, tokenizer.get_vocab()))
@@ -273,7 +281,8 @@ class RequestBuilder:
             bad_words_ids=self._bad_words(body.bad_words) or None,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            adapter=body.model if body.model in self.adapters else None,
+            # Whether it is still loaded, the engine says: it may be unloaded meanwhile.
+            adapter=None if body.model in (None, *self._names) else body.model,
         )
 
     def _requests(self, request: Request, which: str, choices: int) -> list[Request]:

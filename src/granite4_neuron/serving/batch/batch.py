@@ -144,7 +144,8 @@ class Batch:
     ):
         self._engine = engine
         self._has_prefix_cache = has_prefix_cache
-        self._maker = RequestBuilder(engine.runtime, tokenizer, Limits(engine.max_length, None, MOST_CHOICES))
+        limits = Limits(engine.max_length, None, MOST_CHOICES)
+        self._maker = RequestBuilder(engine.runtime, tokenizer, limits, (model,))
         self._texts = TokenTexts(tokenizer, engine.max_length)
         self._model = model
         self._prompts = prompts

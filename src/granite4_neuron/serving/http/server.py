@@ -51,7 +51,8 @@ class Server(uvicorn.Server):
         queues = WorkQueues(limits.num_sequences)
         metrics = Metrics(served.facts, served.num_sequences, limits.max_length, queues, options.model)
         engine = EngineClient(channel, limits.num_sequences, served.adapters, metrics, self._engine_ended)
-        maker, texts = RequestBuilder(served, tokenizer, limits), TokenTexts(tokenizer, limits.max_length)
+        maker = RequestBuilder(served, tokenizer, limits, (options.model, *options.aliases))
+        texts = TokenTexts(tokenizer, limits.max_length)
         self.service = Service(options, engine, queues, maker, texts, metrics)
         self._signals = signals
         self._has_failed = False
