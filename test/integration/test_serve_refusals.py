@@ -13,8 +13,12 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed; it knows
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
+from granite4_neuron.errors import UserError
 from granite4_neuron.serving.apis.chat.protocol import ChatBody, CompletionBody
-from test.support.serving import serving
+from granite4_neuron.serving.apis.endpoints import BY_PATH
+from granite4_neuron.serving.http import app
+from test.support.serving import named_events, serving
+from test.support.waiting import until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -254,6 +258,72 @@ def test_a_server_that_is_shutting_down_is_not_healthy(server, post, monkeypatch
     answer = httpx.get(f"{server.address}/health")
     assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server is ending."
     assert post("completions", {"prompt": "x", "max_tokens": 1}).status_code == 503
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60}
+ASKED = {
+    "completions": {"prompt": "x", "max_tokens": 60},
+    "chat/completions": CHAT,
+    "messages": CHAT,
+    "responses": {"input": "x", "max_output_tokens": 60},
+}
+
+
+def last_error(path, text):
+    """Return the type and the message of the error that ends a stream, and how many events are before it."""
+    if path == "responses":
+        *before, last = named_events(text)
+        events = [*before, last]
+        assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+        return last["response"]["error"]["code"], last["response"]["error"]["message"], len(before) - 2
+    if path == "messages":
+        *before, last = named_events(text)
+        assert last["type"] == "error"
+    else:
+        *before, last = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    return last["error"]["type"], last["error"]["message"], len(before)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_what_the_engine_refuses_is_the_requests_fault(server, post, path, monkeypatch, caplog):
+    def refuse(_):
+        raise UserError("there is no room for it.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.engine, "add", refuse)
+        whole = post(path, ASKED[path])
+        streamed = post(path, {**ASKED[path], "stream": True})
+    assert whole.status_code == 400 and whole.json()["error"]["message"] == "there is no room for it."
+    kind = "invalid_prompt" if path == "responses" else "invalid_request_error"
+    assert streamed.status_code == 200 and last_error(path, streamed.text) == (kind, "there is no room for it.", 0)
+    assert not caplog.records and not server.service.engine._live
+    assert post(path, ASKED[path]).status_code == 200
+
+
+@pytest.mark.parametrize("where", ["engine", "tokens", "first event", "last event"])
+@pytest.mark.parametrize("path", ASKED)
+def test_a_stream_that_fails_here_says_so(server, post, path, where, monkeypatch, caplog):
+    def fail(*_):
+        raise KeyError("x")
+
+    owner, name = {
+        "engine": (server.engine, "add"),
+        "tokens": (app._EventStream, "_take"),
+        "first event": (app, "_text"),
+        "last event": (BY_PATH[f"/v1/{path}"].answer, "last_events"),
+    }[where]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail)
+        answer = post(path, {**ASKED[path], "stream": True})
+    kind, message, num_before = last_error(path, answer.text)
+    assert answer.status_code == 200 and message == "the server failed at this request; its log says why."
+    assert kind == {"messages": "api_error"}.get(path, "server_error")
+    assert where == "tokens" or (num_before > 0) == (where == "last event")
+    assert [record.exc_info[0] for record in caplog.records] == [KeyError]
+    until(lambda: not server.service.engine._live)
+    assert post(path, ASKED[path]).status_code == 200
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])

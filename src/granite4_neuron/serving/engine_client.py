@@ -14,7 +14,7 @@ from granite4_neuron.generation.structured_outputs import CompiledGrammar
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.serving.channel import Channel
 from granite4_neuron.serving.engine_loop import CLOSE, EngineFacts
-from granite4_neuron.serving.errors import RequestError, too_many_requests
+from granite4_neuron.serving.errors import RequestError, server_failed, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.text_times import TextTimes
 
@@ -312,7 +312,7 @@ class EngineClient:
     def _failed(self, first: int, error: UserError | None) -> None:
         if first in self._places:
             generation, _ = self._places[first]
-            self._fail(generation, error or RequestError(500, "the server failed at this request; its log says why."))
+            self._fail(generation, error or server_failed())
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         generation.fail(error)

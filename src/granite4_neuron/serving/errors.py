@@ -75,6 +75,11 @@ def too_many_requests(message: str) -> RequestError:
     return RequestError(429, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
+def server_failed() -> RequestError:
+    """Return the error for a request at which something went wrong here, and which the log explains."""
+    return RequestError(500, "the server failed at this request; its log says why.")
+
+
 def _cut(text: str) -> str:
     half = _LONGEST_MESSAGE // 2
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:half]}...{text[-half:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -33,7 +34,7 @@ from granite4_neuron.serving.apis.chat.protocol import (
 from granite4_neuron.serving.apis.endpoints import API, BY_PATH, check_model
 from granite4_neuron.serving.apis.messages.body import PromptBody
 from granite4_neuron.serving.engine_client import Batch, Generation
-from granite4_neuron.serving.errors import RequestError, json_response, to_json, to_short_json
+from granite4_neuron.serving.errors import RequestError, json_response, server_failed, to_json, to_short_json
 from granite4_neuron.serving.http.adapter_routes import AdapterRoutes
 from granite4_neuron.serving.http.bodies import in_utf8, too_long
 from granite4_neuron.serving.http.connection import CONNECTION, IS_EVENT_STREAM, Connection
@@ -45,11 +46,14 @@ from granite4_neuron.serving.work_queue import WorkQueue
 from granite4_neuron.system.sandbox.limited_process import NoProcess, Stop
 from granite4_neuron.system.sandbox.markdown import MarkdownFailed
 
+_LOGGER = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 _PART = 2**16  # bytes
 _FEW = 64  # tokens whose events are written between two turns of the loop
 _MODEL = "/v1/models/{name:path}"
+_TOLD = RequestError, UserError, NoProcess  # whose messages clients get
 # Parts of paths of other servers, and what they have there.
 _NOT_SERVED = {
     "/embed": "embeddings",
@@ -79,7 +83,7 @@ def make_app(service: Service) -> ASGIApp:
 
     app = Starlette(lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect would go where Host says
-    for kind in (RequestError, UserError, HTTPException, ClientDisconnect, NoProcess, Exception):
+    for kind in (*_TOLD, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
     app.add_route("/v1/models", routes.models, methods=["GET"])
@@ -289,7 +293,6 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
     """Yield the events of a stream, those together that are there together; an error is the last one. A pause is said,
     so that neither the client nor a proxy gives up.
     """
-
     try:
         async for batch in generation:
             parts = [] if batch else [answer.pause]
@@ -309,8 +312,10 @@ async def _events(generation: Generation, answer: Answer, queue: WorkQueue) -> A
                     _raise_error(last)
             yield "".join(parts)
         yield "".join(map(str, answer.last_events()))
-    except RequestError as error:
-        yield str(answer.failure(error))
+    except Exception as error:  # whatever it is: the status has been sent, so that only an event can say it
+        if not isinstance(error, _TOLD):
+            _LOGGER.error("A stream failed.", exc_info=error)
+        yield "".join(map(str, answer.failure(_request_error(error))))
 
 
 def _text(
@@ -427,10 +432,13 @@ async def _error_response(http: HTTPRequest, error: Exception) -> Response:
             if part in http.url.path:
                 wrong = f"this server answers texts with texts, and has no {what}"
         error = RequestError(error.status_code, f"{wrong}; there are {', '.join(PATHS)}.", None, error.headers)
-    elif isinstance(error, NoProcess):
-        error = RequestError(503, str(error))
-    elif isinstance(error, UserError):
-        error = RequestError(400, str(error))
-    elif not isinstance(error, RequestError):
-        error = RequestError(500, "the server failed at this request; its log says why.")
-    return error.response_for(http.url.path)
+    return _request_error(error).response_for(http.url.path)
+
+
+def _request_error(error: Exception) -> RequestError:
+    """Return an error as the client sees it."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, NoProcess):
+        return RequestError(503, str(error))
+    return RequestError(400, str(error)) if isinstance(error, UserError) else server_failed()

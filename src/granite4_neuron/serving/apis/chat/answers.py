@@ -134,8 +134,8 @@ class Answer(ABC):
         """Yield the events behind all others."""
 
     @abstractmethod
-    def failure(self, error: RequestError) -> Event:
-        """Return the last event of a stream that fails after it has begun."""
+    def failure(self, error: RequestError) -> Iterator[Event]:
+        """Yield the events behind all others of a stream that fails; its headers have been sent."""
 
     def usage(self) -> dict[str, Any]:
         """Return the usage in the form of OpenAI's completions; a prompt counts once for all its choices."""
@@ -207,8 +207,8 @@ class Choices(Answer):
             yield Event(last | self._additions.timings(dict(enumerate(self._outputs))))
         yield Event("[DONE]")
 
-    def failure(self, error: RequestError) -> Event:
-        return Event(error.body)
+    def failure(self, error: RequestError) -> Iterator[Event]:
+        yield Event(error.body)
 
     def _add_prompt(self, answer: dict[str, Any], choice: dict[str, Any], outputs: Sequence[Output]) -> None:
         """Add the requested fields about a choice's prompt: to the choice, or to the answer if all choices have one

@@ -43,8 +43,8 @@ class MessagesAnswer(Answer):
         yield _event("message_delta", delta=self._stop(), usage=self._usage_object())
         yield _event("message_stop")
 
-    def failure(self, error: RequestError) -> Event:
-        return Event(error.body_of_messages, "error")
+    def failure(self, error: RequestError) -> Iterator[Event]:
+        yield Event(error.body_of_messages, "error")
 
     def _begun(self) -> dict[str, Any]:
         return {

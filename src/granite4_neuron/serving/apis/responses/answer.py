@@ -33,8 +33,7 @@ class ResponsesAnswer(Answer):
 
     def events(self, index: int, outputs: Sequence[Output]) -> Iterator[Event]:
         if len(outputs) == len(self._outputs[index]):
-            yield self._event("response.created", response=self._response("in_progress"))
-            yield self._event("response.in_progress", response=self._response("in_progress"))
+            yield from self._begun()
         for change in self._blocks.add(outputs):
             yield from self._of_text(change) if change.block.tool is None else self._of_call(change)
 
@@ -42,11 +41,17 @@ class ResponsesAnswer(Answer):
         response = self._ended()
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failure(self, error: RequestError) -> Event:
+    def failure(self, error: RequestError) -> Iterator[Event]:
+        if not self._num_events:
+            yield from self._begun()  # OpenAI's client reads nothing before it
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        return self._event(
+        yield self._event(
             "response.failed", response=self._response("failed", error={"code": code, "message": error.message})
         )
+
+    def _begun(self) -> Iterator[Event]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def _of_text(self, change: Change) -> Iterator[Event]:
         """Yield the events of a text or a thought."""
