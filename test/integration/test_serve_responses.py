@@ -2,6 +2,7 @@
 # ruff: noqa: E402 (importorskip comes first)
 
 import json
+import sys
 
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter
@@ -18,6 +19,7 @@ from test.support.serving import MODEL, named_events
 from test.support.tool_template import spelled
 
 QUESTION = "What is the weather in Rome?"
+HUGE = "a number in the place of this text"
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -170,6 +172,30 @@ class TestTheRequestIsAChats:
         answer = post(input=QUESTION, max_output_tokens=5, **fields).json()
         assert answer["output"][0]["content"] == plain["output"][0]["content"]
         assert answer["store"] is False and answer["metadata"] == {"run": "1"}
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            dict(metadata={"x": [HUGE]}),
+            dict(text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "number", "maximum": HUGE}}}),
+            dict(text={"format": {"type": "text"}, "verbosity": HUGE}),
+            dict(tool_choice={"type": "function", "name": "time", "x": HUGE}, tools=TOOLS),
+            dict(tools=[{**TOOLS[1], "parameters": {"maximum": HUGE}}]),
+            dict(reasoning={"effort": HUGE, "summary": None}),
+            *({name: HUGE} for name in ("max_tool_calls", "prompt_cache_key", "safety_identifier", "user")),
+        ],
+        ids=lambda fields: next(iter(fields)),
+    )
+    def test_numbers_that_json_cannot_repeat_are_cut(self, byte_server, fields):
+        """JSON can write 1e400, and readers make it infinity, which JSON cannot write."""
+        body = json.dumps(dict(input=QUESTION, max_output_tokens=3, **fields)).replace(json.dumps(HUGE), "1e400")
+        url, headers = f"{byte_server.address}/v1/responses", {"Content-Type": "application/json"}
+        whole = httpx.post(url, content=body, headers=headers, timeout=60)
+        assert whole.status_code == 200, whole.text
+        streamed = httpx.post(url, content=f'{{"stream": true, {body[1:]}', headers=headers, timeout=60)
+        [field, *_] = fields
+        for answer in whole.json(), named_events(streamed.text)[-1]["response"]:
+            assert answer["status"] == "incomplete" and repr(sys.float_info.max) in json.dumps(answer[field])
 
 
 class TestAnswers:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field
 
+from granite4_neuron.config.json_files import finite
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.apis.chat.protocol import (
@@ -166,9 +167,13 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+# What the response repeats, in JSON that has only finite numbers.
+Repeated = Annotated[Any, AfterValidator(finite)]
+
+
 class TextConfig(Strict):
-    format: Annotated[dict[str, Any], AfterValidator(_format)] = Field({"type": "text"})
-    verbosity: Any = "medium"  # the response repeats it
+    format: Annotated[dict[str, Any], AfterValidator(finite), AfterValidator(_format)] = Field({"type": "text"})
+    verbosity: Repeated = "medium"
 
 
 class _Chat(ChatBody):
@@ -188,7 +193,7 @@ class ResponsesBody(SamplingBody):
     )
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], FailFast(), leaving_out("tool", lambda kind: kind != "function")] = Field([])
-    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = "auto"
+    tool_choice: Annotated[Repeated, AfterValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: NewTokens = Field(None, ge=1)
     text: TextConfig = TextConfig(format={"type": "text"})
@@ -197,12 +202,12 @@ class ResponsesBody(SamplingBody):
     stop: StopStrings = Field([])
     previous_response_id: NotStored = None
     conversation: NotStored = None
-    reasoning: Annotated[dict[str, Any], AfterValidator(without_nulls)] = Field({})
-    max_tool_calls: Any = None  # of built-in tools
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    user: Any = None
+    reasoning: Annotated[dict[str, Any], AfterValidator(finite), AfterValidator(without_nulls)] = Field({})
+    max_tool_calls: Repeated = None  # of built-in tools
+    metadata: Repeated = None
+    prompt_cache_key: Repeated = None
+    safety_identifier: Repeated = None
+    user: Repeated = None
 
     @property
     def wants_logprobs(self) -> bool:
