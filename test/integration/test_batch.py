@@ -39,6 +39,7 @@ CHANCE = {
     "cache_read_input_tokens",
 }
 SAID = [{"role": "user", "content": "What?"}]
+LONG = "The same beginning, which is long enough for a snapshot. " * 3
 BODIES = [
     (COMPLETIONS, dict(prompt="One", max_tokens=5)),
     (COMPLETIONS, dict(prompt=["One", "Another"], n=2, max_tokens=4, temperature=1.0, seed=3, logprobs=2, echo=True)),
@@ -47,6 +48,8 @@ BODIES = [
     (CHAT, dict(messages=SAID, max_tokens=30, response_format={"type": "json_object"})),
     ("/v1/responses", dict(input="What?", max_output_tokens=60, tools=[FUNCTION], tool_choice="required")),
     ("/v1/messages", dict(messages=SAID, max_tokens=5)),
+    (COMPLETIONS, dict(prompt=[LONG + "One", "x"], max_tokens=4)),
+    (COMPLETIONS, dict(prompt=LONG + "Another", n=2, max_tokens=4)),
     (CHAT, dict(messages=[], max_tokens=3)),
     (CHAT, dict(messages=SAID, model="another")),
     (COMPLETIONS, dict(prompt="x" * 700)),
@@ -108,7 +111,7 @@ def test_answers_are_those_of_the_server(texting, run, tmp_path):
             assert result["custom_id"] == f"line {number}" and result["error"] is None
             assert result["response"]["status_code"] == expected.status_code, expected.text
             assert without_chance(result["response"]["body"]) == without_chance(expected.json())
-    assert [result["response"]["status_code"] for result in results] == [200] * 7 + [400, 404, 400, 400]
+    assert [result["response"]["status_code"] for result in results] == [200] * 9 + [400, 404, 400, 400]
 
 
 def test_an_error_is_the_result_of_its_line(run, tmp_path):
@@ -178,7 +181,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected
     capsys.readouterr()
-    assert run(given, whole) == 0 and "has all 14 results already" in capsys.readouterr().err
+    assert run(given, whole) == 0 and f"has all {len(requests) + 1} results already" in capsys.readouterr().err
     assert whole.read_bytes() == expected
 
 

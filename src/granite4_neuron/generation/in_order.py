@@ -102,7 +102,11 @@ class InOrder(Generic[AnyJob]):
         if self._shares_prefixes:
             shared = shared_lengths(list(map(_prompt, waiting)))
             for each, at in zip(waiting, shared, strict=True):
-                each.job.requests = [replace(request, snapshots_at=at) for request in each.job.requests]
+                # The lengths are of the first prompt; others of the job may be shorter.
+                each.job.requests = [
+                    replace(request, snapshots_at=at) if list(request.tokens) == _prompt(each) else request
+                    for request in each.job.requests
+                ]
         self._waiting += waiting
 
     def _admit(self) -> None:
