@@ -21,6 +21,7 @@ from granite4_neuron.serving.batch.batch import _PREPARED, LOOK_AHEAD, Batch
 from granite4_neuron.serving.batch.forms import Prompts
 from granite4_neuron.serving.batch.lines import JSONLines, Line
 from granite4_neuron.serving.batch.results import Results
+from test.support.descriptors import descriptors
 from test.support.serving import MODEL, serving
 
 CHAT = "/v1/chat/completions"
@@ -205,6 +206,20 @@ def test_lines_are_read_a_limited_way_ahead(model):
     results.close()
     assert batch.cache.stats.hit_tokens / batch.cache.stats.queries > 80
     batch.close()
+
+
+def test_only_grammars_of_running_texts_have_processes(run, tmp_path):
+    """A process takes a descriptor, and there are fewer than lines."""
+    bodies = [
+        dict(prompt="One", max_tokens=9, n=1 + number % 2, structured_outputs={"grammar": f'root ::= "<{number}>"'})
+        for number in range(100)
+    ]
+    given = write_lines(tmp_path / "in.jsonl", [request(0, COMPLETIONS, body) for body in bodies])
+    with descriptors(30):
+        assert run(given, tmp_path / "out.jsonl") == 0
+    for number, result in enumerate(results_of(tmp_path / "out.jsonl")):
+        texts = [choice["text"] for choice in result["response"]["body"]["choices"]]
+        assert texts == [f"<{number}>"] * (1 + number % 2)
 
 
 def test_parts_have_each_line_once(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ import torch
 class Constraint(Protocol):
     """Decides after each token which tokens may follow, end-of-sequence tokens among them.
 
-    The engine advances its own copy by each chosen token and never by a draft, so nothing has to be rolled back.
+    The engine makes its own copy when the sequence gets a slot, and advances it by each chosen token and never by a
+    draft, so nothing has to be rolled back.
     """
 
     def fork(self) -> Constraint:

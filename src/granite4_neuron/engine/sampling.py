@@ -87,7 +87,7 @@ class Sampler:
         self.form = form
         self._rules = TokenRules(params, prompt_length)
         self._processors = [_RequestsProcessor(each) for each in params.logits_processors or ()]
-        self._constraint = _fork(params.constraint)
+        self._constraint = params.constraint  # the request's, until `start`
         self._forced: list[int] = []  # the tokens that the constraint forces, as far as they are known
         self._is_greedy = params.temperature == 0
         self.seed = None if self._is_greedy else params.with_seed().seed
@@ -101,6 +101,15 @@ class Sampler:
         if self._counts is not None:  # `Row.counts` tells them
             no_counts = torch.empty(0, dtype=torch.int64), torch.empty(0)
             self._for_device = replace(self._choice, penalties=Penalties(*no_counts, *self._penalties))
+
+    def start(self) -> None:
+        """Fork the request's constraint, before the first token. A fork may hold a process; a sequence that waits has
+        none.
+
+        Raises:
+            RequestFault: the constraint fails.
+        """
+        self._constraint = _fork(self._constraint)
 
     @property
     def takes_likeliest(self) -> bool:

@@ -101,7 +101,7 @@ class Scheduler:
                 slot = self._slots.take(sequence.limit, [each.slot for each in live.running.values()])
                 if slot is None:
                     return
-                sequence.slot, sequence.started = slot, self._clock()
+                sequence.start(slot, self._clock())
                 live.running[sequence.id] = sequence
                 live.waiting.popleft()
             if sequence.id not in live.running:

@@ -94,6 +94,15 @@ class RunningSequence:
         # No cache has the logits of a prompt's tokens.
         self.has_begun = self.request.prompt_logprobs is not None
 
+    def start(self, slot: int, now: float) -> None:
+        """Give it a slot, at this time of the engine's clock.
+
+        Raises:
+            RequestFault: its constraint fails.
+        """
+        self.sampler.start()
+        self.slot, self.started = slot, now
+
     @property
     def keys(self) -> Sequence[int]:
         """The tokens as keys of a prefix cache."""

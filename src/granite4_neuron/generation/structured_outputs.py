@@ -26,6 +26,7 @@ from granite4_neuron.generation.schema_faults import MOST_TRIALS, place_of_fault
 from granite4_neuron.generation.schema_references import has_endless_reference
 from granite4_neuron.system.sandbox.grammar_process import (
     COMPILE_SECONDS,
+    DeferredWorker,
     GrammarFailed,
     GrammarProcess,
     GrammarTooCostly,
@@ -70,12 +71,16 @@ class GrammarConstraint:
     the next mask says so.
 
     Args:
-        matcher: of the grammar; or a process with it, which can be ended within a mask, too. With a process no drafts
-            are allowed, and no token is `forced`.
+        matcher: of the grammar; or a process with it, which can be ended within a mask, too, perhaps one that only the
+            first mask or a fork starts. With a process no drafts are allowed, and no token is `forced`.
         after_thought: see the method of this name; None if nobody calls it.
     """
 
-    def __init__(self, matcher: Matcher | GrammarWorker, after_thought: Callable[[str], GrammarConstraint] | None):
+    def __init__(
+        self,
+        matcher: Matcher | GrammarWorker | DeferredWorker,
+        after_thought: Callable[[str], GrammarConstraint] | None,
+    ):
         self._matcher = matcher
         self._after_thought = after_thought
         self._seconds_left = _TEXT_SECONDS
@@ -139,6 +144,8 @@ class GrammarConstraint:
         """Return the mask of the token that follows; None if its process was ended."""
         accepted, self._accepted = self._accepted, []
         try:
+            if isinstance(self._matcher, DeferredWorker):
+                self._matcher = self._matcher.fork()
             if isinstance(self._matcher, GrammarWorker):
                 mask = self._matcher.mask(accepted, self._seconds_left)
             else:
@@ -151,7 +158,7 @@ class GrammarConstraint:
 
     def _run(self, work: Callable[[Matcher], Result], otherwise: Result) -> Result:
         """Return the result of the matcher's work, or `otherwise` if it is in a process or no time is left."""
-        if isinstance(self._matcher, GrammarWorker) or self._seconds_left <= 0:
+        if not isinstance(self._matcher, Matcher) or self._seconds_left <= 0:
             return otherwise
         accepted, self._accepted = self._accepted, []
         started = time.thread_time()
@@ -238,6 +245,14 @@ class Grammars:
     def constraint_of(self, grammar: CompiledGrammar) -> GrammarConstraint:
         """Make the constraint of a compiled grammar."""
         return self._matchers.constraint(grammar, partial(self._constraint_after_thought, grammar))
+
+    def deferred_constraint_of(self, grammar: CompiledGrammar) -> GrammarConstraint:
+        """Make the constraint of a compiled grammar for texts that may wait long. If it needs a process, each fork
+        compiles the grammar again in one; until then there is none. It is not for `after_thought`.
+        """
+        if grammar.worker is None:
+            return self._matchers.constraint(grammar)
+        return GrammarConstraint(DeferredWorker(self._process, grammar.text), None)
 
     def compile(
         self,

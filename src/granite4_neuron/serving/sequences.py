@@ -163,10 +163,12 @@ class RequestBuilder:
         return structure.compile(self._grammars, stop)
 
     def constrained(self, prepared: Prepared) -> Sequence[Request]:
-        """Return the requests with the constraint of their structure, if there is one; raise what `compile` raises."""
+        """Return the requests with the constraint of their structure, if there is one. Only a text that runs has a
+        process. Raise what `compile` raises.
+        """
         if prepared.structure is None:
             return prepared.requests
-        constraint = self._grammars.constraint_of(self.compile(prepared.structure))
+        constraint = self._grammars.deferred_constraint_of(self.compile(prepared.structure))
         return [replace(request, constraint=constraint) for request in prepared.requests]
 
     def _chat_structure(self, body: ChatBody, ends_thought: str | None) -> Structure | None:

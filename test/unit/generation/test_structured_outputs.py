@@ -25,6 +25,7 @@ from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.generation.structured_outputs import Grammars, schema_text
 from granite4_neuron.system.sandbox.limited_process import Stop, Stopped
 from test.support.checkpoints import save_byte_tokenizer
+from test.support.descriptors import descriptors
 from test.support.engines import engine_model, generate_one, run, tokens_of
 from test.support.schemas import SCHEMAS
 
@@ -452,6 +453,25 @@ def test_a_grammar_that_was_given_up_stays_so(tokenizer, grammars, monkeypatch):
     while process.exists():
         assert time.monotonic() < end, "its process goes on"
         time.sleep(0.01)
+
+
+def test_texts_that_wait_have_no_processes(runtime, tokenizer, grammars):
+    constraint = grammars.constraint("grammar", 'root ::= "ab"')
+    engine = Engine(runtime, 2, tokenizer=tokenizer)
+    request = Request([1], 9, constraint=constraint, stop_token_ids=[END])
+    with descriptors(10):
+        ids = [engine.add(request) for _ in range(30)]
+        outputs = run(engine)
+    assert ["".join(output.text for output in outputs[id]) for id in ids] == ["ab"] * 30
+
+
+def test_a_deferred_grammar_is_that_grammar(grammars):
+    for kind in ("lark", "gbnf", "regex"):
+        compiled = grammars.compile(*KINDS[kind])
+        logits, expected = torch.zeros(VOCAB), grammars.constraint_of(compiled)
+        deferred = grammars.deferred_constraint_of(compiled)
+        for constraint in (deferred.fork(), deferred, deferred.fork()):
+            assert torch.equal(constraint.mask(logits), expected.mask(logits))
 
 
 def test_a_complete_structure_ends_a_text_before_min_tokens(runtime, tokenizer, grammars):

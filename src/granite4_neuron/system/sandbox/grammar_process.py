@@ -368,6 +368,33 @@ class GrammarProcess:
         return self._first
 
 
+class DeferredWorker:
+    """A compiled grammar without a process, for texts that may wait long.
+
+    Args:
+        process: compiles it.
+        text: in llguidance's format.
+    """
+
+    def __init__(self, process: GrammarProcess, text: str):
+        self._process = process
+        self._text = text
+
+    def fork(self) -> GrammarWorker:
+        """Return a process with the grammar at the beginning of a text.
+
+        Raises:
+            NoProcess: none can be started.
+            WorkerEnded: it takes more than the limits allow.
+        """
+        try:
+            # It has been compiled within the limit, which a second time may just exceed.
+            worker, _ = self._process.compile("llguidance", self._text, seconds=2 * COMPILE_SECONDS)
+        except GrammarTooCostly:
+            raise WorkerEnded from None
+        return worker
+
+
 def _file_in_memory() -> IO[str]:
     """Return a file without a name, in memory if this Python can make one: conda's is built for a system without."""
     return open(os.memfd_create("vocabulary"), "w+") if hasattr(os, "memfd_create") else tempfile.TemporaryFile("w+")
