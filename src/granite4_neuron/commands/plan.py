@@ -331,7 +331,7 @@ def _plan_model(options: argparse.Namespace) -> int:
     from granite4_neuron.planning.analysis import graph_memory
 
     planned = _planned(options.model, options)
-    batch_size, context = planned.batch_size, planned.context
+    batch_size = planned.batch_size
     table = Table("per logical core", f"GiB, of {_gibibytes(planned.core_bytes)}", "at most", "")
     ranks = f"{planned.tp_degree} ranks, --backend {options.backend}"
     table.title = f"{escape(options.model)} on {options.instance}, {ranks}"
@@ -342,8 +342,8 @@ def _plan_model(options: argparse.Namespace) -> int:
     in_format = "" if planned.quantize is None else f"in {planned.quantize}, which no backend for Neuron runs yet"
     add("weights", planned.weights, remark=in_format)
     add(f"Mamba state of {batch_size}", batch_size * planned.state)
-    length = planned.options.cache_length(planned.config, context)
-    add(f"KV cache of {batch_size} x {length:,} tokens", batch_size * length * planned.token)
+    null_slot = "with a null slot, for padding" if planned.options.null_slots else ""
+    add(f"KV cache of {batch_size} x {planned.cache_length:,} tokens", planned.cache, remark=null_slot)
     add("logits", batch_size * planned.logits)
     if planned.draft is not None:
         add(f"{escape(options.draft_model)}, its weights and sequences", planned.draft.tensors)
@@ -432,7 +432,6 @@ def _plan_all(options: argparse.Namespace) -> int:
         except UserError as error:
             refusals.append(f"{name}: {error}")
             continue
-        sequence = planned.state + planned.context * planned.token
         short = short_name(name)
         fit = _fit(planned)
         does_not_fit = fit == plan.DOES_NOT_FIT
@@ -441,7 +440,7 @@ def _plan_all(options: argparse.Namespace) -> int:
             short,
             _gibibytes(planned.weights),
             f"{planned.context:,}",
-            _gibibytes(sequence),
+            _gibibytes(planned.batch_size * planned.state + planned.cache),
             _gibibytes(planned.total),
             _gibibytes(planned.at_most),
             fit,

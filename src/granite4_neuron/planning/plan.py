@@ -74,8 +74,18 @@ class Plan:
     @property
     def tensors(self) -> int:
         """Bytes of weights and sequences, including the draft model's. They are exact."""
-        own = self.weights + self.batch_size * self._sequence_bytes
+        own = self.weights + self.batch_size * (self.state + self.logits) + self.cache
         return own if self.draft is None else own + self.draft.tensors
+
+    @property
+    def cache(self) -> int:
+        """Bytes of keys and values, of all sequences and the null slot if there is one."""
+        return (self.batch_size + self.options.null_slots) * self.cache_length * self.token
+
+    @property
+    def cache_length(self) -> int:
+        """The tokens that each slot of the cache has room for."""
+        return self.options.cache_length(self.config, self.context)
 
     @property
     def temporaries(self) -> int:
@@ -159,7 +169,7 @@ class Plan:
     @property
     def largest_batch(self) -> int:
         """The most sequences of this context that fit; 0 for none."""
-        enough = self.core_bytes // self._sequence_bytes
+        enough = self.core_bytes // (self.state + self.cache_length * self.token + self.logits)
         return _largest(enough, lambda batch_size: self._at(batch_size, self.context).at_most <= self.core_bytes)
 
     def where_it_fits(self) -> str:
@@ -211,10 +221,6 @@ class Plan:
     def _graph_bytes(self) -> int:
         own = sum(graph.total for graph in self.graphs)
         return own if self.draft is None else own + self.draft._graph_bytes
-
-    @property
-    def _sequence_bytes(self) -> int:
-        return self.state + self.options.cache_length(self.config, self.context) * self.token + self.logits
 
 
 def _shown(count: int) -> str:

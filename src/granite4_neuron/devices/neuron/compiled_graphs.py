@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
 from granite4_neuron.devices.neuron.sdk import CONTINUATION_TOKENS
@@ -47,9 +48,11 @@ class GraphOptions:
 
     max_context_length: tokens of the largest graph for prompts. verified_tokens: tokens of a sequence in a
     verification; 0 for none. context_buckets, token_buckets: lengths of prompts and of the cache, ascending; None for
-    `default_context_buckets` and for NxD Inference's own.
+    `default_context_buckets` and for NxD Inference's own. null_slots: slots of the cache beside the sequences'; NxD
+    Inference's has none, see `nxdi.state.HybridCacheManager`.
     """
 
+    null_slots: ClassVar[int] = 0
     max_context_length: int = 512
     verified_tokens: int = 0
     context_buckets: Sequence[int] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.devices.graphs.runtime import (
@@ -33,8 +34,10 @@ class DeviceGraphOptions:
 
     context_buckets: tokens of the pieces of prompts, ascending.
     verified_tokens: tokens of a sequence in a verification; 0 for none.
+    null_slots: slots of the cache beside the sequences', see `state.hybrid_state`.
     """
 
+    null_slots: ClassVar[int] = 1
     context_buckets: Sequence[int] = PREFILL_BUCKETS
     verified_tokens: int = 0
 
