@@ -159,7 +159,9 @@ def test_each_prompt_has_the_seed_of_its_place(texting, run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
-    """No line is lost or repeated: the bytes are those of an uninterrupted run."""
+    """No line is lost or repeated: the bytes are those of an uninterrupted run. Options that change no result may be
+    others, and what changes results may not.
+    """
     requests = [request(number, *each) for number, each in enumerate(BODIES)]
     sampled = dict(temperature=1.0, stream=False)  # without a seed
     requests += [
@@ -181,6 +183,13 @@ def test_a_run_that_is_cut_anywhere_goes_on(run, tmp_path, capsys):
         cut.write_bytes(expected[:size] + end)
         assert run(given, cut) == 0
         assert cut.read_bytes() == expected
+    cut.write_bytes(expected[: ends[4]])
+    capsys.readouterr()
+    assert run(given, cut, "--max-tokens", 5) == 2
+    assert "was written with --max-tokens 256, which is 5 now" in capsys.readouterr().err
+    others = ["--cache-weights", tmp_path / "weights", "--threads", 1, "--max-num-seqs", 2, "--prefix-cache", 0]
+    assert run(given, cut, *others) == 0
+    assert cut.read_bytes() == expected
     capsys.readouterr()
     assert run(given, whole) == 0 and f"has all {len(requests) + 1} results already" in capsys.readouterr().err
     assert whole.read_bytes() == expected

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _MAX_TOKENS = 256
 # Options that change no result.
-_WITHOUT_EFFECT = {"input", "output", "ray", "workers", "threads", "max_num_seqs", "prefix_cache"}
+_WITHOUT_EFFECT = {"input", "output", "ray", "workers", "threads", "max_num_seqs", "prefix_cache", "cache_weights"}
 _WITHOUT_EFFECT |= {"command", "version", "print_completion", "log_level", "run"}
 _SHORTEST = 1e-3  # seconds that a speed is computed from
 
