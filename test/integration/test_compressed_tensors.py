@@ -1,6 +1,7 @@
 """Checkpoints in the compressed-tensors format are read without rounding, or refused."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.commands import cli
+from granite4_neuron.commands.output import size
 from granite4_neuron.config import GraniteMoeHybridConfig, config_from_file
 from granite4_neuron.config.quantization import WeightScheme
 from granite4_neuron.errors import UserError
@@ -34,6 +36,7 @@ INT4, INT8 = Scheme(4, 32), Scheme(8)
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 MODELS = [case for case in CASES if case.name in ("moe", "untied_head", "projection_bias")]
 TOLERANCE = 1e-4
+RATE = ["--rate", "1", "--prompt-length", "64", "--output-length", "8"]  # of traffic, for plan
 LICENSE = bundled_checkpoint() / "LICENSE.txt"
 
 
@@ -188,10 +191,22 @@ class TestCommands:
             both = [w if isinstance(w, torch.Tensor) else w.dequantize(torch.float32) for w in (weight, ours[name])]
             assert torch.equal(*both)
 
-    def test_info_and_plan(self, folder, capsys):
-        assert cli.main(["info", "--model", str(folder)]) == 0
-        assert "compressed-tensors" in capsys.readouterr().out
-        assert cli.main(["plan", "--model", str(folder)]) == 0
+    def test_info_and_plan(self, folder, capsys, tmp_path):
+        """`info` counts the weights as they lie in memory. `plan` is for backends that do not run them."""
+        save_model(load_model(bundled_checkpoint(), quantize="int4"), tmp_path / "ours")
+        made = (folder, "compressed-tensors", "int4"), (tmp_path / "ours", "int4", "int4, int8")
+        for model, stored_in, formats in made:
+            assert cli.main(["info", "--model", str(model)]) == 0
+            output = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+            weights = [weight for _, weight in load_model(model).named_weights()]
+            in_memory = sum(one.nbytes if isinstance(one, torch.Tensor) else one.num_bytes for one in weights)
+            assert f"parameters: {size(in_memory)} in {formats} and bfloat16. Each" in output
+            assert f"stored in {stored_in} state" in output
+            for backend, runs in (("torch", "torch on neuron runs"), ("nxdi", "nxdi runs")):
+                for more in ([], ["--latency"], RATE):
+                    assert cli.main(["plan", "--model", str(model), "--backend", backend, *more]) == 2
+                    said = capsys.readouterr().err
+                    assert f"{stored_in} weights are for the backend cpu, some for a GPU; {runs} the original" in said
 
     @pytest.mark.parametrize(
         "command, words",

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from granite4_neuron.commands.options import at_least
+from granite4_neuron.commands.options import at_least, checkpoint_unless_published, config_and_dtype_in
 from granite4_neuron.config.choices import EXPERTS_DECODE
 from granite4_neuron.devices.neuron.sdk import COMPILED_STATE_DTYPES, EXPERT_PATHS
+from granite4_neuron.devices.options import QUANTIZE
+from granite4_neuron.devices.torch.options import check_format
+from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from granite4_neuron.config import ModelConfig
 
 
 def add_expert_path(parser: argparse.ArgumentParser) -> None:
@@ -72,3 +79,20 @@ def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> 
     parser.add_argument(
         "--batch-size", type=at_least(1), default=1, metavar="B", help="sequences at a time (default: 1)"
     )
+
+
+def config_and_dtype_on_neuron(name: str, backend: str) -> tuple[ModelConfig, str]:
+    """Return config and dtype as `commands.options.config_and_dtype`, for torch on a Neuron device or nxdi.
+
+    Raises:
+        UserError: the backend does not run the weights as they are stored.
+    """
+    checkpoint = checkpoint_unless_published(name)
+    if checkpoint is not None and checkpoint.quantization is not None:
+        stored = checkpoint.quantization.name
+        if backend == "torch":
+            check_format(stored, "neuron")
+        else:
+            assert QUANTIZE.refusal is not None
+            raise UserError(QUANTIZE.refusal.format(value=stored, backend=backend))
+    return config_and_dtype_in(checkpoint, name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
     add_model,
@@ -16,6 +17,9 @@ from granite4_neuron.config import ATTENTION, MAMBA, ModelConfig
 from granite4_neuron.config.dtypes import DTYPE_BYTES
 from granite4_neuron.model.parameters import parameters, weight_bytes
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+
+if TYPE_CHECKING:
+    from granite4_neuron.checkpoint.checkpoint import Checkpoint
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -33,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("", escape(name), title=config.architecture, show_header=True)
-    rows = _info_rows(config, dtype, [] if checkpoint is None else checkpoint.stored_in)
+    rows = _info_rows(config, dtype, checkpoint)
     for row in rows:
         table.add_row(*row)
     of = dict(rows)
@@ -43,19 +47,37 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _info_rows(config: ModelConfig, dtype: str, stored_in: Sequence[str]) -> list[tuple[str, str]]:
+def _info_rows(config: ModelConfig, dtype: str, checkpoint: Checkpoint | None) -> list[tuple[str, str]]:
     itemsize = DTYPE_BYTES[dtype]
+    stored_in = [] if checkpoint is None else checkpoint.stored_in
     total, active = _parameters(config)
     return [
         *_rows_of_layers(config),
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
-        ("weights", f"{size(weight_bytes(config, itemsize))} in {dtype}"),
+        ("weights", _weights(config, dtype, checkpoint)),
         *([("stored in", ", ".join(stored_in))] if stored_in else []),
         ("state per sequence", size(sequence_bytes(config, itemsize))),
         ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),
         ("longest context", f"{config.max_position_embeddings:,} tokens"),
     ]
+
+
+def _weights(config: ModelConfig, dtype: str, checkpoint: Checkpoint | None) -> str:
+    """Return the size and the formats of the weights in memory, where those that are stored quantized stay so."""
+    if checkpoint is None or checkpoint.quantization is None or not checkpoint.has_weights:
+        return f"{size(weight_bytes(config, DTYPE_BYTES[dtype]))} in {dtype}"
+    # Not at the top: other checkpoints need no torch.
+    import torch
+
+    from granite4_neuron.model.families import model_of
+
+    with torch.device("meta"):
+        model = model_of(config)
+    formats = {name: each.format for name, each in checkpoint.quantized_weights(model, keep=()).items()}
+    quantized = {name: format.num_bytes(model.get_parameter(name).shape) for name, format in formats.items()}
+    names = ", ".join(sorted({format.name for format in formats.values()}))
+    return f"{size(weight_bytes(config, DTYPE_BYTES[dtype], quantized))} in {names} and {dtype}"
 
 
 def _parameters(config: ModelConfig) -> tuple[int, int]:

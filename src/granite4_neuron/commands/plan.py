@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
+from granite4_neuron.commands.compiled_options import (
+    add_buckets,
+    add_ranks_and_sequences,
+    config_and_dtype_on_neuron,
+)
 from granite4_neuron.commands.options import (
     at_least,
     checkpoint_unless_published,
-    config_and_dtype,
     config_and_dtype_in,
     dtype_of,
     number_in,
@@ -207,7 +210,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
     check_plot(options.plot)
     of_memory = [name for name in ("verify", "draft_model", "token_buckets", "quantize") if getattr(options, name)]
     _refuse(of_memory, "is about memory; leave it out with --latency.")
-    config, stored_dtype = config_and_dtype(options.model)
+    config, stored_dtype = config_and_dtype_on_neuron(options.model, options.backend)
     dtype = dtype_of(options.dtype or stored_dtype)
     plan.check_ranks(options.instance, options.tp_degree)
     batch_sizes = sorted({1, 4, 8, options.batch_size})
@@ -476,7 +479,7 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     from granite4_neuron.planning import plan
 
     names = [name] if options.draft_model is None else [name, options.draft_model]
-    models = [config_and_dtype(each) for each in names]
+    models = [config_and_dtype_on_neuron(each, options.backend) for each in names]
     longest = min(config.max_position_embeddings for config, _ in models)
     context = longest if options.context is None else options.context
     graphs = _graph_options(options, *(config for config, _ in models))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from granite4_neuron.commands.compiled_options import config_and_dtype_on_neuron
 from granite4_neuron.commands.engine_options import num_bytes
-from granite4_neuron.commands.options import at_least, config_and_dtype, dtype_of, number_in, sampling_in_words
+from granite4_neuron.commands.options import at_least, dtype_of, number_in, sampling_in_words
 from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.commands.plot import check_plot, save_plot
 from granite4_neuron.commands.serve import MAX_GAP, MAX_NUM_SEQS, MODEL_LEN, PREFIX_CACHE
@@ -238,7 +239,7 @@ def _predicted(options: argparse.Namespace, graph_options: OptionsOf) -> tuple[d
     from granite4_neuron.runtime.prompt_cuts import Anywhere, Pieces, PromptCuts
 
     check_ranks(options.instance, options.tp_degree)
-    config, stored_dtype = config_and_dtype(options.model)
+    config, stored_dtype = config_and_dtype_on_neuron(options.model, options.backend)
     dtype = dtype_of(options.dtype or stored_dtype)
     graphs = graph_options(config)
     longest = min(options.max_model_len, config.max_position_embeddings)
