@@ -79,7 +79,7 @@ def load_model(
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
     checkpoint = open_checkpoint(checkpoint)
-    _check_quantization(checkpoint, quantize, parallel)
+    check_quantization(checkpoint, quantize, parallel)
     _check_adapters(checkpoint, adapters)
     with torch.device("meta"):
         model = model_of(checkpoint.config, parallel)
@@ -157,8 +157,11 @@ class _Weights:
         return weight
 
 
-def _check_quantization(checkpoint: Checkpoint, quantize: str | None, parallel: Parallel) -> None:
-    """Check that the weights are quantized at most once, and not at all for a part of a model."""
+def check_quantization(checkpoint: Checkpoint, quantize: str | None, parallel: Parallel) -> None:
+    """Check that the weights are quantized at most once, and not at all for a part of a model; raise UserError if not.
+
+    Args: as for `load_model`.
+    """
     stored = None if checkpoint.quantization is None else checkpoint.quantization.name
     if stored is not None and quantize not in (None, stored):
         raise UserError(f"the weights in {checkpoint.path} are in {stored}; {quantize} is made from the original.")

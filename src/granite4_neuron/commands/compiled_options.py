@@ -74,7 +74,7 @@ def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> 
         type=at_least(1),
         default=tp_degree,
         metavar="T",
-        help="tensor-parallel ranks (default: %(default)s)",
+        help=f"tensor-parallel ranks (default: {tp_degree})",
     )
     parser.add_argument(
         "--batch-size", type=at_least(1), default=1, metavar="B", help="sequences at a time (default: 1)"

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from granite4_neuron.planning.analysis.graph_memory import GraphMemory
 
 EXIT_DOES_NOT_FIT, EXIT_OPEN = 1, 3
+# None while options are checked, so that --gpu-memory refuses what is given.
+_CORE_DEFAULTS: dict[str, Any] = {"instance": "trn2.3xlarge", "tp_degree": 4}
 _LATENCY_DEFAULTS: dict[str, Any] = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
 _LATENCY_CONTEXT = 2048
 _MOST_DRAFTED = 1024
@@ -65,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--prefill-buckets are --context-buckets here, or those that compile makes for NxD Inference (nxdi, SDK up to "
         "2.31; default: %(default)s)",
     )
-    planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
+    planner.add_argument("--instance", choices=INSTANCES, help=f"default: {_CORE_DEFAULTS['instance']}")
     planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
     planner.add_argument(
         "--quantize",
@@ -78,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="GIB",
         help="plan one GPU with this memory in GiB instead (--backend torch --device cuda); needs --model",
     )
-    add_ranks_and_sequences(planner, tp_degree=4)
+    add_ranks_and_sequences(planner, tp_degree=_CORE_DEFAULTS["tp_degree"])
     planner.add_argument(
         "--context",
         type=at_least(1),
@@ -125,7 +127,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_plot(planner, "what --latency predicts, or the latencies of --traffic and --rate over the rate of requests,")
     add_traffic(planner)
-    planner.set_defaults(run=run)
+    planner.set_defaults(run=run, tp_degree=None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -133,6 +135,9 @@ def run(options: argparse.Namespace) -> int:
     _check_questions(options, has_traffic)
     if options.gpu_memory is not None:
         return _plan_gpu(options)
+    for name, default in _CORE_DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     if options.latency:
         return _plan_latency(options)
     if has_traffic:
@@ -176,6 +181,10 @@ def _plan_gpu(options: argparse.Namespace) -> int:
         raise UserError("--gpu-memory needs --model: say which model.")
     if options.latency or options.traffic is not None or options.rate is not None:
         raise UserError("--gpu-memory is about memory; leave out --latency, --traffic and --rate.")
+    of_cores = ["backend"] if options.backend != "torch" else []
+    others = (*_CORE_DEFAULTS, "max_context_length", "context_buckets", "token_buckets", "verify", "draft_model")
+    of_cores += [name for name in others if getattr(options, name)]
+    _refuse(of_cores, "is for plans of Neuron cores; leave it out with --gpu-memory.")
     checkpoint = checkpoint_unless_published(options.model)
     config, stored_dtype = config_and_dtype_in(checkpoint, options.model)
     context = config.max_position_embeddings if options.context is None else options.context

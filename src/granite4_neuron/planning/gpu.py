@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.loading import check_quantization
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
 from granite4_neuron.config import ModelConfig
 from granite4_neuron.devices.cuda.choices import ChoiceTables
@@ -16,6 +17,7 @@ from granite4_neuron.devices.cuda.torch_device import CUDA
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, cache_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.families import model_of
+from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.runtime.prompt_cuts import used_buckets
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
@@ -62,10 +64,13 @@ def gpu_plan(
         checkpoint: whose quantized weights stay so; None for weights in dtype.
 
     Raises:
-        UserError: a GPU does not compute with these weights, or the context is longer than the model's.
+        UserError: a GPU does not compute with these weights, the checkpoint's are quantized in another format, or the
+            context is longer than the model's.
     """
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
+    if checkpoint is not None:
+        check_quantization(checkpoint, quantize, Parallel())
     with torch.device("meta"):
         model = model_of(config)
     stored = {} if checkpoint is None else checkpoint.quantized_weights(model, keep=() if quantize else CUDA.formats)

@@ -5,6 +5,7 @@ import torch
 
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands import cli
 from granite4_neuron.config import published_config
 from granite4_neuron.devices.cuda.torch_device import CUDA
@@ -55,12 +56,34 @@ def test_h_small_in_four_bits_fits_a_gpu_of_24_gib(capsys):
     assert "It does not fit" in capsys.readouterr().out
 
 
-def test_what_cannot_be_planned_is_refused(capsys):
+def test_what_cannot_be_planned_is_refused(capsys, tmp_path):
     config = published_config("h-350m")
     with pytest.raises(UserError, match="lossless12 weights do not run on a GPU, which computes with fp8, int4, int8"):
         gpu_plan(config, torch.bfloat16, "lossless12", batch_size=1, context=100)
     with pytest.raises(UserError, match="the context is 1000000; the model's longest is 32768"):
         gpu_plan(config, torch.bfloat16, None, batch_size=1, context=10**6)
-    for others, sentence in (([], "needs --model"), (["--model", "h-350m", "--latency"], "leave out --latency")):
-        assert cli.main(["plan", "--gpu-memory", "24", *others]) == 2
+    save_model(load_model(bundled_checkpoint(), quantize="int4"), tmp_path / "int4")
+    model = ["--model", "h-350m"]
+    refusals = [
+        ([], "needs --model"),
+        ([*model, "--latency"], "leave out --latency"),
+        (["--model", tmp_path / "int4", "--quantize", "int8"], "are in int4; int8 is made from the original"),
+    ]
+    of_cores = {
+        "--backend": ["nxdi"],
+        "--instance": ["trn2.3xlarge"],
+        "--tp-degree": ["4"],
+        "--max-context-length": ["512"],
+        "--context-buckets": ["128", "512"],
+        "--token-buckets": ["512"],
+        "--verify": ["4"],
+        "--draft-model": ["350m"],
+    }
+    refusals += [
+        ([*model, name, *values], f"{name} is for plans of Neuron cores; leave it out with --gpu-memory.")
+        for name, values in of_cores.items()
+    ]
+    for others, sentence in refusals:
+        assert cli.main(["plan", "--gpu-memory", "24", *map(str, others)]) == 2, sentence
         assert sentence in capsys.readouterr().err
+    assert cli.main(["plan", "--gpu-memory", "24", "--model", str(tmp_path / "int4"), "--quantize", "int4"]) == 0
