@@ -55,7 +55,7 @@ from granite4_neuron.config import published_config
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.devices.cpu.runtime import CPUMTPLayers, CPURuntime
 from granite4_neuron.engine import Constraint, DraftModel, Engine, MTPDrafter, Output, PrefixCache, Request
-from granite4_neuron.engine.drafting.drafters import Drafter, DraftRequest, NgramDrafter, SeenTokens
+from granite4_neuron.engine.drafting.drafters import Drafter, DraftRequest, NgramDrafter, SeenTokens, StatefulDrafter
 from granite4_neuron.engine.prefix.folder import PrefixFolder
 from granite4_neuron.engine.sampling import NoTokenLeft, Sampler
 from granite4_neuron.engine.sequence import RunningSequence
@@ -312,8 +312,18 @@ class UnreliableDrafter:
         self._drafter.end(id)
 
 
-class UnreliableMTPDrafter(UnreliableDrafter):
-    """The same of a drafter that reads hidden states."""
+class UnreliableStatefulDrafter(UnreliableDrafter):
+    """The same of a drafter with a state."""
+
+    _drafter: StatefulDrafter
+
+    def allocate(self, num_sequences: int, max_length: int) -> None:
+        """See `StatefulDrafter.allocate`."""
+        self._drafter.allocate(num_sequences, max_length)
+
+
+class UnreliableMTPDrafter(UnreliableStatefulDrafter):
+    """The same of a drafter that reads hidden states too."""
 
     _drafter: MTPDrafter
 
@@ -374,8 +384,8 @@ class Fuzz:
             self._drafters.append(UnreliableMTPDrafter(layers, self._chance, self._faults))
         else:
             draft_model = DraftModel(DraftRuntime(model, defaults), model.config.vocab_size, NUM_SEQUENCES, MAX_LENGTH)
-            for each in (NgramDrafter(1, 3), draft_model):
-                self._drafters.append(UnreliableDrafter(each, self._chance, self._faults))
+            self._drafters.append(UnreliableDrafter(NgramDrafter(1, 3), self._chance, self._faults))
+            self._drafters.append(UnreliableStatefulDrafter(draft_model, self._chance, self._faults))
             self._drafters.append(None)  # without one, pieces of prompts and single tokens share steps
         self._folder = PrefixFolder(folder, _FOLDER_BYTES, self._runtime)
         self._cache = PrefixCache(self._runtime, _CACHE_BYTES, 16, at_branches=True, folder=self._folder)

@@ -159,8 +159,8 @@ class Engine:
         stats: totals over all sequences.
 
     Raises:
-        UserError: an argument is invalid, or the runtime has no room for so many or such long sequences or
-            cannot verify drafts, or has no hidden states for a drafter that reads them.
+        UserError: an argument is invalid, or the runtime or the drafter has no room for so many or such long sequences,
+            or the runtime cannot verify drafts, or has no hidden states for a drafter that reads them.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class Engine:
         self._verified_tokens = 0 if drafter is None else min(draft_tokens + 1, runtime.tokens_per_verification)
         set_aside = () if prefix_cache is None else prefix_cache.slots
         self._slots = Slots(runtime, num_sequences, self.max_length, memory_bytes, set_aside)
+        drafting.allocate(num_sequences, self.max_length)
         self._prefixes = PrefixReuse(prefix_cache, runtime, self._slots, self.stats)
         self._drafting = drafting
         self._live = LiveSequences(self._prefixes, drafting, self.stats)

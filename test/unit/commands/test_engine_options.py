@@ -12,6 +12,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
 from granite4_neuron.commands.engine_options import num_bytes
+from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.loop import shared_lengths
@@ -55,6 +56,19 @@ def test_the_text_stays_the_same(generate, texting_folder, small_folder):
         assert status == 0 and text == expected
     assert re.search(r"speculation: \d+% of \d+ drafts accepted, \d\.\d\d tokens per step", report)
     assert "100% of" in generate(PROMPT, "--draft-model", texting_folder)[2]
+
+
+def test_a_draft_models_state_is_for_the_texts(generate, texting_folder, monkeypatch):
+    """It has no slot for a text that waits, and no room for a longer one."""
+    allocate, sizes = CPURuntime.allocate, []
+
+    def recorded(self, *arguments):
+        sizes.append(arguments)
+        return allocate(self, *arguments)
+
+    monkeypatch.setattr(CPURuntime, "allocate", recorded)
+    assert generate(PROMPT, "Another text", "--draft-model", texting_folder)[0] == 0
+    assert len(sizes) > 1 and {(count, length < 120) for count, length in sizes} == {(2, True)}
 
 
 def test_a_file_saves_the_prompt(generate, tmp_path):

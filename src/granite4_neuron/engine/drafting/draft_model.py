@@ -12,6 +12,7 @@ from granite4_neuron.engine.prefix.cache import PrefixCache
 from granite4_neuron.engine.prefix.interface import salted
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
+from granite4_neuron.state.hybrid_state import HybridState
 
 
 class DraftModel:
@@ -28,12 +29,13 @@ class DraftModel:
         runtime: of the small model; it must be able to verify.
         vocab_size: the target model's.
         num_sequences: how many sequences it can follow; for others it proposes nothing.
-        max_length: the most tokens of a sequence; beyond that it proposes nothing.
+        max_length: the most tokens of a sequence; beyond that it proposes nothing. An engine for fewer or shorter
+            sequences has the state allocated for these.
         prefix_cache: of the small model's runtime. It keeps the states at the ends of prompts and of sequences, for
             sequences with the same beginning.
 
     Raises:
-        UserError: the vocabularies differ in size, or the runtime cannot verify or has no room.
+        UserError: the vocabularies differ in size, or the runtime cannot verify.
     """
 
     def __init__(
@@ -52,14 +54,28 @@ class DraftModel:
             )
         self._runtime = runtime
         self._cache = prefix_cache
-        self._max_length = min(max_length, runtime.max_length)
-        self._state = runtime.allocate(num_sequences, self._max_length)
-        self._num_sequences = num_sequences
+        # Of sequences, and of tokens of each.
+        self._most = num_sequences, min(max_length, runtime.max_length)
+        self._num_sequences = self._max_length = 0  # of the state
+        self._state: HybridState | None = None
         self._followed: dict[int, _Followed] = {}
         self._unfinished: Sequence[int] = ()  # ids of sequences whose state a call is changing
 
+    def allocate(self, num_sequences: int, max_length: int) -> None:
+        """See `StatefulDrafter.allocate`. A state of that size stays as it is."""
+        most_sequences, longest = self._most
+        sizes = min(num_sequences, most_sequences), min(max_length, longest)
+        if sizes == (self._num_sequences, self._max_length):
+            return
+        self._num_sequences, self._state = 0, None  # free the old state's memory first
+        self._followed, self._unfinished = {}, ()
+        self._state = self._runtime.allocate(*sizes)
+        self._num_sequences, self._max_length = sizes
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """See `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
+        if not self._num_sequences:  # no engine has had the state allocated
+            self.allocate(*self._most)
         self._forget_unfinished()
         self._forget_others(requests)
         drafts = [self._begin(request) for request in requests]
@@ -98,7 +114,7 @@ class DraftModel:
 
     def _begin(self, request: DraftRequest) -> _Draft | None:
         """Return an empty list of drafts for a sequence; None if it gets no drafts."""
-        followed, most = self._follow(request), self._most(request)
+        followed, most = self._follow(request), self._most_drafts(request)
         return _Draft(request, most, followed=followed) if followed is not None and most > 0 else None
 
     def _follow(self, request: DraftRequest) -> _Followed | None:
@@ -109,7 +125,7 @@ class DraftModel:
             followed.tokens, followed.cache_salt = request.tokens, request.cache_salt
         return followed
 
-    def _most(self, request: DraftRequest) -> int:
+    def _most_drafts(self, request: DraftRequest) -> int:
         """Return the most drafts for a sequence: one more than there is room for, as the last draft is never run."""
         room = self._max_length - len(request.tokens)
         return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0

@@ -99,6 +99,19 @@ class HiddenStateDrafter(Drafter, Protocol):
         """
 
 
+@runtime_checkable
+class StatefulDrafter(Drafter, Protocol):
+    """A drafter with a state of its own, which is allocated for the sequences of its engine."""
+
+    def allocate(self, num_sequences: int, max_length: int) -> None:
+        """Allocate the state for an engine's sequences, or for as many and as long ones as the drafter takes. What it
+        knows of other sequences may be lost.
+
+        Raises:
+            UserError: there is no room for the state.
+        """
+
+
 @dataclass(frozen=True)
 class NgramDrafter:
     """Proposes the tokens that followed an earlier occurrence of the sequence's last `min_n` to `max_n` tokens."""

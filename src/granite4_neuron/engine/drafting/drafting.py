@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from granite4_neuron.engine.best_effort import BestEffort
-from granite4_neuron.engine.drafting.drafters import Drafter, DraftRequest, HiddenStateDrafter, SeenTokens, check_drafts
+from granite4_neuron.engine.drafting.drafters import (
+    Drafter,
+    DraftRequest,
+    HiddenStateDrafter,
+    SeenTokens,
+    StatefulDrafter,
+    check_drafts,
+)
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.runtime.interface import Row, Runtime, require
 
@@ -34,6 +41,11 @@ class Drafting:
         self._runtime = runtime
         self._draft_tokens = draft_tokens
         self._best_effort = BestEffort("The drafter")
+
+    def allocate(self, num_sequences: int, max_length: int) -> None:
+        """Have the drafter allocate its state, if it has one; see `StatefulDrafter.allocate`."""
+        if isinstance(self.drafter, StatefulDrafter):
+            self.drafter.allocate(num_sequences, max_length)
 
     def propose(self, sequences: Sequence[RunningSequence], interval: int | None) -> Sequence[Sequence[int]]:
         """Return proposed tokens for each sequence, no more than it has room for; or nothing at all.

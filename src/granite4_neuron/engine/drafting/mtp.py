@@ -9,6 +9,7 @@ import torch
 from granite4_neuron.engine.drafting.drafters import Draft, DraftRequest, SeenTokens
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import HasMTP, Row, Runtime, require
+from granite4_neuron.state.hybrid_state import HybridState
 
 # A sequence's hidden states are read when it gets drafts, or when there are this many: then reading them costs little
 # for each, and they take little memory.
@@ -30,11 +31,11 @@ class MTPDrafter:
         runtime: of the model, loaded with these layers.
         num_sequences: how many sequences it can follow. In place of one that a step does not have, it follows a new
             one; for others it proposes nothing.
-        max_length: the most tokens of a sequence to which the layers attend; after as many they begin again.
+        max_length: the most tokens of a sequence to which the layers attend; after as many they begin again. An
+            engine for fewer or shorter sequences has the cache allocated for these.
 
     Raises:
-        UserError: the model was loaded without the layers, or the runtime has no hidden states, cannot verify or has no
-            room.
+        UserError: the model was loaded without the layers, or the runtime has no hidden states, cannot verify.
     """
 
     def __init__(self, runtime: Runtime, num_sequences: int, max_length: int):
@@ -44,13 +45,27 @@ class MTPDrafter:
         if layers is None:
             raise UserError("the model was loaded without layers for multi-token prediction; load it with mtp=True.")
         self._mtp = layers
-        self._max_length = min(max_length, runtime.max_length)
-        self._state = self._mtp.allocate(num_sequences, self._max_length)
-        self._num_sequences = num_sequences
+        # Of sequences, and of tokens of each.
+        self._most = num_sequences, min(max_length, runtime.max_length)
+        self._num_sequences = self._max_length = 0  # of the cache
+        self._state: HybridState | None = None
         self._followed: dict[int, _Followed] = {}  # by id, in the order in which they were last seen
+
+    def allocate(self, num_sequences: int, max_length: int) -> None:
+        """See `StatefulDrafter.allocate`. A cache of that size stays as it is."""
+        most_sequences, longest = self._most
+        sizes = min(num_sequences, most_sequences), min(max_length, longest)
+        if sizes == (self._num_sequences, self._max_length):
+            return
+        self._num_sequences, self._state = 0, None  # free the old cache's memory first
+        self._followed = {}
+        self._state = self._mtp.allocate(*sizes)
+        self._num_sequences, self._max_length = sizes
 
     def see(self, steps: Sequence[SeenTokens]) -> None:
         """See `HiddenStateDrafter.see`."""
+        if not self._num_sequences:  # no engine has had the cache allocated
+            self.allocate(*self._most)
         ids = {step.id for step in steps}
         seen = []
         for step in map(self._end_of, steps):
@@ -75,6 +90,7 @@ class MTPDrafter:
             logits = self._mtp.logits(torch.stack([result for _, _, result in growing]))
             growing = [each for each, of_draft in zip(growing, logits, strict=True) if each[0].grow(of_draft)]
             if growing:
+                assert self._state is not None  # it follows sequences
                 rows = [followed.row_of_drafts(draft.tokens) for draft, followed, _ in growing]
                 results = self._mtp.step(self._state, rows, [result[None] for _, _, result in growing])
                 growing = [(*each[:2], result) for each, result in zip(growing, results, strict=True)]
@@ -115,6 +131,7 @@ class MTPDrafter:
         """Run the unread hidden states of sequences, except those whose next token is not known."""
         parts = [followed.take_unread() for followed in sequences]
         if parts:
+            assert self._state is not None  # it follows sequences
             results = self._mtp.step(self._state, [row for row, _ in parts], [states for _, states in parts])
             for followed, (row, _), result in zip(sequences, parts, results, strict=True):
                 followed.result = result

@@ -42,6 +42,7 @@ class DraftModelProposer:
         self._max_length = model_config.max_model_len
         num_sequences = vllm_config.scheduler_config.max_num_seqs
         self._drafter = DraftModel(runtime, model_config.get_vocab_size(), num_sequences, self._max_length)
+        self._drafter.allocate(num_sequences, self._max_length)
         self._sequences = Sequences(num_sequences, self._drafter.end)
 
     def load_model(self, *_: object, **__: object) -> None:

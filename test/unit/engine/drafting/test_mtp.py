@@ -187,7 +187,7 @@ def test_failures_change_no_text(model, runtime, caplog):
     layers, calls = drafter._mtp, iter(range(1000))
 
     class Unreliable:
-        logits = staticmethod(layers.logits)
+        allocate, logits = staticmethod(layers.allocate), staticmethod(layers.logits)
 
         @staticmethod
         def step(*arguments):

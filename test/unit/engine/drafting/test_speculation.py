@@ -188,6 +188,18 @@ def test_a_wrong_number_of_accepted_tokens_would_be_seen(model, other_model, alo
     assert len(wrong) > 4
 
 
+@pytest.mark.parametrize(("model", "kind"), [("granite", "same model"), ("nemotron, mtp", "mtp")], indirect=["model"])
+def test_a_drafters_state_is_for_the_sequences_of_its_engine(runtime, model, other_model, alone, kind):
+    drafter = drafter_of(kind, model, other_model, alone, num_sequences=3)
+    for sizes in ((2, 80), (1, 80), (4, 100), (3, 300)):
+        engine = Engine(runtime, sizes[0], max_length=sizes[1], drafter=drafter, draft_tokens=3)
+        state = drafter._state
+        assert (state.num_sequences, state.max_length) == (min(sizes[0], 3), min(sizes[1], 200))
+        assert generate_one(engine, request_of(13)) == alone(13)
+        assert engine.stats.drafted_tokens > 10 and (kind == "mtp" or engine.stats.acceptance_rate == 1)
+    assert Engine(runtime, 3, max_length=200, drafter=drafter) and drafter._state is state
+
+
 class TestDraftModel:
     """The drafts themselves are the tokens that the small model gives alone."""
 
