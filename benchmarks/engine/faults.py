@@ -321,6 +321,10 @@ class UnreliableStatefulDrafter(UnreliableDrafter):
         """See `StatefulDrafter.allocate`."""
         self._drafter.allocate(num_sequences, max_length)
 
+    def warm_up(self) -> None:
+        """See `StatefulDrafter.warm_up`."""
+        self._drafter.warm_up()
+
 
 class UnreliableMTPDrafter(UnreliableStatefulDrafter):
     """The same of a drafter that reads hidden states too."""

@@ -23,8 +23,8 @@ from granite4_neuron.devices.graphs.runtime import TOKENS
 from granite4_neuron.devices.torch import runtime as torch_device
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime
-from granite4_neuron.engine import Engine, Request
-from granite4_neuron.engine.drafting.drafters import NgramDrafter
+from granite4_neuron.engine import DraftModel, Engine, Request, Sampler, SamplingParams
+from granite4_neuron.engine.drafting.drafters import DraftRequest, NgramDrafter
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.engines import engine_model, generate_one, run, tokens_of
@@ -486,6 +486,32 @@ class TestGraphs:
         for end, more in ((1024, 0), (1025, 1), (4096, 1), (4097, 2), (5000, 2)):
             runtime.step(state, [Row(1, end - 9, [3] * 9)])
             assert runtime.num_compilations == before + more, end
+
+    @pytest.mark.slow
+    def test_after_a_warm_up_nothing_is_compiled_for_a_draft_model(self, caplog):
+        """However many tokens it has to catch up with."""
+        layers = FEW_LAYERS["layer_types"]
+        target, small = (
+            TorchRuntime(engine_model(seed=seed, layer_types=layers), GenerationConfig(), BUCKETS, compiler="eager")
+            for seed in (0, 1)
+        )
+        drafter = DraftModel(small, small.config.vocab_size, 2, 100)
+        engine = Engine(target, 2, max_length=100, drafter=drafter, draft_tokens=3)
+        engine.warm_up()
+        compiled = target.num_compilations, small.num_compilations
+        assert min(compiled) > 0
+        tokens = [3, 4, 5] * 20
+        for length in (1, 5, 40):
+            engine.add(Request(tokens[:length], 30))
+        run(engine)
+        assert engine.stats.drafted_tokens > 10 and "drafter" not in caplog.text
+        chooser = Sampler(SamplingParams(temperature=0), 0)
+        for more in range(1, 20):
+            for length in (20, 20 + more):
+                [drafts] = drafter.propose([DraftRequest(-more, tokens[:length], 4, chooser)])
+                assert len(drafts) == 4
+            drafter.end(-more)
+        assert (target.num_compilations, small.num_compilations) == compiled
 
     @pytest.mark.parametrize(
         ("graphs", "max_length", "compilations"),

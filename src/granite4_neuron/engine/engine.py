@@ -211,10 +211,11 @@ class Engine:
         self._lock = threading.RLock()
 
     def warm_up(self) -> None:
-        """Have the runtime compile everything that steps need, so that no step waits for a compiler; see
-        `Runtime.warm_up`.
+        """Have the runtime compile everything that steps need, and the drafter what its proposals need, so that no step
+        waits for a compiler; see `Runtime.warm_up`.
         """
         self.runtime.warm_up(self._slots.state, verified_tokens=self._verified_tokens)
+        self._drafting.warm_up()
 
     @property
     def has_work(self) -> bool:

@@ -72,6 +72,12 @@ class DraftModel:
         self._state = self._runtime.allocate(*sizes)
         self._num_sequences, self._max_length = sizes
 
+    def warm_up(self) -> None:
+        """See `StatefulDrafter.warm_up`. A sequence that had no drafts for a while is caught up with by a verification
+        of any length.
+        """
+        self._runtime.warm_up(self._state, verified_tokens=self._runtime.tokens_per_verification)
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """See `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
         if not self._num_sequences:  # no engine has had the state allocated

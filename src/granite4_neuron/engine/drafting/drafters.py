@@ -111,6 +111,9 @@ class StatefulDrafter(Drafter, Protocol):
             UserError: there is no room for the state.
         """
 
+    def warm_up(self) -> None:
+        """Compile everything that proposals need with this state, so that no step waits for a compiler."""
+
 
 @dataclass(frozen=True)
 class NgramDrafter:

@@ -47,6 +47,11 @@ class Drafting:
         if isinstance(self.drafter, StatefulDrafter):
             self.drafter.allocate(num_sequences, max_length)
 
+    def warm_up(self) -> None:
+        """Have the drafter compile what its proposals need; see `StatefulDrafter.warm_up`."""
+        if isinstance(self.drafter, StatefulDrafter):
+            self.drafter.warm_up()
+
     def propose(self, sequences: Sequence[RunningSequence], interval: int | None) -> Sequence[Sequence[int]]:
         """Return proposed tokens for each sequence, no more than it has room for; or nothing at all.
 

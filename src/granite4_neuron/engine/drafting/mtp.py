@@ -62,6 +62,9 @@ class MTPDrafter:
         self._state = self._mtp.allocate(*sizes)
         self._num_sequences, self._max_length = sizes
 
+    def warm_up(self) -> None:
+        """There is nothing to compile: only the backend cpu has hidden states."""
+
     def see(self, steps: Sequence[SeenTokens]) -> None:
         """See `HiddenStateDrafter.see`."""
         if not self._num_sequences:  # no engine has had the cache allocated
