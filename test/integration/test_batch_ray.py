@@ -57,6 +57,38 @@ def test_a_workers_error_is_found(said, expected):
     assert reason_of(RuntimeError(said)) == expected
 
 
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], {}),
+        (["--backend", "torch", "--device", "cuda:0", "--tp-degree", "2"], {"GPU": 2}),
+        (["--backend", "torch", "--device", "neuron", "--tp-degree", "4"], {"neuron_cores": 4}),
+        (["--backend", "nxdi", "--compiled", "ranks"], {"neuron_cores": 4}),
+        (["--backend", "nxdi", "--compiled", "none"], "none has no neuron_config.json; give the folder that the comp"),
+        (["--backend", "nxdi", "--compiled", "damaged"], "neuron_config.json is damaged (it has no number of ranks)"),
+        (["--backend", "nxdi"], "the backend nxdi needs a folder of compiled graphs"),
+    ],
+)
+def test_a_worker_gets_the_devices_of_its_model(options, expected, texting_folder, tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def stand_in(address, workers, devices):
+        seen.append(devices)
+        raise UserError("there is no cluster")
+
+    monkeypatch.setattr("granite4_neuron.serving.batch.cluster.Cluster", stand_in)
+    monkeypatch.chdir(tmp_path)
+    for folder, config in (("ranks", dict(tp_degree=4)), ("damaged", dict(tp_degree="4"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "neuron_config.json").write_text(json.dumps(dict(neuron_config=config)))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "A text"}\n')
+    assert main(["batch", "in.jsonl", "out.jsonl", "--model", str(texting_folder), "--ray", "auto", *options]) == 2
+    if isinstance(expected, str):
+        assert expected in capsys.readouterr().err and not seen
+    else:
+        assert seen == [expected]
+
+
 class OfRay(Exception):
     """A stand-in for Ray's base of exceptions."""
 

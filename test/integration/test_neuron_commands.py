@@ -12,6 +12,7 @@ from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.commands.cli import main
 from granite4_neuron.config import config_from_file
 from granite4_neuron.devices.neuron import sdk
+from granite4_neuron.devices.neuron.compiled_graphs import compiled_ranks
 from granite4_neuron.devices.neuron.sdk import KERNELS
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
@@ -106,6 +107,7 @@ def graphs(command, tmp_path):
         sizes = ("--tp-degree", 1, "--max-context-length", 128, "--seq-len", LONGEST)
         status, _, report = command("compile", *sizes, *options, "--output", folder)
         assert status == 0, report
+        assert compiled_ranks(folder) == 1
         return ["--backend", "nxdi", "--compiled", folder]
 
     return compiled

@@ -23,6 +23,7 @@ from granite4_neuron.commands.options import (
     check_folder_of,
     load_runtime,
     model_checkpoint,
+    runtime_options,
     sampling_options,
 )
 from granite4_neuron.commands.output import ProgressBar, write
@@ -34,6 +35,8 @@ from granite4_neuron.commands.serve import (
     served_names,
     served_prefix_cache,
 )
+from granite4_neuron.devices.backends import check_backend
+from granite4_neuron.devices.neuron.compiled_graphs import compiled_ranks
 from granite4_neuron.devices.torch.options import kind_of_device
 from granite4_neuron.errors import UserError
 
@@ -156,9 +159,16 @@ def _on_cluster(options: argparse.Namespace, lines: Lines, start: int) -> Iterat
 
 
 def _devices(options: argparse.Namespace) -> dict[str, float]:
-    """Return what a worker needs beside processors, by Ray's names."""
+    """Return what a worker needs beside processors, by Ray's names.
+
+    Raises:
+        UserError: there are no compiled graphs, which the backend nxdi needs.
+    """
+    if options.backend == "nxdi":
+        check_backend(options.backend, runtime_options(options))
+        return {"neuron_cores": compiled_ranks(Path(options.compiled))}
     kind = kind_of_device(options.device)
-    if options.backend == "nxdi" or kind == "neuron":
+    if kind == "neuron":
         return {"neuron_cores": options.tp_degree}
     return {"GPU": options.tp_degree} if kind == "cuda" else {}
 

@@ -187,7 +187,7 @@ def backend_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in declared}
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
+def runtime_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of backends as `generation.load` gets them."""
     return backend_options(options) | kernels_of(options, options.kernels)
 
@@ -282,7 +282,7 @@ def load_runtime(
     Raises:
         UserError: as `load`.
     """
-    chosen = _given(options)
+    chosen = runtime_options(options)
     check_here(options.backend, chosen, checkpoint.quantization)
     # Not at the top: it takes seconds to import, and so it waits until the checkpoint is open.
     from granite4_neuron.generation import load
@@ -334,7 +334,7 @@ def model_checkpoint(options: argparse.Namespace) -> Checkpoint:
     A backend that is not here, or that does not take the options, is refused before a model is downloaded.
     """
     has_backend = hasattr(options, "backend")
-    check = (lambda: check_here(options.backend, _given(options))) if has_backend else (lambda: None)
+    check = (lambda: check_here(options.backend, runtime_options(options))) if has_backend else (lambda: None)
     return open_checkpoint(model_or_bundled(options), options.revision, check)
 
 

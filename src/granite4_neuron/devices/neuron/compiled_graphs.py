@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from granite4_neuron.config import MAMBA, MODEL_TYPE, ModelConfig
+from granite4_neuron.config.json_files import read_object
 from granite4_neuron.devices.neuron.sdk import CONTINUATION_TOKENS
+from granite4_neuron.errors import UserError
+
+# In the folder of compiled graphs, what NxD Inference saves of its options.
+CONFIG_FILE = "neuron_config.json"
 
 # Kinds of graphs.
 CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
@@ -104,6 +110,22 @@ class GraphOptions:
             COPY: [seq_len] if batch_size > 1 else [],
         }
         return [CompiledGraph(kind, bucket) for kind, each in buckets.items() for bucket in each]
+
+
+def compiled_ranks(compiled: Path) -> int:
+    """Return how many ranks, each with a core, a folder's graphs were compiled for.
+
+    Raises:
+        UserError: the folder has no such graphs.
+    """
+    file = compiled / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"{compiled} has no {CONFIG_FILE}; give the folder that the compile command wrote.")
+    options = read_object(file).get("neuron_config")
+    ranks = options.get("tp_degree") if isinstance(options, dict) else None
+    if type(ranks) is not int or ranks < 1:
+        raise UserError(f"{file} is damaged (it has no number of ranks); compile the model again.")
+    return ranks
 
 
 def is_compiled(config: ModelConfig) -> bool:

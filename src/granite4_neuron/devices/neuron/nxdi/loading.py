@@ -18,14 +18,13 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.config import config_from_file
-from granite4_neuron.devices.neuron.compiled_graphs import default_context_buckets
+from granite4_neuron.devices.neuron.compiled_graphs import CONFIG_FILE, default_context_buckets
 from granite4_neuron.devices.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.devices.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.devices.neuron.nxdi.runtime import NeuronRuntime
 from granite4_neuron.devices.neuron.sdk import ATTENTION_KERNELS, DRAFT_GRAPHS
 from granite4_neuron.errors import UserError
 
-CONFIG_FILE = "neuron_config.json"
 # The Neuron runtime reads it when it starts.
 STOCHASTIC_ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 
