@@ -8,23 +8,17 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
-from granite4_neuron.system.available_memory import available_bytes
 
 
 def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequence[int] = ()) -> int:
-    """Return how many sequences of `max_length` tokens can run at a time, 1 to `most`. They get half of the available
-    memory, unless the runtime keeps its own state.
+    """Return how many sequences of `max_length` tokens can run at a time, 1 to `most`; see
+    `Runtime.sequences_that_fit`.
 
     Args:
         set_aside: as for `Slots`.
     """
-    if runtime.own_slots:
-        return max(1, min(most, runtime.own_slots, *(slot - 1 for slot in set_aside)))
-    available = available_bytes()
-    if available is None:
-        return most
-    state, token = sizes_of(runtime)
-    return max(1, min(most, available // 2 // (state + max_length * token)))
+    fitting = runtime.sequences_that_fit(max_length)
+    return max(1, min(most, most if fitting is None else fitting, *(slot - 1 for slot in set_aside)))
 
 
 class Slots:

@@ -19,7 +19,9 @@ from granite4_neuron.runtime.interface import Ability, Refusals
 from granite4_neuron.runtime.prompt_cuts import PromptCuts
 from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
 from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Layout
+from granite4_neuron.system.available_memory import available_bytes
 from granite4_neuron.system.processor import instruction_sets
 from granite4_neuron.system.version import installed_version
 
@@ -108,6 +110,13 @@ class BoundModel(Refusals):
         other.__dict__.pop("fingerprint", None)
         other.model = model
         return other
+
+    def sequences_that_fit(self, max_length: int) -> int | None:
+        """A CPU's memory is taken as it is written: the null slot takes none."""
+        available, itemsize = available_bytes(), self.dtype.itemsize
+        state = sequence_bytes(self.config, itemsize, state_itemsize=self.state_dtype.itemsize)
+        needed = state + max_length * token_bytes(self.config, itemsize)
+        return None if available is None else available // 2 // needed
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """There is nothing to compile in advance."""

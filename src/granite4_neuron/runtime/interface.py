@@ -225,6 +225,11 @@ class Runtime(Protocol[State]):
     def fingerprint(self) -> Fingerprint:
         """Distinguishes its states from states of other weights, kernels or options."""
 
+    def sequences_that_fit(self, max_length: int) -> int | None:
+        """Return how many sequences of up to `max_length` tokens there is room for, which may be none: its own slots,
+        or as many as half of the memory holds that states can take now. None if that is not known.
+        """
+
     def allocate(self, num_sequences: int, max_length: int) -> State:
         """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each.
 

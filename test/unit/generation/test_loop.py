@@ -29,6 +29,7 @@ from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens, loop
+from granite4_neuron.runtime import bound_model
 from test.support.tool_template import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.versions
@@ -271,14 +272,14 @@ class TestLoop:
         state = runtime.allocate(1, 7)
         needed = sum(tensor.nbytes for tensor in state.slot_views(1).values())
         assert sum(map(len, tokens_of(runtime, prompts, **{**options, "max_tokens": 1}))) == 2000
-        monkeypatch.setattr(slots, "available_bytes", lambda: 2 * 3 * needed + 1)
+        monkeypatch.setattr(bound_model, "available_bytes", lambda: 2 * 3 * needed + 1)
         texts = tokens_of(runtime, prompts[:20], **options)
         monkeypatch.undo()
         assert made == [loop.MOST_SEQUENCES, 3]
         assert texts == tokens_of(runtime, prompts[:20], **options)
 
     def test_slots_of_a_model_that_keeps_its_own_state(self):
-        runtime = SimpleNamespace(own_slots=5)
+        runtime = SimpleNamespace(sequences_that_fit=lambda max_length: 5)
         assert [slots.slots_that_fit(runtime, most, 9) for most in (3, 8)] == [3, 5]
         assert slots.slots_that_fit(runtime, 8, 9, set_aside=(4, 5)) == 3
 

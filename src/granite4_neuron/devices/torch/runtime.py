@@ -41,6 +41,7 @@ from granite4_neuron.devices.graphs.runtime import (
     bucket_of_cache,
     buckets_up_to,
     cache_buckets,
+    cache_length,
     decode_inputs,
     graph_inputs,
 )
@@ -76,6 +77,7 @@ from granite4_neuron.runtime.declaration import numbers_of
 from granite4_neuron.runtime.interface import Ability, Decoded, Row
 from granite4_neuron.runtime.prompt_cuts import Multiples, used_buckets
 from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state.snapshot import Snapshot, check_chain, views_of_positions
 
 if TYPE_CHECKING:
@@ -191,6 +193,21 @@ class TorchRuntime(GraphRuntime):
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
         self._memories: list[_Memory] = []
+
+    def sequences_that_fit(self, max_length: int) -> int | None:
+        """On a GPU each rank's state takes its memory when it is allocated, with a null slot of the cache."""
+        if self.device.type != "cuda":
+            return super().sequences_that_fit(max_length)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        # The next state gets the memory that torch keeps, and that of states which are no longer in use.
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        spare = [memory.state for memory in self._memories if memory.user() is None]
+        free += sum(each.nbytes for state in spare for each in state.tensors())
+        itemsize, degree = self.dtype.itemsize, self.model.parallel.degree
+        length = cache_length(max_length, self.config.max_position_embeddings)
+        cache = length * token_bytes(self.config, itemsize, degree)
+        state = sequence_bytes(self.config, itemsize, degree, self.state_dtype.itemsize)
+        return max(0, free // 2 - cache) // (state + cache)
 
     def warm_up(self, state: HybridState, verified_tokens: int = 0) -> None:
         """Afterwards a step that needs another graph raises a RuntimeError. Prompts share a graph only after a call,

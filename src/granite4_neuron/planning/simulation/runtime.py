@@ -123,6 +123,10 @@ class SimulatedRuntime(Refusals):
         self._recurrent = cast(torch.Tensor, _Sized(1, num_bytes))
         self.logits = cast(torch.Tensor, _Sized(config.vocab_size, _LOGIT_BYTES))
 
+    def sequences_that_fit(self, max_length: int) -> int | None:
+        """A state takes no memory."""
+        return self.own_slots or None
+
     def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
         """Nothing is needed."""
         return None

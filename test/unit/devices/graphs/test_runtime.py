@@ -1,6 +1,7 @@
 """How a prompt is cut into pieces for compiled graphs."""
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
@@ -8,6 +9,7 @@ from granite4_neuron.devices.cpu.runtime import CPURuntime
 from granite4_neuron.devices.graphs.runtime import PREFILL_BUCKETS, TOKENS
 from granite4_neuron.devices.torch.options import DEVICES
 from granite4_neuron.devices.torch.runtime import TorchRuntime, default_buckets
+from granite4_neuron.engine.slots import slots_that_fit
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.prompt_cuts import pieces, used_buckets
 from test.support.checkpoints import small_config
@@ -81,6 +83,32 @@ def test_default_buckets():
     assert DEVICES["neuron"].long_prompts == () and PREFILL_BUCKETS == (128, 512)
     assert default_buckets("cuda", is_rounded=False) == [128, 512, 2048, 8192]
     assert default_buckets("cuda", is_rounded=True) == [128, 512, 2048], "all prompts have a cut at its multiples"
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "state_dtype"),
+    [(("mamba", "attention"), torch.float32), (("mamba",), torch.bfloat16), (("attention",), torch.float32)],
+)
+def test_sequences_that_fit_into_a_gpus_memory(monkeypatch, layer_types, state_dtype):
+    """Half of what is free, or kept for the next state, holds the whole state of so many, and of no more."""
+    monkeypatch.setattr("granite4_neuron.runtime.bound_model.available_bytes", lambda: 2**50)
+    model = engine_model(layer_types=layer_types, max_position_embeddings=5000)
+    runtime = TorchRuntime(model, GenerationConfig(), compiler="eager", state_dtype=state_dtype)
+    for length in (9, 1500):
+        state = runtime.allocate(5, length)
+        needed = sum(each.nbytes for each in state.tensors())
+        assert slots_that_fit(runtime, 64, length) == 64, "a CPU has enough"
+        with monkeypatch.context() as gpu:
+            gpu.setattr(runtime, "device", torch.device("cuda"))
+            gpu.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
+            gpu.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+            for free, fitting in ((700, 1), (2 * needed - 1, 4), (2 * needed, 5)):
+                gpu.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - 700, 2**50))
+                assert slots_that_fit(runtime, 64, length) == fitting
+                assert slots_that_fit(runtime, 3, length) == min(fitting, 3)
+            del state
+            gpu.setattr(torch.cuda, "mem_get_info", lambda device, free=needed: (free - 700, 2**50))
+            assert slots_that_fit(runtime, 64, length) == 5, "with the memory of the state that has ended"
 
 
 @pytest.mark.parametrize("longest, used", [(100, [16, 64]), (16, [16]), (200, [16, 64, 512])])

@@ -109,6 +109,10 @@ class NeuronRuntime(Refusals):
     def tokens_per_verification(self) -> int:
         return self.model.neuron_config.speculation_length
 
+    def sequences_that_fit(self, max_length: int) -> int:
+        """The state was made when the model was loaded."""
+        return self.own_slots
+
     def allocate(self, num_sequences: int, max_length: int) -> None:
         """Check that the compiled model has the slots, which it made when it was loaded.
 
