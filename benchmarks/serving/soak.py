@@ -179,7 +179,7 @@ def _alone(kinds: list[tuple[str, Body]], model: Sequence[str]) -> list[list[str
     options = parser.parse_args(model)
     runtime, tokenizer = load_runtime(options, model_checkpoint(options))
     limits = Limits(MAX_LENGTH, None, NUM_SEQUENCES + MAX_QUEUE)
-    maker = RequestBuilder(runtime, tokenizer, limits)
+    maker = RequestBuilder(runtime, tokenizer, limits, names=())
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
     texts = []
     for path, body in kinds:

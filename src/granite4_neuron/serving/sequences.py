@@ -86,7 +86,7 @@ class RequestBuilder:
         model: Runtime | ServedModel,
         tokenizer: PreTrainedTokenizerFast,
         limits: Limits,
-        names: Collection[str] = (),
+        names: Collection[str],
     ):
         self._encoder = ConversationEncoder(tokenizer)
         self._vocab_size = model.config.vocab_size

@@ -43,7 +43,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def maker(model):
-    with closing(RequestBuilder(*model, Limits(2**20, None, 2**10))) as maker:
+    with closing(RequestBuilder(*model, Limits(2**20, None, 2**10), names=())) as maker:
         yield maker
 
 
