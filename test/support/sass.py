@@ -58,6 +58,17 @@ def overwritten_operands(cubin, folder):
     return [*found, *_writes_beside_products(instructions)]
 
 
+def names_with_waits(cubin, folder):
+    """Return the instructions' names in the order of the code, and "wait N" for a wait that leaves N products running.
+
+    The arguments are those of `spills`.
+    """
+    return [
+        f"wait {int(text.split(',')[1], 16)}" if name == "WARPGROUP.DEPBAR.LE" else name
+        for name, text in _instructions(cubin, folder)
+    ]
+
+
 def _writes_beside_products(instructions):
     found, unfinished, latest = [], [], set()  # registers of groups of products, and of the group that has no end yet
     for name, text in instructions:

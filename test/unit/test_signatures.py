@@ -39,7 +39,9 @@ def python_functions(source: str) -> Iterator[tuple[str, int]]:
 
 def _may_take_more(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     decorators = tuple(ast.unparse(decorator) for decorator in node.decorator_list)
-    return node.name.startswith("_launch_") or any(each.startswith(("triton.jit", "operator(")) for each in decorators)
+    return node.name.startswith("_launch_") or any(
+        each.startswith(("triton.jit", "gluon.jit", "operator(")) for each in decorators
+    )
 
 
 def cpp_functions(source: str) -> Iterator[tuple[str, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from granite4_neuron.devices.cuda import hopper_attention
 from granite4_neuron.devices.cuda.operator import operator, register_launch
 from granite4_neuron.devices.cuda.products import has_descriptors, input_precision, shared_memory
 from granite4_neuron.devices.cuda.triton_utils import LOG2_E, TensorDescriptor, tl, triton
@@ -53,6 +54,8 @@ def _launch_attend_prompt(
     slots: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
+    if hopper_attention.suits(query, key_cache, value_cache, scale):
+        return hopper_attention.launch_attend_prompt(query, key_cache, value_cache, positions, lengths, slots, scale)
     query = query.contiguous()
     batch, tokens, num_heads, head_dim = query.shape
     kv_heads, max_length = key_cache.shape[1:3]

@@ -21,9 +21,17 @@ def _no_jit(kernel: Any = None, **options: Any) -> Any:
 triton: Any = SimpleNamespace(jit=_no_jit)
 tl: Any = SimpleNamespace(constexpr=lambda value: value)
 TensorDescriptor: Any = None
+# Gluon, in which a kernel itself says which warps do what: its language, and that of compute capability 9.0.
+gluon: Any = SimpleNamespace(jit=_no_jit)
+gl: Any = SimpleNamespace(constexpr=lambda value: value)
+hopper: Any = None
+GluonTensorDescriptor: Any = None
 if find_spec("triton"):
     triton, tl = import_module("triton"), import_module("triton.language")
     TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    gluon, gl = import_module("triton.experimental.gluon"), import_module("triton.experimental.gluon.language")
+    hopper = import_module("triton.experimental.gluon.language.nvidia.hopper")
+    GluonTensorDescriptor = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

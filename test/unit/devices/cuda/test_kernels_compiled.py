@@ -10,6 +10,8 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -18,6 +20,7 @@ from granite4_neuron.devices.cuda import (  # noqa: E402
     attention,
     choices,
     head,
+    hopper_attention,
     launch,
     linear,
     mamba,
@@ -37,7 +40,7 @@ from granite4_neuron.devices.cuda.ssd_chunk_scan import scan_chunks  # noqa: E40
 from granite4_neuron.devices.cuda.token_operators import ManyRowsOperators, OneRowOperators, TokenOperators  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 from test.support.quantizing import GPU_FORMATS  # noqa: E402
-from test.support.sass import overwritten_operands, reads_of_unwritten_registers, spills  # noqa: E402
+from test.support.sass import names_with_waits, overwritten_operands, reads_of_unwritten_registers, spills  # noqa: E402
 
 pytestmark = [
     pytest.mark.versions,
@@ -84,6 +87,8 @@ def kind(argument):
         return TYPES[argument.dtype]
     if isinstance(argument, TensorDescriptor):
         return f"tensordesc<{TYPES[argument.base.dtype][1:]}{argument.block_shape}>"
+    if isinstance(argument, GluonTensorDescriptor):
+        return f"tensordesc<{TYPES[argument.base.dtype][1:]}{argument.block_shape},{argument.layout!r}>"
     return {int: "i32", float: "fp32"}[type(argument)]
 
 
@@ -123,7 +128,7 @@ def compiled(monkeypatch, tmp_path):
         whole = [(places.index(name),) for name in aligned]
         in_tuples = places_of_tensors(bound.values())
         attributes = {place: [["tt.divisibility", 16]] for place in (*whole, *in_tuples)}
-        source = ASTSource(kernel, signature, by_place, attributes)
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, by_place, attributes)
         compiled.append(triton.compile(source, target=HOPPER, options=options))
 
     monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
@@ -437,6 +442,23 @@ def test_prompts(tokens, dtype, config, compiled):
         LAUNCHES[multiply_by_experts](empty(tokens, hidden, dtype=dtype), w1, w2, *chosen)
     if dtype == torch.bfloat16:
         assert sum(each.asm["ptx"].count("ld.global.b16") for each in scan) == 1  # a head's D
+
+
+@pytest.mark.skipif(triton.__version__.startswith("3.5."), reason="Triton 3.5 starts warps by another function")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_computes_its_softmax_beside_a_product(head_dim, compiled, tmp_path):
+    """In each loop. One warp copies tiles; it has few registers, so that the others have many."""
+    caches = [empty(2, 4, 4096, head_dim) for _ in range(2)]
+    LAUNCHES[attend_prompt](empty(1, 256, 12, head_dim), *caches, int32(1, 256), int32(1), int32(1), 0.1)
+    [kernel] = compiled
+    assert not spills(kernel.asm["cubin"], tmp_path)
+    code = " ".join(names_with_waits(kernel.asm["cubin"], tmp_path))
+    loops = 2 * hopper_attention._SIZES[head_dim].groups  # with masks and without
+    beside = [part.split("wait 0")[0] for part in code.split("wait 1")[1:]]
+    assert len(beside) == loops and all(part.count("MUFU.EX2") >= 64 and "HGMMA" not in part for part in beside)
+    assert code.count("wait 0") == 2 * loops  # also for the first scores and the last values
+    ptx = kernel.asm["ptx"]
+    assert "setmaxnreg.dec.sync.aligned.u32 \t24" in ptx and "cp.async.bulk.tensor" in ptx
 
 
 @pytest.mark.parametrize(("head_dim", "d_state"), [(16, 128), (24, 40), (32, 64), (32, 128)])
