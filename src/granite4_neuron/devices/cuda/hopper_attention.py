@@ -41,6 +41,9 @@ class _Sizes(NamedTuple):
 
 
 _SIZES = {128: _Sizes(2, 128, 3, 240), 64: _Sizes(3, 128, 4, 160)}  # by head_dim
+# For heads of 64 if all programs run at once: each has less to do. Bits do not depend on the number of warpgroups.
+_SIZES_OF_FEW = _Sizes(2, 128, 4, 240)
+_MULTIPROCESSORS = 132  # of an H200, each of which runs one program at a time
 
 
 def suits(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> bool:
@@ -74,7 +77,7 @@ def launch_attend_prompt(
     batch, tokens, num_heads, head_dim = query.shape
     kv_heads, max_length = key_cache.shape[1:3]
     output = torch.empty_like(query)
-    groups, block_kv, stages, registers = _SIZES[head_dim]
+    groups, block_kv, stages, registers = _sizes(head_dim, batch * num_heads, tokens)
     layout = gl.NVMMASharedLayout.get_default_for([block_kv, head_dim], gl.bfloat16)  # the same for both 16-bit types
     tiles = [_descriptor(each.view(-1, head_dim), block_kv, layout) for each in (key_cache, value_cache)]
     _attend_prompt_kernel[num_heads, batch, triton.cdiv(tokens, groups * _ROWS.value)](
@@ -98,6 +101,12 @@ def launch_attend_prompt(
         num_warps=4,
     )
     return output
+
+
+def _sizes(head_dim: int, num_heads: int, tokens: int) -> _Sizes:
+    """Return the sizes for so many heads, all sequences' together."""
+    programs = num_heads * triton.cdiv(tokens, _SIZES_OF_FEW.groups * _ROWS.value)
+    return _SIZES_OF_FEW if head_dim == 64 and programs <= _MULTIPROCESSORS else _SIZES[head_dim]
 
 
 def _descriptor(entries: torch.Tensor, block_kv: int, layout: Any) -> Any:

@@ -445,15 +445,15 @@ def test_prompts(tokens, dtype, config, compiled):
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.5."), reason="Triton 3.5 starts warps by another function")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_computes_its_softmax_beside_a_product(head_dim, compiled, tmp_path):
+@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 256), (64, 4096), (128, 256)])
+def test_attention_computes_its_softmax_beside_a_product(head_dim, tokens, compiled, tmp_path):
     """In each loop. One warp copies tiles; it has few registers, so that the others have many."""
     caches = [empty(2, 4, 4096, head_dim) for _ in range(2)]
-    LAUNCHES[attend_prompt](empty(1, 256, 12, head_dim), *caches, int32(1, 256), int32(1), int32(1), 0.1)
+    LAUNCHES[attend_prompt](empty(1, tokens, 12, head_dim), *caches, int32(1, tokens), int32(1), int32(1), 0.1)
     [kernel] = compiled
     assert not spills(kernel.asm["cubin"], tmp_path)
     code = " ".join(names_with_waits(kernel.asm["cubin"], tmp_path))
-    loops = 2 * hopper_attention._SIZES[head_dim].groups  # with masks and without
+    loops = 2 * hopper_attention._sizes(head_dim, 12, tokens).groups  # with masks and without
     beside = [part.split("wait 0")[0] for part in code.split("wait 1")[1:]]
     assert len(beside) == loops and all(part.count("MUFU.EX2") >= 64 and "HGMMA" not in part for part in beside)
     assert code.count("wait 0") == 2 * loops  # also for the first scores and the last values

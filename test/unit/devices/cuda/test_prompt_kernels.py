@@ -298,27 +298,39 @@ class TestAttention:
     )
     def test_numbers(self, slots, dtype, head_dim):
         """The third sequence has no tokens."""
+        scale = head_dim**-0.5
         query, key, value, positions = self.inputs([150, 150, 150] if slots else [150, 70, 70], 70, dtype, head_dim)
         lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
         where = positions, lengths, None if slots is None else torch.tensor(slots, dtype=torch.int32)
-        output = launch(attend_prompt, query, key, value, *where, 0.3)
-        expected = ops.cached_attention(*exact(query, key, value), *where, 0.3, key.shape[2])
+        output = launch(attend_prompt, query, key, value, *where, scale)
+        expected = ops.cached_attention(*exact(query, key, value), *where, scale, key.shape[2])
         assert output.dtype == dtype and output.isfinite().all()
         assert relative_error(output[:2], expected[:2]) <= TOLERANCE[dtype]
 
     @HEAD_DIMS
     def test_cuts_padding_and_the_caches_length_do_not_matter(self, head_dim, dtype=OF_BITS):
+        scale = head_dim**-0.5
         query, key, value, positions = self.inputs([150], 150, dtype, head_dim)
         slots, longer = torch.tensor([1]), torch.full((2, 2, 700, head_dim), math.nan, dtype=dtype)
-        whole = launch(attend_prompt, query, key, value, positions, torch.tensor([150]), slots, 0.3)
+        whole = launch(attend_prompt, query, key, value, positions, torch.tensor([150]), slots, scale)
         for part in (slice(0, 128), slice(128, 150)):
             where = positions[:, part], torch.tensor([part.stop - part.start]), slots
-            assert same_bits(launch(attend_prompt, query[:, part], key, value, *where, 0.3), whole[:, part])
+            assert same_bits(launch(attend_prompt, query[:, part], key, value, *where, scale), whole[:, part])
         longer_key, longer_value = longer.clone(), longer.clone()
         longer_key[:, :, :160], longer_value[:, :, :160] = key, value
         padded = torch.cat([query, torch.zeros(1, 40, 4, head_dim, dtype=dtype)], 1), longer_key, longer_value
         where = torch.arange(190, dtype=torch.int32)[None], torch.tensor([150]), slots
-        assert same_bits(launch(attend_prompt, *padded, *where, 0.3)[:, :150], whole)
+        assert same_bits(launch(attend_prompt, *padded, *where, scale)[:, :150], whole)
+
+    @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter has one kernel for all numbers of programs")
+    def test_the_number_of_programs_does_not_matter(self, tokens=4400, rest=300):
+        """A program has fewer tokens if a GPU runs all programs at once."""
+        query, *caches, positions = self.inputs([tokens], tokens, BFLOAT16, 64, max_length=tokens)
+        whole, part = (
+            launch(attend_prompt, query[:, -n:], *caches, positions[:, -n:], torch.tensor([n]), torch.tensor([1]), 0.1)
+            for n in (tokens, rest)
+        )
+        assert same_bits(part, whole[:, -rest:])
 
     def test_blocks_of_keys_are_at_multiples_of_their_size(self):
         assert 128 % flash_attention._BLOCK_M == 128 % flash_attention._BLOCK_KV == 0
