@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from granite4_neuron.devices.cuda.products import has_descriptors
 from granite4_neuron.devices.cuda.triton_utils import LOG2_E, GluonTensorDescriptor, gl, gluon, hopper, triton
 
-# Triton 3.5 starts warps by a function with other arguments.
-_OLDEST_TRITON = (3, 6)
-_TMA_BYTES = 16  # by which descriptors' tensors are aligned
+# Gluon is an experiment of Triton's: 3.5 and 3.9 start warps by functions with other arguments, and 3.8 compiles the
+# kernel to fewer waits.
+TRITON_VERSIONS = ("3.6.", "3.7.")
 _ROWS = gl.constexpr(64)  # tokens of a warpgroup, the rows of one wgmma
 _barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)  # of Triton 3.6, 3.7
 
@@ -55,11 +56,12 @@ def suits(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tenso
     return (
         query.device.type in ("cuda", "meta")
         and (not query.is_cuda or torch.cuda.get_device_capability(query.device) == (9, 0))
-        and tuple(map(int, triton.__version__.split(".")[:2])) >= _OLDEST_TRITON
+        and triton.__version__.startswith(TRITON_VERSIONS)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] in _SIZES
         and scale > 0
-        and all(each.is_contiguous() and each.data_ptr() % _TMA_BYTES == 0 for each in caches)
+        and all(each.is_contiguous() for each in caches)
+        and has_descriptors(*caches)
     )
 
 
