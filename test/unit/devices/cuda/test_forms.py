@@ -76,13 +76,13 @@ def test_logits_and_state(case, batch, dtype, taken):
     model = random_model(case.config(), dtype=dtype, max_A=case.max_A)
     tokens = random_tokens(model.config.vocab_size, batch, 20)
     (expected, states), (logits, ours) = (decode(model, operators, tokens) for operators in (None, GPU))
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
     if dtype == torch.float32:
         torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
-    else:  # two roundings, whose errors beside float32 are alike on every processor
+    else:  # two roundings, neither of which may be further from float32 than the other
         _, exact = decode(model.float(), None, tokens)
-        assert mean_error(ours, exact) <= 1.2 * mean_error(states, exact)
+        assert mean_error(ours, exact) <= 1.1 * mean_error(states, exact)
     # Two steps. Layers with biases in projections use the plain operators.
     plain = {"projection_bias": {"mamba", "attention"}, "nemotron_dense": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
