@@ -16,14 +16,13 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.devices.cuda.gemv import load_vector, rms_norm
-from granite4_neuron.devices.cuda.launch import gdc_launch_dependents, gdc_wait, launch_options
+from granite4_neuron.devices.cuda.launch import MULTIPROCESSORS, gdc_launch_dependents, gdc_wait, launch_options
 from granite4_neuron.devices.cuda.products import shared_memory
 from granite4_neuron.devices.cuda.triton_utils import tl, triton
 from granite4_neuron.devices.cuda.weights import load_numbers, rows_from, stored
 
 _NUM_WARPS_OF_NORM = 8
 _MOST_OF_A_PROGRAM = 32  # vectors
-_MULTIPROCESSORS = 132  # of an H200
 
 
 def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> dict[str, bool | int]:
@@ -49,11 +48,11 @@ def _config(n: int, batch: int, num_weights: int) -> tuple[int, int, int, int]:
     With these a layer takes at most 6 % longer than with each kernel's fastest configuration on an H200, with 8 and 32
     sequences of h-350m, h-tiny and h-small, and 8 of h-1b.
     """
-    if n < 32 * _MULTIPROCESSORS:
+    if n < 32 * MULTIPROCESSORS:
         return 16, 512, 1 if batch <= 16 else 2, 5 - num_weights
     if batch <= 16:
         return 32, 512, 2, 3
-    return (32, 512, 4, 3) if n < 64 * _MULTIPROCESSORS else (64, 256, 2, 4)
+    return (32, 512, 4, 3) if n < 64 * MULTIPROCESSORS else (64, 256, 2, 4)
 
 
 def padded_batch(batch: int) -> int:

@@ -24,27 +24,27 @@ from typing import Any, NamedTuple
 
 import torch
 
+from granite4_neuron.devices.cuda.launch import MULTIPROCESSORS
 from granite4_neuron.devices.cuda.products import has_descriptors
 from granite4_neuron.devices.cuda.triton_utils import LOG2_E, GluonTensorDescriptor, gl, gluon, hopper, triton
 
 # Gluon is an experiment of Triton's: 3.5 and 3.9 start warps by functions with other arguments, and 3.8 compiles the
 # kernel to fewer waits.
 TRITON_VERSIONS = ("3.6.", "3.7.")
+_BLOCK_KV = 128  # entries of a tile; bits depend on it
 _ROWS = gl.constexpr(64)  # tokens of a warpgroup, the rows of one wgmma
 _barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)  # of Triton 3.6, 3.7
 
 
 class _Sizes(NamedTuple):
     groups: int  # warpgroups that compute
-    block_kv: int  # entries of a tile
     stages: int  # of the ring
     registers: int  # of a thread that computes
 
 
-_SIZES = {128: _Sizes(2, 128, 3, 240), 64: _Sizes(3, 128, 4, 160)}  # by head_dim
-# For heads of 64 if all programs run at once: each has less to do. Bits do not depend on the number of warpgroups.
-_SIZES_OF_FEW = _Sizes(2, 128, 4, 240)
-_MULTIPROCESSORS = 132  # of an H200, each of which runs one program at a time
+_SIZES = {128: _Sizes(2, 3, 240), 64: _Sizes(3, 4, 160)}  # by head_dim
+# For heads of 64 if all programs run at once, one on a multiprocessor: each has less to do.
+_SIZES_OF_FEW = _Sizes(2, 4, 240)
 
 
 def suits(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> bool:
@@ -79,9 +79,11 @@ def launch_attend_prompt(
     batch, tokens, num_heads, head_dim = query.shape
     kv_heads, max_length = key_cache.shape[1:3]
     output = torch.empty_like(query)
-    groups, block_kv, stages, registers = _sizes(head_dim, batch * num_heads, tokens)
-    layout = gl.NVMMASharedLayout.get_default_for([block_kv, head_dim], gl.bfloat16)  # the same for both 16-bit types
-    tiles = [_descriptor(each.view(-1, head_dim), block_kv, layout) for each in (key_cache, value_cache)]
+    groups, stages, registers = _sizes(head_dim, batch * num_heads, tokens)
+    tile = [_BLOCK_KV, head_dim]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)  # the same for both 16-bit types
+    entries = [cache.view(-1, head_dim) for cache in (key_cache, value_cache)]
+    tiles = [GluonTensorDescriptor.from_tensor(each, tile, layout) for each in entries]
     _attend_prompt_kernel[num_heads, batch, triton.cdiv(tokens, groups * _ROWS.value)](
         query,
         *tiles,
@@ -97,7 +99,7 @@ def launch_attend_prompt(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         GROUPS=groups,
-        BLOCK_KV=block_kv,
+        BLOCK_KV=_BLOCK_KV,
         STAGES=stages,
         REGISTERS=registers,
         num_warps=4,
@@ -108,11 +110,7 @@ def launch_attend_prompt(
 def _sizes(head_dim: int, num_heads: int, tokens: int) -> _Sizes:
     """Return the sizes for so many heads, all sequences' together."""
     programs = num_heads * triton.cdiv(tokens, _SIZES_OF_FEW.groups * _ROWS.value)
-    return _SIZES_OF_FEW if head_dim == 64 and programs <= _MULTIPROCESSORS else _SIZES[head_dim]
-
-
-def _descriptor(entries: torch.Tensor, block_kv: int, layout: Any) -> Any:
-    return GluonTensorDescriptor.from_tensor(entries, [block_kv, entries.shape[1]], layout)
+    return _SIZES_OF_FEW if head_dim == 64 and programs <= MULTIPROCESSORS else _SIZES[head_dim]
 
 
 @gluon.jit(

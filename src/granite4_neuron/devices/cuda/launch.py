@@ -17,6 +17,7 @@ from granite4_neuron.devices.cuda.triton_utils import tl, triton
 
 # Warps of programs for one row of the router or a part of a head's state.
 NUM_WARPS_SMALL = 4
+MULTIPROCESSORS = 132  # of an H200
 
 
 def supports_gdc(x: torch.Tensor) -> bool:
